@@ -65,7 +65,7 @@ gpu-check: ## On a machine with a GPU: its tests, then its figures (benchmarks/r
 	$(GPU_PYTHON) -m pytest --gpu tests/training/test_gpu.py; tests=$$?; $(GPU_PYTHON) -m benchmarks gpu && exit $$tests
 
 cluster-test: install ## Check a Flyte cluster from outside: make cluster-test CONFIG=deploy/sandbox.yaml IMAGE=... [K=preempted]
-	$(BIN)/python -m pytest deploy/cluster_tests --flyte-config $(CONFIG) --image $(IMAGE) $(if $(K),-k "$(K)") $(OPTIONS)
+	$(BIN)/python -m pytest tests/cluster --flyte-config $(CONFIG) --image $(IMAGE) $(if $(K),-k "$(K)") $(OPTIONS)
 
 COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header $(UPGRADE)

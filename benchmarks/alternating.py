@@ -21,7 +21,8 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.zoo import Tutorial
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank
-from flyte_ddp.training.checkpointing import Checkpointer, Snapshot
+from flyte_ddp.runs.checkpoint_writer import Snapshot
+from flyte_ddp.training.checkpointing import Checkpointer
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.training_state import TrainingState
 

@@ -22,13 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from benchmarks.sample_tasks import GPT, generate_texts, text_loss
-from benchmarks.step_sides import make_work, train_ours
+from benchmarks.step_sides import make_job, make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
-from flyte_ddp.training.job import Job
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -79,7 +78,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
     """Do blocks of steps of each side in turn, the first of each not counted; rank 0 writes the rates."""
     hp = Hyperparameters(**OURS)
     work = make_work(hp, Path(order["data"]), folder)
-    job = Job.from_work(work)
+    job = make_job(work)
     torch.set_num_threads(1)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), RANKS)  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from benchmarks.own_loop import open_launcher
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.machine import Capacity, Request, detect_capacity
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.runs.work import Launch
 from flyte_ddp.settings import Settings
-
-Find = Callable[[Request], Capacity]
 
 
 def bare_spawn(folder: str) -> None:
@@ -65,18 +60,16 @@ def bare_dask(client: Any, folder: str) -> None:
 
 
 @contextmanager
-def engine(name: str) -> Iterator[tuple[Launch, Find, Callable[[str], None]]]:
-    """Yield our launcher, what it finds there, and the bare one, on a cluster that stands."""
+def engine(name: str) -> Iterator[tuple[Launch, Callable[[str], None]]]:
+    """Yield our launcher and the bare one, on a cluster that stands."""
     if name == "spawn":
         from flyte_ddp.launch import spawn
 
-        yield spawn.launch, detect_capacity, bare_spawn
+        yield spawn.launch, bare_spawn
         return
     with open_launcher(name) as (launch, client):
-        launcher = import_module(f"flyte_ddp.launch.{name}")
-        find = partial(launcher.find_capacity, client=client) if client else launcher.find_capacity
         bare: dict[str, Callable[[str], None]] = {"elastic": bare_elastic, "ray": bare_ray}
-        yield launch, find, bare.get(name, partial(bare_dask, client))
+        yield launch, bare.get(name, partial(bare_dask, client))
 
 
 def main(request: str) -> None:
@@ -86,18 +79,18 @@ def main(request: str) -> None:
     folder.mkdir(parents=True)
     os.environ[PIDS] = str(folder)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with engine(order["engine"]) as (launch, find_capacity, bare), tempfile.TemporaryDirectory() as own:
+    with engine(order["engine"]) as (launch, bare), tempfile.TemporaryDirectory() as own:
         began = time.time()
         if order["what"] == "bare":
             bare(own)
             found = {"seconds": float(Path(own, "stepped").read_text()) - began}
         else:
-            found = ours(order, folder / "run", launch, find_capacity, began)
+            found = ours(order, folder / "run", launch, began)
     found["memory"] = most_memory() / (1 << 20)
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, began: float) -> dict[str, float]:
+def ours(order: dict[str, Any], run: Path, launch: Launch, began: float) -> dict[str, float]:
     changes = {"first step": {"max_steps": 1, "log_interval": 1}, "train": {}, "kill": {"max_steps": 100_000}}
     hp = Hyperparameters(**{**order["hp"], **changes[order["what"]]})
     killed: list[float] = []
@@ -105,8 +98,7 @@ def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, 
         threading.Thread(target=kill_rank_1, args=(run, killed), daemon=True).start()
     try:
         settings = Settings(progress="off", wandb_mode="disabled")
-        hardware = choose_hardware(hp, find_capacity(request_ranks(hp)))
-        run_training(hp, Path(order["data"]), run, settings, launch=launch, hardware=hardware)
+        run_training(hp, Path(order["data"]), run, settings, launch=launch)
     except RankError:
         return {"seconds": time.time() - killed[0]}
     records = read_records(run / "metrics.jsonl")

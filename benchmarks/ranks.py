@@ -27,7 +27,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from benchmarks.link import Host, linked_hosts
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import LIMIT_SECONDS, ROOT, call, environment, fashion_mnist
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, detect_hardware, request_ranks
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic
 from flyte_ddp.run import run_training
@@ -258,9 +256,8 @@ def train(hyperparameters: dict[str, Any], data: str, run: str) -> None:
     hp, folder = Hyperparameters(**hyperparameters), Path(run)
     settings = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
     if "RANK" not in os.environ:
-        run_training(hp, Path(data), folder, settings, hardware=replace(detect_hardware(hp), threads=1))
+        run_training(hp, Path(data), folder, settings, threads=1)
     elif elastic.is_leader():
-        hardware = choose_hardware(hp, elastic.find_capacity(request_ranks(hp)))
-        run_training(hp, Path(data), folder, settings, launch=elastic.launch, hardware=hardware)
+        run_training(hp, Path(data), folder, settings, launch=elastic.launch)
     else:
         elastic.follow()

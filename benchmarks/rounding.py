@@ -5,7 +5,6 @@ difference of a weight from that of one rank; and four ranks on digits with each
 """
 
 import importlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import call, fashion_mnist
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -67,4 +65,4 @@ def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> No
         ray.init(num_cpus=hp.num_ranks, include_dashboard=False)  # as many as are asked for, whatever the machine has
     launch = importlib.import_module(f"flyte_ddp.launch.{engine}").launch
     quiet = Settings(progress="off", wandb_mode="disabled")
-    run_training(hp, Path(data), Path(run), quiet, launch=launch, hardware=replace(detect_hardware(hp), threads=1))
+    run_training(hp, Path(data), Path(run), quiet, launch=launch, threads=1)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 import flyte_ddp
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.run import run_training
 
 HERE = Path(__file__).resolve().parent
@@ -56,7 +54,7 @@ def train_configuration(hyperparameters: dict[str, Any], run: Path) -> dict[str,
     try:
         hp = Hyperparameters(**hyperparameters)
         data = fetch(hp.dataset, "", run.with_name(f"{run.name}-data"), progress="off")
-        result = run_training(hp, data, run, hardware=replace(detect_hardware(hp), threads=1))
+        result = run_training(hp, data, run, threads=1)
     except Exception as error:  # of this configuration; the others are trained all the same
         return {"error": f"{type(error).__name__}: {error}"}
     records = [json.loads(line) for line in result.metrics.read_text().splitlines()]

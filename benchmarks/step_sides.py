@@ -25,12 +25,13 @@ from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_folder import StoredSet
-from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
+from flyte_ddp.machine import bf16_support, detect_world
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.run import checkpoint_identity
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.job import Job, Training
 from flyte_ddp.training.recording import Recorder
@@ -181,7 +182,7 @@ def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]
     else:
         data = write_data(folder / "data", case.data)
     settings = Settings(progress="off", cache_folder=folder / "cache")
-    job = Job.from_work(make_work(hp, data, folder, settings))
+    job = make_job(make_work(hp, data, folder, settings))
     torch.set_num_threads(order.get("threads") or job.hardware.threads)
     keep_freed_memory()
     state = TrainingState(hp, job.hardware, open_prepared(data), None, settings)
@@ -198,9 +199,13 @@ def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]
 
 def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Work:
     """Return the work of ranks that train on this machine and keep their files in ``folder``."""
-    training = Training(hp, detect_hardware(hp), settings, data)
-    world = World(hp.num_ranks, training.hardware.device_type)
-    return Work("", training, world, folder, checkpoint_identity(hp, data), timeout=600.0, save_seconds=1.0)
+    request, identity = request_ranks(hp), checkpoint_identity(hp, data)
+    world = detect_world(request)
+    return Work("", Training(hp, settings, data), request, folder, identity, 600.0, 1.0, world=world)
+
+
+def make_job(work: Work) -> Job:
+    return Job.from_work(work, bf16_support(work.world.device_type))
 
 
 def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:

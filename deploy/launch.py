@@ -21,22 +21,19 @@ from flytekit.exceptions.system import FlyteSystemException
 from flytekit.exceptions.user import FlyteEntityNotExistException, FlyteTimeout
 from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.common import NamedEntityIdentifier
-from flytekit.models.core.execution import NodeExecutionPhase, TaskExecutionPhase, WorkflowExecutionPhase
+from flytekit.models.core.execution import TaskExecutionPhase, WorkflowExecutionPhase
 from flytekit.remote import FlyteLaunchPlan, FlyteRemote, FlyteWorkflowExecution
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import replace_file
-from flyte_ddp.formatting import name_measure
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
-from flyte_ddp.report.report import parse_last_record
-from tasks.command_line import CALL_SECONDS, check_input_files, show_errors_in_panels
+from tasks.command_line import CALL_SECONDS, show_errors_in_panels
 
 AWAY_SECONDS = 600.0  # how long the cluster may be unreachable while this command waits for an execution
-PAUSE_SECONDS = 15.0  # longest time between two queries of an execution, shortest time between two reads of its deck
+PAUSE_SECONDS = 15.0  # longest time between two queries of an execution
 FILES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
-FIGURES = {"loss": "loss {:.4f}", "samples_per_second": "{:,.0f} samples/s", "test_accuracy": "test accuracy {:.2%}"}
 # Prefixes, ours and Flyte's, of an error message that is a sentence of this package.
 ERROR_PREFIX = re.compile(
     r"^(?:UserError|UnreachableError|RankError|StoppedError|FlyteRecoverableException): (?:\S+ error=)?"
@@ -48,7 +45,6 @@ class CommandWithShortErrors(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with show_errors_in_panels(ctx):
-            check_input_files(args)
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -176,7 +172,7 @@ class ExecutionWatch:
         self.client, self.execution = remote.client, execution
         self.names = {node.id: getattr(node.flyte_entity, "name", node.id) for node in plan.flyte_workflow.flyte_nodes}
         self.printed: dict[object, str] = {}  # the last line on each topic
-        self.began = self.answered = self.read_deck_at = time.monotonic()
+        self.began = self.answered = time.monotonic()
 
     def wait_until_done(self) -> None:
         """Query the execution until it ends, at first every second, later every PAUSE_SECONDS; print changes.
@@ -207,7 +203,7 @@ class ExecutionWatch:
                     yield from self.iterate_nodes(node.id.node_id)
 
     def print_changes(self, node: Any) -> None:
-        """Print what is new of a node: phase and error of each attempt, metrics of a running training."""
+        """Print what is new of a node: phase and error of each attempt."""
         name = self.names.get(node.id.node_id, node.id.node_id).rpartition(".")[2]
         for attempt in iterate_task_executions(self.client, node.id):
             name = attempt.id.task_id.name.rpartition(".")[2]
@@ -218,24 +214,6 @@ class ExecutionWatch:
         metadata = node.closure.task_node_metadata
         if metadata is not None and metadata.cache_status == CACHE_HIT:
             self.print_if_new(node.id.node_id, f"{name}: SUCCEEDED, from the cache")
-        running = node.closure.phase == NodeExecutionPhase.RUNNING and node.closure.deck_uri
-        if running and time.monotonic() - self.read_deck_at > PAUSE_SECONDS:
-            with suppress(Exception), scoped_grpc_deadline(CALL_SECONDS / 3):  # waiting works without metrics, too
-                self.print_if_new("metrics", f"{name}: {self.read_figures(node.id)}")
-            self.read_deck_at = time.monotonic()
-
-    def read_figures(self, node: Any) -> str:
-        """Return the last record of a training's deck as text; LookupError if it has none."""
-        run = self.execution.id
-        address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
-        record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
-        if record is None:
-            raise LookupError("the deck has no records yet")
-        figures = [FIGURES[key].format(record[key]) for key in FIGURES if record.get(key) is not None]
-        main = next((key for key in record if key.startswith("test_") and key not in (*FIGURES, "test_loss")), "")
-        if main and record[main] is not None:  # of another objective than classification
-            figures.append(f"test {name_measure(main.removeprefix('test_'))} {record[main]:.4g}")
-        return ", ".join([f"step {record['step']:,}", *figures])
 
     def print_if_new(self, topic: object, line: str) -> None:
         if self.printed.get(topic) != line:

@@ -91,7 +91,7 @@ if [ -n "$dry_run" ]; then
     printf '\n\n'
     "${package[@]}"
     printf '\n'
-    "$python" deploy/show_package.py "build/flyte-package-$version.tgz"
+    "$python" -m workflows.schedules
     printf '\n%s\n' "$schedules"
     exit
 fi

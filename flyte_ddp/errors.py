@@ -34,17 +34,16 @@ class RankError(click.ClickException, RuntimeError):
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
         super().__init__(message)
         self.details, self.recoverable = details, recoverable
-        self.remark = ""  # added to the message by a caller that knows more about the cause
         self.file: Path | None = None  # the file that holds the details
         self.step: int | None = None  # step of the newest checkpoint; 0: there is none; None: not known
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
+        return "\n\n".join(filter(None, (self.message, self.details)))
 
     def format_message(self) -> str:
-        """Return the lines of click's panel: message and remark; file with the details; where a retry resumes."""
+        """Return the lines of click's panel: the message; the file with the details; where a retry resumes."""
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
-        lines = [f"{message}{self.remark}"]
+        lines = [message]
         if self.file is not None:
             lines.append(f"the whole error is in {shorten_path(self.file)}")
         if self.recoverable:

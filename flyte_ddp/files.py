@@ -99,6 +99,15 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
 
 
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Return inode, time of change in ns and size, of which a change of the file changes one; None without a file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 @contextmanager
 def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryIO]:
     """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; yield the file, open for appending.

@@ -5,14 +5,13 @@ Every ``auto`` of the hyperparameters is decided here, never by timings, which w
 
 import os
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.contradictions import check_batch_size
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine import Bf16, Capacity, Request, choose_local_device_type, detect_capacity
+from flyte_ddp.machine import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
 from flyte_ddp.settings import REQUESTED_GPUS
 
 
@@ -30,27 +29,20 @@ class Hardware:
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware of a run whose ranks are all on this machine.
-
-    Initialises CUDA if ranks use GPUs, so that forks of this process can use none. Raises UserError if the machine does
-    not have what the hyperparameters need, or if this is a pod that does not see the GPUs that were requested for it.
-    """
-    return choose_hardware(hp, detect_capacity(request_ranks(hp)))
+    """Return the Hardware of a run whose ranks are all on this machine."""
+    world = detect_world(request_ranks(hp))
+    return choose_hardware(hp, world, bf16_support(world.device_type))
 
 
 def request_ranks(hp: Hyperparameters) -> Request:
-    return Request(hp.num_ranks, hp.backend, most=hp.batch_size, asks_bf16=hp.precision in ("auto", "bf16"))
+    return Request(hp.num_ranks, hp.backend, most=hp.batch_size)
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError if the GPUs that are requested for training pods do not fit ``hp``.
+    """Raise UserError if the GPUs that are requested for training pods, if this is one's task, do not fit ``hp``.
 
-    Does nothing if FLYTE_DDP_GPUS is not set, as outside pods.
-
-    Args:
-        nodes: largest number of training pods.
-        ranks: number of ranks that the engine starts; ``hp.num_ranks`` must be 0 or equal. 0: ``hp.num_ranks`` decides.
-        capacity: largest number of ranks without GPUs; 0: no limit.
+    ``nodes`` is the largest number of training pods. ``ranks`` is the number that the engine starts; 0: ``hp`` decides.
+    ``capacity`` is the largest number of ranks without GPUs; 0: no limit.
     """
     requested = os.environ.get(REQUESTED_GPUS)
     if requested is None:
@@ -70,13 +62,16 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
     # Only the training pods know whether they have bf16.
-    choose_hardware(hp, Capacity(ranks, device_type, threads=1, bf16=Bf16.FASTER))
+    choose_hardware(hp, World(ranks, device_type), Bf16.FASTER)
 
 
-def choose_hardware(hp: Hyperparameters, capacity: Capacity) -> Hardware:
-    """Return the Hardware of a run that has this capacity; decide every ``auto`` of the hyperparameters."""
-    device_type, bf16 = capacity.device_type, capacity.bf16
-    check_batch_size(hp, capacity.num_ranks)
+def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
+    """Return the Hardware of a run on these ranks; decide every ``auto`` of the hyperparameters.
+
+    ``bf16`` is the least support among the ranks' devices.
+    """
+    device_type = world.device_type
+    check_batch_size(hp, world.num_ranks)
     small = hp.model in catalog.SMALL_MODELS
     # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
     faster_in_order = small or (device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS)
@@ -89,34 +84,27 @@ def choose_hardware(hp: Hyperparameters, capacity: Capacity) -> Hardware:
             "use precision='fp32' or 'auto'"
         )
     return Hardware(
-        num_ranks=capacity.num_ranks,
+        num_ranks=world.num_ranks,
         device_type=device_type,
-        backend="nccl" if device_type == "cuda" else "gloo",
-        strategy=choose_strategy(hp, device_type),
+        backend=world.backend,
+        strategy=choose_strategy(hp, world),
         precision=precision,
         channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and faster_in_order),
-        threads=capacity.threads,
+        threads=world.threads,
     )
 
 
-def adapt_to_hosts(hardware: Hardware, hp: Hyperparameters, hosts: Collection[str]) -> Hardware:
-    """Return the Hardware for ranks on these hosts; on several, ddp replaces an automatic shared_memory."""
-    if len({*hosts}) < 2 or hardware.strategy != "shared_memory":
-        return hardware
-    if hp.strategy == "shared_memory":
-        raise UserError(
-            f"strategy='shared_memory': needs all ranks on one host, and these are on {', '.join(sorted({*hosts}))}; "
-            "use strategy='ddp' or 'auto'"
-        )
-    return replace(hardware, strategy="ddp")
-
-
-def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
-    """Return the gradient strategy of ``hp``; for "auto" shared memory on CPUs under Linux, else ddp."""
-    possible = device_type == "cpu" and sys.platform == "linux"
+def choose_strategy(hp: Hyperparameters, world: World) -> str:
+    """Return the gradient strategy of ``hp``; for "auto" shared memory on CPUs of one host under Linux, else ddp."""
+    possible = world.device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(
-            f"strategy='shared_memory': needs CPU ranks on Linux, these are on {device_type} and {sys.platform}; "
+            f"strategy='shared_memory': needs CPU ranks on Linux, these are on {world.device_type} and {sys.platform}; "
             "use strategy='ddp' or 'auto'"
         )
-    return hp.strategy if hp.strategy != "auto" else "shared_memory" if possible else "ddp"
+    if hp.strategy == "shared_memory" and world.num_nodes > 1:
+        raise UserError(
+            f"strategy='shared_memory': needs all ranks on one host, and these are on "
+            f"{', '.join(sorted({*world.hosts}))}; use strategy='ddp' or 'auto'"
+        )
+    return hp.strategy if hp.strategy != "auto" else "shared_memory" if possible and world.num_nodes == 1 else "ddp"

@@ -77,18 +77,26 @@ class Request:
     num_ranks: int = 0  # 0: as many as there is capacity for
     backend: str = "auto"  # gloo: CPUs; nccl: GPUs; auto: GPUs if there are any
     most: int = sys.maxsize  # ranks on CPUs, if num_ranks is 0
-    asks_bf16: bool = False  # whether the run's precision depends on the devices' bf16
     exact: bool = False  # whether fewer ranks than num_ranks are refused
+    threads: int = 0  # CPU threads for each rank; 0: its share of the cores
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """The ranks that a machine or a cluster has capacity for."""
+class World:
+    """The ranks of a run, and what they find on their hosts; equal on all ranks."""
 
     num_ranks: int
-    device_type: str  # cuda or cpu
-    threads: int  # CPU threads for each rank
-    bf16: Bf16  # the least support among the ranks' devices; NONE if the request did not ask for it
+    device_type: str = "cpu"  # or cuda: a GPU for each rank
+    threads: int = 1  # CPU threads for each rank
+    hosts: tuple[str, ...] = ()  # by rank, the address at which other ranks reach its host; set by the launcher
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, len({*self.hosts}))
 
 
 def count_cores() -> int:
@@ -124,18 +132,14 @@ def bf16_support(device_type: str) -> Bf16:
     return Bf16.FASTER if torch.cuda.is_bf16_supported(including_emulation=False) else Bf16.NONE
 
 
-def detect_capacity(request: Request) -> Capacity:
-    """Return this machine's Capacity for a request: a GPU for each rank, or CPUs.
-
-    Initialises CUDA if ranks use GPUs and the request asks for bf16, so that forks of this process can use none.
-    """
+def detect_world(request: Request) -> World:
+    """Return the World that this machine has for a request: a GPU for each rank, or CPUs."""
     gpus = count_gpus()
     check_expected_gpus(gpus)
     device_type = choose_local_device_type(request, gpus, "this process sees")
     most = gpus if device_type == "cuda" else min(count_cores(), MOST_CPU_RANKS, request.most)
     num_ranks = request.num_ranks or most
-    bf16 = bf16_support(device_type) if request.asks_bf16 else Bf16.NONE
-    return Capacity(num_ranks, device_type, max(1, count_cores() // num_ranks), bf16)
+    return World(num_ranks, device_type, max(1, count_cores() // num_ranks))
 
 
 def check_expected_gpus(visible: int) -> None:

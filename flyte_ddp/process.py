@@ -116,9 +116,8 @@ def kill_descendants() -> None:
 def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
-    Waits up to KILL_SECONDS (5 s). Spares earlier children, processes of other threads, and Python's and torch's
-    helpers. Kills adopted orphans only in the main thread of a process that had no other children: only there is it
-    known who started them.
+    Spares Python's and torch's helpers. Kills adopted orphans only in the main thread of a process that had no other
+    children: only there is it known who started them.
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()

@@ -2,29 +2,29 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description
-from flyte_ddp.hardware import Hardware, detect_hardware
+from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch import single, spawn
+from flyte_ddp.machine import detect_world
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.identity import model_identity
-from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.run_folder import (
     METRICS,
     REPORT,
-    add_failure_details,
     hold_run_folder,
     prepare_folder,
     publish_if_complete,
     remove_outputs,
+    resume_run,
 )
-from flyte_ddp.runs.work import Launch, Work, World
+from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 
@@ -54,7 +54,7 @@ def run_training(
     settings: Settings | None = None,
     *,
     launch: Launch | None = None,
-    hardware: Hardware | None = None,
+    threads: int = 0,
 ) -> Result:
     """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
 
@@ -64,8 +64,9 @@ def run_training(
     ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Kills the child processes of a single rank
     at the end.
 
-    By default the settings are those of the environment, the hardware is chosen for this machine, and ``launch``, which
-    starts the ranks and waits for them, runs a single rank in this process and several in processes of their own.
+    By default the settings are those of the environment, and ``launch``, which finds capacity for the ranks, starts
+    them and waits for them, runs a single rank in this process and several in processes of their own. ``threads`` is
+    the number of CPU threads of each rank; 0: its share of the cores. It decides the rounding.
 
     Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
     failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
@@ -79,33 +80,29 @@ def run_training(
 
     settings = settings or read_settings()
     check_wandb_settings(settings)
-    hardware = hardware or detect_hardware(hp)
-    launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
-    workers = settings.loaders or hardware.threads
+    request = replace(request_ranks(hp), threads=threads)
+    if launch is None:
+        launch = single.launch if detect_world(request).num_ranks == 1 else spawn.launch
     progress = Progress(settings.progress)
-    for warning in check_prepared_set(
-        data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes
-    ):
+    for warning in check_prepared_set(data, hp):
         progress.print_note(warning)
     with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
-        found = checkpoint.rewind_to_newest_checkpoint(work, identity)
-        if found is not None:
-            progress.print_note(found.describe_resumption())
-        with wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()):
+        with (
+            resume_run(work, identity, settings, run_folder.name) as found,
+            wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
+        ):
+            init_from = hp.init_from if found is None else ""
             try:
-                with (
-                    mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
-                    initial_weights.fetch_weights(
-                        hp.init_from if found is None else "", hp.model, work, progress, settings.weights_source
-                    ) as weights,
-                ):
+                with initial_weights.fetch_weights(
+                    init_from, hp.model, work, progress, settings.weights_source
+                ) as weights:
                     launch(
                         Work(
                             function="flyte_ddp.training.train:train",
-                            arguments=Training(hp, hardware, settings, data),
-                            world=World(hardware.num_ranks, hardware.device_type, hardware.threads, hp.deterministic),
+                            arguments=Training(hp, settings, data),
+                            request=request,
                             run_folder=work,
                             identity=identity,
                             timeout=settings.timeout,
@@ -118,11 +115,10 @@ def run_training(
                         )
                     )
                 report.write_report(work, run_folder.name)
-            except BaseException as error:
+            except BaseException:
                 remove_outputs(work)  # also files that killed ranks have written in part
-                add_failure_details(error, work)
                 raise
-            publish_complete_run(run_folder)
+        publish_complete_run(run_folder)
         return read_result(run_folder)
 
 

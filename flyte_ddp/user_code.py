@@ -79,12 +79,6 @@ def search_working_directory() -> None:
     importlib.invalidate_caches()
 
 
-def find_modules_shadowing_stdlib() -> dict[str, Path]:
-    """Return, by name, modules and packages in the working directory that are imported instead of Python's own."""
-    here = [*Path.cwd().glob("*.py"), *(path.parent for path in Path.cwd().glob("*/__init__.py"))]
-    return {path.stem: path for path in here if path.stem in sys.stdlib_module_names}
-
-
 def missing_module_error(spec: str, module: str) -> UserError:
     fix = f"install it, or start from the directory that holds it (now {Path.cwd()})"
     return UserError(f"{spec!r}: no module named {module!r}; {fix}")

@@ -55,10 +55,8 @@ def set_up_command() -> None:
         return
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
-    if command == "run":
-        check_input_files(sys.argv)
-        if "--help" in sys.argv:
-            context.call_on_close(partial(print_fields, context))
+    if command == "run" and "--help" in sys.argv:
+        context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_registration()
@@ -103,39 +101,6 @@ def remove_temporary_folders_at_exit() -> None:
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 
-def check_input_files(arguments: Sequence[str]) -> None:
-    """Parse the files after --hp, --policy and --inputs-file, as flytekit does later; UserError if one is unfit."""
-    for option, example in EXAMPLES.items():
-        value = word_after_option(arguments, option)
-        if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
-            continue
-        if value is None:
-            raise UserError(f"{option}: a file must follow")
-        try:
-            text = Path(value).read_text(encoding="utf-8")
-            held = json.loads(text) if option != "--inputs-file" and value.endswith(".json") else yaml.safe_load(text)
-            reason = "" if isinstance(held, dict) or option != "--inputs-file" else "holds no object of inputs by names"
-        except FileNotFoundError:
-            reason = "there is no such file"
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = unreadable_reason(error)
-        if reason:
-            must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
-            raise UserError(f"{option} {value}: {reason}; {must}")
-
-
-def unreadable_reason(error: Exception) -> str:
-    """Return a short reason why a file of JSON or YAML cannot be read or parsed."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if isinstance(error, UnicodeDecodeError):
-        return f"is not text in UTF-8 (byte {error.start:,})"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        return f"is not valid YAML: {error.problem}, {where}"
-    return f"is not valid {'YAML' if isinstance(error, yaml.YAMLError) else 'JSON'}: {error}"
-
-
 def word_after_option(arguments: Sequence[str], option: str) -> str | None:
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None
@@ -154,8 +119,12 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     except FlyteEntityNotFoundException:
         raise unknown_entity_error(context) from None
     except Exception as error:
-        refusal = missing_path_error(error) or unknown_option_error(error) or local_cache_error(error)
-        refusal = refusal or cluster_call_error(error, context.find_root().params.get("config") or "")
+        refusal = missing_path_error(error) or unknown_option_error(error) or input_file_error(error)
+        refusal = (
+            refusal
+            or local_cache_error(error)
+            or cluster_call_error(error, context.find_root().params.get("config") or "")
+        )
         if refusal is not None:
             raise refusal from None
         raise
@@ -196,18 +165,24 @@ def missing_path_error(error: BaseException | None) -> UserError | None:
 
 
 def unknown_option_error(error: Exception) -> UserError | None:
-    """Return the error for an unknown option or key of --inputs-file; None where click's text is enough."""
+    """Return the error for a hyperparameter that is given as an option or as an input; None for all else."""
     if not isinstance(error, click.NoSuchOption):
         return None
-    name, path = error.option_name.lstrip("-"), word_after_option(sys.argv, "--inputs-file")
-    source = f"--inputs-file {path}" if path else error.option_name
-    if name in Hyperparameters.__dataclass_fields__:
-        example = EXAMPLES["--inputs-file"] if path else f"--hp '{EXAMPLES['--hp']}'"
-        return UserError(f"{source}: {name} is a hyperparameter, and these are given as in {example}")
-    if path is None or error.ctx is None:
+    name = error.option_name.lstrip("-")
+    if name not in Hyperparameters.__dataclass_fields__:
         return None
-    inputs = [str(parameter.name) for parameter in error.ctx.command.params if parameter.name != "inputs_file"]
-    return UserError(f"{source}: {unknown_name_error('input', name, inputs).message}")
+    option = "--inputs-file" if "--inputs-file" in sys.argv else "--hp"
+    return UserError(f"{name} is a hyperparameter, and these are given as in {option} '{EXAMPLES[option]}'")
+
+
+def input_file_error(error: Exception) -> UserError | None:
+    """Return the error for a file of --hp, --policy or --inputs-file that flytekit cannot open, or parse as YAML."""
+    given = [f"{option} {word}" for option in EXAMPLES if (word := word_after_option(sys.argv, option))]
+    is_unreadable = isinstance(error, OSError) and any(each.endswith(f" {error.filename}") for each in given)
+    if not is_unreadable and not isinstance(error, yaml.YAMLError):
+        return None
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return UserError(f"{' or '.join(given)}: {reason}; give a file of JSON or YAML, such as {EXAMPLES['--hp']}")
 
 
 def local_cache_error(error: Exception) -> UserError | None:
@@ -235,21 +210,9 @@ def cluster_call_error(error: BaseException | None, config: str) -> UserError | 
     if error is None:
         return None
     endpoint, details = PlatformConfig.auto(config or None).endpoint, " ".join((error.details() or "").split())
-    if error.code() is StatusCode.UNAVAILABLE and "handshake failed" not in details:
+    if error.code() is StatusCode.UNAVAILABLE:
         reason = details.rpartition(": ")[2] or "unavailable"
-        todo = "start the cluster, or name another one with --config FILE"
-        return UnreachableError(f"nothing answers at {endpoint}: {reason}; {todo}")
+        return UnreachableError(f"nothing answers at {endpoint}: {reason}; start the cluster, or see admin in {config}")
     if error.code() is StatusCode.DEADLINE_EXCEEDED:
         return UnreachableError(f"{endpoint} is too slow: a call had no answer in time; try again later")
-    if "handshake failed" in details:
-        what = f"does not speak TLS, or its certificate is not trusted: see admin in {config}"
-    elif error.code() is StatusCode.UNAUTHENTICATED:
-        what = f"asks for a login: {details}; see admin.authType in {config}"
-    elif error.code() is StatusCode.UNIMPLEMENTED:
-        what = (
-            f"does not know a call of flytekit's ({details}): its Flyte is too old, or it asks for a login of another "
-            f"kind; see README.md for the versions tried, and admin.authType in {config}"
-        )
-    else:
-        what = f"refuses what it was asked for: {details}"
-    return UserError(f"{endpoint} {what}")
+    return UserError(f"{endpoint} refuses a call ({error.code().name}): {details}; see admin in {config}")

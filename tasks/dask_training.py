@@ -1,19 +1,16 @@
 """The training task on Dask: a worker for each rank, set up by Flyte for the run; locally, workers of this machine."""
 
 from functools import partial
-from pathlib import Path
 
 from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, request_ranks
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import chosen_profile, node_range
-from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.run import run_training
 from flytekitplugins.ddp.dask import RUNNER, dask_cluster
-from flytekitplugins.ddp.resources import ENGINE_RETRIES, requests_and_limits
+from flytekitplugins.ddp.resources import requests_and_limits
+from flytekitplugins.ddp.run import engine_launcher
 from tasks import pods
 from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
@@ -33,16 +30,5 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses DASK_SCHEDULER_ADDRESS, if set.
     """
-    return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_dask))
-
-
-def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    from flyte_ddp.launch import dask
-
-    local = not is_in_pod()
-    seconds = None if local else settings.timeout
-    with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
-        coming = 0 if local else WORKERS
-        capacity = dask.find_capacity(request_ranks(hp), client, coming=coming, seconds=settings.timeout)
-        launch = partial(dask.launch, client=client, retries=ENGINE_RETRIES)
-        return run_training(hp, data, run_folder, settings, launch=launch, hardware=choose_hardware(hp, capacity))
+    train = partial(run_training, launch=engine_launcher("dask", WORKERS))
+    return training_outputs(train_in_run_folder(hp, data, run_version, train))

@@ -57,7 +57,7 @@ def check_inputs(
         if not model_name:
             raise UserError("model_name is empty: give the name of the model in the registry, such as digits")
         Registry(paths.registry_address(), model_name)  # refuses a bad name
-    run_version, data_version = check_and_identify_run(PLATFORM, hp, engine, kickoff_time)
+    run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
         folder = fetch_data_set(*data_inputs, sample=hp.sample)

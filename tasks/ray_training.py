@@ -1,19 +1,16 @@
 """The training task on Ray: a cluster that Flyte sets up for the run, or a running one, or locally this machine."""
 
 from functools import partial
-from pathlib import Path
 
 from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, request_ranks
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import chosen_profile, node_range
-from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.run import run_training
 from flytekitplugins.ddp.ray import SUBMITTER, ray_cluster
-from flytekitplugins.ddp.resources import ENGINE_RETRIES, requests_and_limits
+from flytekitplugins.ddp.resources import requests_and_limits
+from flytekitplugins.ddp.run import engine_launcher
 from tasks import pods
 from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
@@ -31,14 +28,5 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
     """
-    return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_ray))
-
-
-def launch_on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    from flyte_ddp.launch import ray
-
-    nodes = node_range()[1] if is_in_pod() else 0
-    with ray.connected():
-        launch = partial(ray.launch, max_retries=ENGINE_RETRIES)
-        capacity = ray.find_capacity(request_ranks(hp), nodes, settings.timeout)
-        return run_training(hp, data, run_folder, settings, launch=launch, hardware=choose_hardware(hp, capacity))
+    train = partial(run_training, launch=engine_launcher("ray", node_range()[1]))
+    return training_outputs(train_in_run_folder(hp, data, run_version, train))

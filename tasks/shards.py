@@ -1,4 +1,4 @@
-"""Tasks around data sets of shards: pack, index, join, check, look, plan. Each calls one function of the library."""
+"""Tasks that make data sets of shards: pack, index, check. ``python -m flyte_ddp.shards`` has the rest."""
 
 from pathlib import Path
 from typing import List, NamedTuple, Optional
@@ -11,7 +11,6 @@ from flyte_ddp.formatting import format_count
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import read_settings
-from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 
@@ -68,34 +67,11 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     return index_output(folder, name, "indexed in")
 
 
-@flyte_task(**pods.light_pod())
-def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
-    """Join several indexes into one: an epoch reads each of them as many times as its weight says, by default once.
-
-    Give the addresses of the indexes, which are read; no shard is. Returns a folder with the index NAME.json.
-    """
-    from flyte_ddp.shards.joining import join_indexes
-
-    with paths.make_dated_folder("index") as folder:
-        join_indexes(indexes, folder / f"{name}.json", weights=weights or [], name=name)
-    return index_output(folder, name, "joined in")
-
-
 def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
     """Return a folder with an index NAME.json as a task's output; in a local run, print where the index is."""
     index = folder / f"{name}.json"
     paths.print_local_files(headline, {index: f"the index, a data set: shards:{index}"})
     return output_folder(folder)
-
-
-@flyte_task(**pods.data_pod())
-def verify_shards(index: str, decode: bool = False) -> str:
-    """Read all shards of an index, and fail with the first 20 differences from it; with decode, also decode each image.
-
-    Give the address of the index. Returns a sentence that no shard differs.
-    """
-    refuse_damaged_shards(index, decode=decode)
-    return f"{index}: no shard differs from it"
 
 
 @flyte_task(**pods.data_pod(), **pods.WITH_DECK)
@@ -106,52 +82,12 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     shows some of the images on the task's page.
     """
     from flyte_ddp.report import previews
+    from flyte_ddp.shards.scanning import verify_index
 
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
-    refuse_damaged_shards(index, decode=True)
+    problems = verify_index(index, decode=True, progress=read_settings().progress)
+    if problems:
+        raise UserError("\n".join([f"index {index}: {format_count(len(problems), 'problem')}", *problems[:20]]))
     if is_in_pod():
         Deck("Shards", previews.render_index_preview(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
-
-
-def refuse_damaged_shards(index: str, *, decode: bool) -> None:
-    from flyte_ddp.shards.scanning import verify_index
-
-    problems = verify_index(index, decode=decode, progress=read_settings().progress)
-    if problems:
-        raise UserError("\n".join([f"index {index}: {format_count(len(problems), 'problem')}", *problems[:20]]))
-
-
-@flyte_task(**pods.light_pod())
-def show_shards(index: str) -> str:
-    """Describe the index at an address, without opening a shard: name, shards, samples, bytes, classes and more."""
-    from flyte_ddp.shards.index import read_index
-
-    return "\n".join(f"{key}: {value}" for key, value in read_index(index).summary().items())
-
-
-@flyte_task(**pods.light_pod())
-def sample_shards(index: str, number: int) -> FlyteDirectory:
-    """Read one sample of an index by its number, from 0; from its part of a shard, or from the whole shard.
-
-    Returns a folder with the sample's members, such as its image and its label, as files.
-    """
-    from flyte_ddp.shards.inspection import read_sample, write_members
-
-    sample = read_sample(index, number)
-    members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
-    with paths.make_dated_folder("sample") as folder:
-        write_members(sample["__key__"], members, folder)
-    paths.print_local_files(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
-    return output_folder(folder)
-
-
-@flyte_task(**pods.light_pod())
-def plan_shards(request: PlanRequest) -> str:
-    """Describe a training on shards: batches of each rank, what nodes read and cache, and whether DDP would hang.
-
-    Give an index, or numbers of shards and samples, and how many nodes and ranks there are. Fails if DDP would hang.
-    """
-    from flyte_ddp.shards.planning import describe_plan
-
-    return "\n".join(describe_plan(request))

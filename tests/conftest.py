@@ -17,6 +17,8 @@ from packaged import Package
 
 from flyte_ddp.datasets import fetch
 
+collect_ignore = ["cluster"]  # needs a cluster: make cluster-test
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before torch is imported: its idle threads do not turn on cores that other tests need; GPUs are hidden."""

@@ -1,17 +1,13 @@
 """What the CPU is, by its own description, and whether training in bf16 pays on it."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch import dask
 from flyte_ddp.machine import Bf16, Cpu, read_cpu
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")
@@ -87,33 +83,3 @@ def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.
     cpu = read_cpu(tmp_path / "none")
     assert cpu == Cpu("", "", "", frozenset())
     assert (str(cpu), cpu.bf16_support()) == ("arm64", Bf16.NONE)
-
-
-class Workers:
-    """A Dask cluster of three hosts, of whose workers the second has another CPU."""
-
-    def __init__(self, worth: Bf16) -> None:
-        self.worth = {"tcp://a:1": Bf16.FASTER, "tcp://b:1": worth, "tcp://c:1": Bf16.FASTER}
-        self.scheduler = SimpleNamespace(address="tcp://s:1", identity=None)
-
-    def sync(self, *_: object, **__: object) -> dict[str, Any]:
-        return {"workers": {address: {"host": address[6], "nthreads": 1} for address in self.worth}}
-
-    def processing(self) -> dict[str, Any]:
-        return {}
-
-    def run(self, function: Callable[..., Any], *_: str, workers: list[str] | None = None) -> dict[str, Any]:
-        answers = {machine.count_gpus.__name__: 0, machine.count_cores.__name__: 2}
-        return {address: answers.get(function.__name__, self.worth[address]) for address in workers or self.worth}
-
-    def get_versions(self, packages: Iterable[str]) -> dict[str, Any]:
-        alike = {"packages": {"python": "3.11", **dict.fromkeys(packages, "1")}}
-        return {"client": alike, "workers": dict.fromkeys(self.worth, alike)}
-
-
-@pytest.mark.parametrize("worth", [*Bf16])
-def test_hosts_take_bf16_only_where_all_of_them_gain(worth: Bf16) -> None:
-    hp = replace(HP, num_ranks=3)
-    decided = hardware.choose_hardware(hp, dask.find_capacity(hardware.request_ranks(hp), Workers(worth)))
-    assert decided.num_ranks == 3
-    assert decided.precision == ("bf16" if worth is Bf16.FASTER else "fp32")

@@ -36,7 +36,7 @@ USES: dict[str, Callable[[Path], object]] = {
     "shards": lambda folder: create_index([URL], folder / "index.json", progress="off"),
     "an index": lambda _: read_index(URL),
     "a registry": lambda _: Registry("s3://key:hidden@bucket/models", "x"),
-    "results": lambda folder: mirror_results(folder, URL, resuming=False).__enter__(),
+    "results": lambda folder: mirror_results(folder, URL, folder.name, resuming=False).__enter__(),
     "a bucket": lambda _: storage.read_file("s3://key:hidden@bucket/x"),
     "an unknown kind": lambda _: storage.read_file("ftp://me:hidden@host/x"),
     "a user alone": lambda _: storage.read_file("https://hidden@data.example.com/x"),

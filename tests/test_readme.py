@@ -157,7 +157,7 @@ def train(marker, step_to_die_at):
     def save_and_die(self, step, state):
         save(self, step, state)
         if step == step_to_die_at and not Path(marker).exists():
-            self._checkpoints.load()  # waits until it is written
+            self._checkpoints.wait_until_written()
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
     CurrentRank.save = save_and_die

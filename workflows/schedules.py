@@ -20,20 +20,18 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
-from flyte_ddp.checked_fields import CheckedFields, short_repr
+from flyte_ddp.checked_fields import CheckedFields, setting, short_repr
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.settings import read_text
-from tasks.command_line import NEEDED, unreadable_reason
+from tasks.command_line import NEEDED
 from tasks.input_form import prefill_form
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
 EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.json, cron: 0 3 * * 0}"
-KEYS = ("name", "workflow", "cron", "hyperparameters")  # of all entries
-RELEASE_KEYS = ("model_name", "policy")  # of entries that release a model
 RELEASING = "release_wf"
 WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in NEEDED))
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -47,15 +45,34 @@ Fields = TypeVar("Fields", bound=CheckedFields)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(CheckedFields, called="key"):
     """An entry of the file: the workflow to start, its inputs, and when."""
 
-    name: str  # of the launch plan
-    workflow: str  # name of the workflow's function
-    hp: Hyperparameters
-    cron: str  # of the starts, in UTC; "" for a plan that only persons launch
-    model_name: str  # in the registry; "" for a workflow that releases no model
-    policy: Policy  # of the release; unused for a workflow that releases no model
+    name: str = setting("", "Name of the launch plan.")
+    workflow: str = setting("", "Name of the workflow's function.", choices=WORKFLOWS)
+    hyperparameters: str = setting("", "Hyperparameters, an object or a file of the repository.", json=True)
+    cron: str = setting("", "When, in UTC; without it only persons launch the plan.")
+    model_name: str = setting("", f"Name in the registry, for {RELEASING}.")
+    policy: str = setting("", f"Policy of the release, an object or a file, for {RELEASING}.", json=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not NAME.fullmatch(self.name):
+            raise UserError(f"name={self.name!r}: must be letters, digits and '_' only, and begin with a letter")
+        if self.cron:
+            refuse_bad_cron(self.cron)
+        if self.workflow == RELEASING:
+            check_model_name(self.model_name)
+        elif self.model_name or self.policy:
+            raise UserError(f"model_name and policy are for {RELEASING} only: leave them out of {self.workflow}")
+        self.inputs()
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the default inputs of the plan; UserError if they are unfit or a file cannot be read."""
+        inputs: dict[str, Any] = {"hp": read_fields(Hyperparameters, "hyperparameters", self.hyperparameters)}
+        if self.workflow == RELEASING:
+            inputs |= {"model_name": self.model_name, "policy": read_fields(Policy, "policy", self.policy)}
+        return inputs
 
 
 def make_launch_plans(
@@ -81,16 +98,14 @@ def make_launch_plans(
 
 def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchPlan:
     """Make the launch plan of an entry. Flyte skips a tick while an execution of the plan runs."""
-    inputs = workflow.python_interface.inputs
-    given = {"hp": schedule.hp, "model_name": schedule.model_name, "policy": schedule.policy}
-    given = {name: value for name, value in given.items() if name in inputs}
-    kickoff = KICKOFF_TIME if KICKOFF_TIME in inputs else None
+    given = schedule.inputs()
+    kickoff = KICKOFF_TIME if KICKOFF_TIME in workflow.python_interface.inputs else None
     recipients = [address.strip() for address in read_text("FLYTE_DDP_NOTIFY").split(",") if address.strip()]
     phases = [WorkflowExecutionPhase.FAILED, WorkflowExecutionPhase.TIMED_OUT, WorkflowExecutionPhase.ABORTED]
     plan = LaunchPlan.get_or_create(
         workflow,
         name=schedule.name,
-        default_inputs={**given},
+        default_inputs=dict(given),
         schedule=CronSchedule(schedule=schedule.cron, kickoff_time_input_arg=kickoff) if schedule.cron else None,
         concurrency=ONE_AT_A_TIME if schedule.cron else None,
         notifications=[Email(phases=phases, recipients_email=recipients)] if recipients else [],
@@ -109,66 +124,40 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{label}: {unreadable_reason(error)}; restore it, or leave it empty to have no launch plans"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{label}: {reason}; restore it, or leave it empty to have no launch plans") from None
     if not isinstance(entries, list):
         raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {short_repr(entries)}")
     schedules: list[Schedule] = []
     for number, entry in enumerate(entries, 1):
         name = entry.get("name") if isinstance(entry, Mapping) else None
         try:
-            schedules.append(parse_entry(entry, taken=[schedule.name for schedule in schedules]))
+            values = Schedule.check_field_names(entry)
+            schedule = Schedule(**{key: value for key, value in values.items() if value is not None})
         except UserError as error:
             where = name if isinstance(name, str) else f"entry {number}"
             raise UserError(f"{label}, {where}: {error.message}") from None
+        if schedule.name in [each.name for each in schedules]:
+            raise UserError(f"{label}, {name}: an entry before has this name, too; launch plans need different names")
+        schedules.append(schedule)
     return schedules
 
 
-def parse_entry(entry: object, taken: list[str]) -> Schedule:
-    if not isinstance(entry, Mapping):
-        raise UserError(f"must be an object such as {EXAMPLE}, got {short_repr(entry)}")
-    name, workflow, cron, model_name = (read_text_key(entry, key) for key in ("name", "workflow", "cron", "model_name"))
-    if not NAME.fullmatch(name):
-        raise UserError(f"name={name!r}: must be letters, digits and '_' only, and begin with a letter")
-    if name in taken:
-        raise UserError(f"name={name!r}: an entry before has it too; launch plans need different names")
-    if workflow not in WORKFLOWS:
-        raise unknown_name_error("workflow", workflow, WORKFLOWS)
-    known = (*KEYS, *(RELEASE_KEYS if workflow == RELEASING else ()))
-    for key in entry:
-        if key not in known:
-            raise unknown_name_error(f"key of an entry with {workflow}", str(key), known)
-    if cron:
-        refuse_bad_cron(cron)
-    if workflow == RELEASING:
-        check_model_name(model_name)
-    hp = read_fields_key(entry, "hyperparameters", Hyperparameters)
-    return Schedule(name, workflow, hp, cron, model_name, read_fields_key(entry, "policy", Policy))
+def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
+    """Return the hyperparameters or the policy of an entry, from JSON or the path of a file of the repository.
 
-
-def read_text_key(entry: Mapping[str, Any], key: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str | None):
-        raise UserError(f"{key}={short_repr(value)}: must be text; put it in quotes")
-    return value or ""
-
-
-def read_fields_key(entry: Mapping[str, Any], key: str, kind: type[Fields]) -> Fields:
-    """Return the hyperparameters or the policy under a key of an entry: an object, or a file's path.
-
-    The file must be in the repository, as only such a file is part of a registration's version.
+    Only such a file is part of a registration's version.
     """
-    values = entry.get(key) or {}
-    if isinstance(values, str):
-        must = "must be an object, or a file of the repository such as config/fast.json"
-        file = (ROOT / values).resolve()
-        if not file.is_relative_to(ROOT.resolve()):
-            raise UserError(f"{key}={values!r}: is not in the repository; {must}")
-        try:
-            values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"{key}={values!r}: {unreadable_reason(error)}; {must}") from None
+    if not text or text.startswith("{"):
+        return kind.from_json(text or "{}")
+    must = "must be an object, or a file of the repository such as config/fast.json"
+    file = (ROOT / text).resolve()
+    if not file.is_relative_to(ROOT.resolve()):
+        raise UserError(f"{key}={text!r}: is not in the repository; {must}")
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{key}={text!r}: {getattr(error, 'strerror', None) or error}; {must}") from None
     return kind.from_json(json.dumps(values, default=str))
 
 
@@ -188,3 +177,8 @@ def refuse_bad_cron(text: str) -> None:
             f"cron={text!r}: must be five fields, in UTC: minute, hour, day of month, month, day of week (0 to 6, "
             "Sunday is 0), such as 0 3 * * * for every day at 3"
         )
+
+
+if __name__ == "__main__":  # deploy/register.sh --dry-run
+    for schedule in read_schedules():
+        print(schedule.name, schedule.json())

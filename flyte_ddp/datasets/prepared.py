@@ -103,13 +103,8 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
     return draw_by_weights(order, inverse_class_counts(labels[order.listed]))
 
 
-def check_prepared_set(
-    folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
-) -> list[str]:
-    """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
-
-    ``workers`` is the number of decoding threads or processes of each rank. ``cache_bytes`` None: no limit.
-    """
+def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
+    """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings."""
     data = open_prepared(folder)
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
@@ -138,12 +133,26 @@ def check_prepared_set(
         return describe_missing_classes(data, hp)
     if isinstance(data.train, ImageList):
         return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
-    if encoded_kind(hp.dataset) == "stream":
-        assert isinstance(orders["training"], ShardOrder)
-        left = int(np.count_nonzero(orders["training"].available))
-        refuse_unusable_stream(data.train, hp.dataset, left, ranks, max(1, workers))
+    return []
+
+
+def check_share_of_rank(
+    data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
+) -> list[str]:
+    """Refuse a stream with too few shards for all ranks; return warnings of a cache that is too small for them.
+
+    ``workers`` is the number of decoding threads or processes of each rank. ``cache_bytes`` None: no limit.
+    """
+    if not isinstance(data, EncodedSet) or isinstance(data.train, ImageList):
         return []
-    return cache_size_warnings(data.train, hp, ranks, cache_bytes)
+    if encoded_kind(hp.dataset) != "stream":
+        return cache_size_warnings(data.train, hp, ranks, cache_bytes)
+    fraction = hp.validation_fraction
+    order = order_splits(data, validation_fraction=fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards)["training"]
+    assert isinstance(order, ShardOrder)
+    left = int(np.count_nonzero(order.available))
+    refuse_unusable_stream(data.train, hp.dataset, left, ranks, max(1, workers))
+    return []
 
 
 def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str]:

@@ -1,7 +1,7 @@
 """Launchers: single, spawn, elastic, ray and dask, one file each.
 
-``launch(work)`` returns when all ranks have completed. The last three have ``find_capacity(request)``, as
-``machine.detect_capacity`` is for a single machine.
+``launch(work)`` returns when all ranks have completed. Each finds
+the World for the work's request: ``machine.detect_world`` on one machine, else its own ``find_world``.
 
 All launchers raise:
     UserError: the user's mistake, as the rank that failed first reported it.

@@ -6,25 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.machine import Capacity, Request
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.machine import Request, World
+from flyte_ddp.runs.work import Work
 
 POLL_SECONDS = 0.5
 
 
-def choose_world(work: Work, find_capacity: Callable[[Request], Capacity]) -> Work:
-    """Return the work with the World that there is capacity for; unchanged if it has no request."""
-    if work.request is None:
-        return work
-    found = find_capacity(work.request)
-    return replace(work, world=World(found.num_ranks, found.device_type, found.threads), request=None)
+def choose_world(work: Work, find_world: Callable[[Request], World]) -> Work:
+    """Return the work with the World that there is for its request."""
+    world = find_world(work.request)
+    return replace(work, world=replace(world, threads=work.request.threads or world.threads))
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait until ``count_hosts()`` is at least ``wanted``, and print each change of the count to stderr.
-
-    ``hosts_name`` is for messages, such as "nodes of the Ray cluster". Raises UnreachableError after ``seconds``.
-    """
+    """Wait up to ``seconds`` until ``count_hosts()`` is at least ``wanted``, and print each change of the count."""
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
         if found != printed:
@@ -41,10 +36,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks`` (0: ``most``), but at most ``capacity``: then print so, or with ``exact`` raise UserError.
-
-    Raises UserError if ``capacity`` is below 1. ``capacity_in_words`` is for messages.
-    """
+    """Return ``num_ranks`` (0: ``most``), but at most ``capacity``; if fewer, print so or raise UserError."""
     if capacity < 1:
         raise UserError(
             f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait until there are some"

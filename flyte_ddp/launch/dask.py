@@ -15,14 +15,13 @@ from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import MOST_CPU_RANKS, Bf16, Capacity, Request
+from flyte_ddp.machine import MOST_CPU_RANKS, Request, World
 from flyte_ddp.process import hide_main_script
 from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import read_settings
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
-REACH_SECONDS = 10  # for a scheduler to answer
+REACH_SECONDS = 10.0  # for a scheduler to answer
 TASKS_PER_THREAD = 10  # Dask expects half a second for each, and wants five seconds of work before it adds workers
 DEVICES = "CUDA_VISIBLE_DEVICES"
 # For a cluster that only ranks use: Dask's own monitoring took an eighth of a core with two idle workers, as it looks
@@ -34,12 +33,11 @@ LESS_MONITORING = {
 }
 
 
-def launch(work: Work, *, client: Any = None, retries: int = 0, coming: int = 0) -> None:
+def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: int = 0) -> None:
     """Do the work on workers, one for each rank, on as few hosts as possible, and wait for its end.
 
-    ``client`` is for :func:`connected`, ``coming`` for :func:`find_capacity`. Waits for workers up to the work's limit.
-    Dask restarts a failed task up to ``retries`` times; all ranks then resume from the newest checkpoint. A lost worker
-    ends the run, because its rank may run on no other. Raises the launchers' errors.
+    Waits up to the work's limit for workers: ``hosts_to_come`` of them, or as many as there are ranks. After a failure
+    Dask restarts tasks up to ``retries`` times. A lost worker ends the run, because its rank may run on no other.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -47,35 +45,27 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, coming: int = 0)
         from distributed import wait
         from distributed.utils import get_ip
 
-    num_ranks = work.request.num_ranks if work.request else work.world.num_ranks
-    with connected(client, num_ranks) as cluster:
-        work = capacity.choose_world(
-            work, lambda request: find_capacity(request, cluster, coming=coming, seconds=work.timeout)
-        )
+    with connected(client, work.request.num_ranks, work.timeout if hosts_to_come else REACH_SECONDS) as cluster:
+        work = capacity.choose_world(work, lambda request: find_world(request, cluster, work.timeout, hosts_to_come))
         num_ranks = work.world.num_ranks
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         futures: list[Any] = []
         try:
             with open_rendezvous(work, get_ip(scheduler)) as rendezvous:
-                with keep_asking_for_workers(cluster, num_ranks) as count_workers:
-                    capacity.wait_for_hosts(count_workers, num_ranks, WORKERS, work.timeout)
-                    descriptions = describe_workers(cluster)
-                    workers = choose_workers(descriptions, num_ranks)
-                    refuse_version_mismatch(cluster, workers)
-                    devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
-                    files = sources.pack_sources(*work.own_code)
-                    run = pickle_by_value(agent.run_agent)
-                    tasks = []
-                    for rank, worker in enumerate(workers):
-                        stdin = rendezvous.make_ticket(
-                            RankInfo(rank, num_ranks, devices[rank], work.function)
-                        ).to_stdin()
-                        with annotate(workers=[worker], allow_other_workers=False, retries=retries):
-                            folder = descriptions[worker]["local_directory"]
-                            tasks.append(delayed(run, pure=False)(stdin, files, folder))
-                    # All at once: if two runs start together, no worker gets ranks of both in different orders.
-                    with translate_cluster_errors(cluster):
-                        futures = cluster.compute(tasks, optimize_graph=False)
+                descriptions = describe_workers(cluster)
+                workers = choose_workers(descriptions, num_ranks)
+                devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
+                files = sources.pack_sources(*work.own_code)
+                run = pickle_by_value(agent.run_agent)
+                tasks = []
+                for rank, worker in enumerate(workers):
+                    ticket = rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank], work.function))
+                    with annotate(workers=[worker], allow_other_workers=False, retries=retries):
+                        folder = descriptions[worker]["local_directory"]
+                        tasks.append(delayed(run, pure=False)(ticket.to_stdin(), files, folder))
+                # All at once: if two runs start together, no worker gets ranks of both in different orders.
+                with translate_cluster_errors(cluster):
+                    futures = cluster.compute(tasks, optimize_graph=False)
                 rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, describe_workers(cluster)))
         finally:
             # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
@@ -93,40 +83,37 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
             raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")
 
 
-def find_capacity(request: Request, client: Any, *, coming: int = 0, seconds: float | None = None) -> Capacity:
-    """Return the Capacity for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
+def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
+    """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
 
-    Waits up to ``seconds`` (None: FLYTE_DDP_TIMEOUT) for a worker for each requested rank. ``coming`` is the number of
-    workers that the cluster will have, 0 if unknown: then fewer are enough, unless the request is exact.
+    If ``hosts_to_come``, the number of workers that the cluster will have, is 0, fewer workers than ranks are enough.
     """
     wanted = max(1, request.num_ranks)
-    if coming:
-        what = f"the Dask cluster has {coming} workers"
-        wanted = capacity.clamp_ranks(request.num_ranks, coming, what, coming, exact=True)
+    if hosts_to_come:
+        what = f"the Dask cluster has {hosts_to_come} workers"
+        wanted = capacity.clamp_ranks(request.num_ranks, hosts_to_come, what, hosts_to_come, exact=True)
     with keep_asking_for_workers(client, wanted) as count_workers:
         try:
-            limit = read_settings().timeout if seconds is None else seconds
-            capacity.wait_for_hosts(count_workers, wanted, WORKERS, limit)
+            capacity.wait_for_hosts(count_workers, wanted, WORKERS, seconds)
         except UnreachableError:
-            if coming or not count_workers():
+            if hosts_to_come or not count_workers():
                 raise
         workers = describe_workers(client)
         refuse_version_mismatch(client, workers)
         gpus = run_on_workers(client, machine.count_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
         device = machine.choose_device_type(request.backend, has_gpus, "not all workers of the Dask cluster have a GPU")
-        number = coming or len(workers)
+        number = hosts_to_come or len(workers)
         most = number if device == "cuda" else min(number, request.most)
         what = f"the Dask cluster has {number} workers"
-        num_ranks = capacity.clamp_ranks(request.num_ranks, number, what, most, exact=request.exact or coming > 0)
+        num_ranks = capacity.clamp_ranks(
+            request.num_ranks, number, what, most, exact=request.exact or hosts_to_come > 0
+        )
         chosen = choose_workers(workers, num_ranks)
         cores = run_on_workers(client, machine.count_cores, workers=chosen)
-        bf16 = Bf16.NONE
-        if request.asks_bf16:
-            bf16 = min(run_on_workers(client, machine.bf16_support, device, workers=chosen).values())
     on_host = Counter(workers[worker]["host"] for worker in chosen)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in chosen)
-    return Capacity(num_ranks, device, threads, bf16)
+    return World(num_ranks, device, threads)
 
 
 @contextmanager
@@ -236,11 +223,10 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 
 @contextmanager
-def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
+def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
     """Yield ``client``, else Dask's current client, else a new one, which is closed at the end.
 
-    A new client connects to ``DASK_SCHEDULER_ADDRESS`` within ``seconds`` (None: 10). Without that variable it gets a
-    cluster on this machine of ``num_ranks`` workers (0: one for each GPU, or for each core up to 4).
+    Without ``DASK_SCHEDULER_ADDRESS`` it is that of a cluster on this machine, of ``num_ranks`` workers.
     """
     with require_extra("dask"):
         from dask import config
@@ -258,7 +244,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
             what = f"{SCHEDULER}={address}"
             try:
                 get_address_host_port(address)  # before there is a client: one that fails may stay the current one
-                client = Client(address, timeout=seconds or REACH_SECONDS)
+                client = Client(address, timeout=seconds)
             except ValueError as error:
                 raise UserError(f"{what}: {error}; give it as tcp://host:port") from None
             except OSError as error:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flyte_ddp import machine, process
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
@@ -33,7 +33,7 @@ from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
-from flyte_ddp.machine import Capacity, Request
+from flyte_ddp.machine import Request, World
 from flyte_ddp.process import SIGNALS, hide_main_script
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Work
@@ -44,12 +44,13 @@ TICKET = "flyte-ddp ticket"  # key in Elastic's store
 LOOPBACK = "127.0.0.1"
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
+Value = TypeVar("Value")
 
 
-def find_capacity(request: Request) -> Capacity:
-    """Return the Capacity for a run's ranks: in a worker of Elastic's its WORLD_SIZE, elsewhere this machine's."""
+def find_world(request: Request) -> World:
+    """Return the World of Elastic's workers if this process is one of them, else what this machine has."""
     if RUN_ID not in os.environ:
-        return machine.detect_capacity(request)
+        return machine.detect_world(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
         message = (
@@ -59,18 +60,16 @@ def find_capacity(request: Request) -> Capacity:
     gpus = machine.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
     device = machine.choose_device_type(request.backend, gpus >= on_this_host, lack)
-    threads = max(1, machine.count_cores() // on_this_host)
-    bf16 = machine.bf16_support(device) if request.asks_bf16 else machine.Bf16.NONE
-    return Capacity(num_ranks, device, threads, bf16)
+    return World(num_ranks, device, max(1, machine.count_cores() // on_this_host))
 
 
-def launch(work: Work, *, max_restarts: int = 0) -> None:
+def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
 
-    Elastic restarts all new workers after a failure up to ``max_restarts`` times, from the newest checkpoint. At the
-    end kills the processes that this thread has started. Raises the launchers' errors.
+    After a failure Elastic restarts all new workers up to ``retries`` times. At the end kills the processes that this
+    thread has started.
     """
-    work = capacity.choose_world(work, find_capacity)
+    work = capacity.choose_world(work, find_world)
     if RUN_ID in os.environ:
         run_as_rank_0(work)
         return
@@ -94,13 +93,13 @@ def launch(work: Work, *, max_restarts: int = 0) -> None:
             rdzv_endpoint="localhost:0",
             run_id=secrets.token_hex(8),
             local_addr=LOOPBACK,
-            max_restarts=max_restarts,
+            max_restarts=retries,
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
-            elastic_launch(config, run_in_worker)(work, secrets.token_hex(32))
+            elastic_launch(config, run_local_worker)(work, secrets.token_hex(32))
         except ChildFailedError as error:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
@@ -138,7 +137,7 @@ def restore_process_state() -> Iterator[None]:
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
-    ``memory_kills`` is the result of process.count_out_of_memory_kills before the workers started.
+    ``memory_kills`` is the count of out-of-memory kills before the workers started.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
@@ -155,19 +154,28 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     return RankError(f"rank {rank}: {first.message}")
 
 
-def run_in_worker(work: Work, key: str) -> None:
-    """Do the work as the rank of a worker that :func:`launch` has started; all ranks raise the error of a failed run.
+def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = Work.prepare_on_host) -> Value | None:
+    """Call ``lead`` in the worker that is rank 0, and return its value; do rank 0's work in others, by :func:`follow`.
 
-    ``key`` is the secret by which ranks know each other.
+    All ranks raise the error of a failed run. Elastic would hand it on as text, so it is pickled, too.
     """
-    os.environ[KEY_VARIABLE] = key
     with pickle_exception():
-        if not is_leader():
-            follow()
-            return
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            work = rendezvous.resume_from_newest_checkpoint(work, "Elastic has started all ranks again")
-        run_as_rank_0(work)
+        if is_leader():
+            return lead()
+        follow(prepare)
+    return None
+
+
+def run_local_worker(work: Work, key: str) -> None:
+    """Do the work as the rank of a worker that :func:`launch` has started; ``key`` is the ranks' common secret."""
+    os.environ[KEY_VARIABLE] = key
+
+    def lead() -> None:
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        why = "Elastic has started all ranks again"
+        run_as_rank_0(rendezvous.resume_from_newest_checkpoint(work, why) if again else work)
+
+    run_in_worker(lead)
 
 
 def is_leader() -> bool:
@@ -197,14 +205,14 @@ def run_as_rank_0(work: Work) -> None:
         thread.join()
 
 
-def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: float = RANK_0_SECONDS) -> None:
-    """Connect to rank 0 within ``timeout`` seconds, and do its work as another rank; raise the error of a failed run.
+def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
+    """Connect to rank 0 within an hour, and do its work as another rank; raise the error of a failed run.
 
-    ``prepare`` returns rank 0's work for this host, as after fetching data. Raises UnreachableError after the timeout.
+    ``prepare`` returns rank 0's work for this host, as after fetching data.
     """
-    store, info = join_group(timeout)
+    store, info = join_group(RANK_0_SECONDS)
     tried: set[str] = set()
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
             ticket = read_ticket(store.get(TICKET), info)
@@ -220,8 +228,8 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: floa
         time.sleep(POLL_SECONDS)
     known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
     raise UnreachableError(
-        f"rank {info.rank} could not connect to rank 0 within {timeout:g} s: {known}; its host must be reachable "
-        f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s: {known}; its host must be "
+        f"reachable from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
     )
 
 
@@ -251,10 +259,7 @@ def run_worker_rank(
     folder: Path,
     prepare: Callable[[Work], Work] = Work.prepare_on_host,
 ) -> None:
-    """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
-
-    Waits without a limit. SIGTERM and Ctrl-C make rank 0 stop all ranks. Does not close the pipe.
-    """
+    """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run."""
     from flyte_ddp.launch.supervise.rank import run_rank
 
     process.set_process_name(f"rank {ticket.info.rank}")

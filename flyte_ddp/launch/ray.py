@@ -13,36 +13,33 @@ from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import MOST_CPU_RANKS, Bf16, Capacity, Request
+from flyte_ddp.machine import MOST_CPU_RANKS, Request, World
 from flyte_ddp.process import signal_handlers
 from flyte_ddp.runs.work import Work
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
-SHOW_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # older releases hide GPUs from a task that reserves none
 REACH_SECONDS = 10.0  # for a cluster to answer; Ray itself would wait for a quarter of an hour, or without end
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # HTTP/2 preface, empty settings
-SETTINGS = 4  # type of the first frame that an HTTP/2 server sends; it is the frame's fourth byte
 
 
-def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds: float = 0.0) -> None:
+def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
     """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
-    ``nodes_to_come`` and ``seconds`` are for :func:`find_capacity`. Ray restarts a failed or lost task up to
-    ``max_retries`` times; all ranks then resume from the newest checkpoint. Raises the launchers' errors.
+    First waits up to the work's limit for ``hosts_to_come`` nodes. After a failure Ray restarts tasks up to ``retries``
+    times.
     """
     with connected():
         import ray
         from ray.util import get_node_ip_address, placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        work = capacity.choose_world(work, lambda request: find_capacity(request, nodes_to_come, seconds))
+        work = capacity.choose_world(work, lambda request: find_world(request, hosts_to_come, work.timeout))
         num_ranks = work.world.num_ranks
         needs = {"CPU": work.world.threads, "GPU": 1 if work.world.device_type == "cuda" else 0}
         group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")
         options = {
             "num_cpus": needs["CPU"],
             "num_gpus": needs["GPU"],
-            "max_retries": max_retries,
+            "max_retries": retries,
             "retry_exceptions": [agent.RankEndedError],
         }
         tasks: list[Any] = []
@@ -75,14 +72,13 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
         raise agent.agent_start_error("a host of the Ray cluster", error) from None
 
 
-def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0) -> Capacity:
-    """Return the Ray cluster's Capacity for a request: one GPU for each rank, or the same number of CPUs for each.
+def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
+    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
 
-    Waits up to ``seconds`` for ``nodes_to_come`` nodes, and raises UnreachableError if fewer come. If ``nodes_to_come``
-    is not 0 or the request is exact, raises UserError if fewer ranks fit than requested.
+    Fewer ranks than requested are refused if the request is exact, or ``hosts_to_come`` is not 0.
     """
     with connected():
-        capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
+        capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
         device = machine.choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
@@ -91,13 +87,12 @@ def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0
         else:
             total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
         what = f"the Ray cluster has {total} {'GPUs' if device == 'cuda' else 'CPUs'}"
-        num_ranks = capacity.clamp_ranks(request.num_ranks, total, what, most, exact=request.exact or nodes_to_come > 0)
+        num_ranks = capacity.clamp_ranks(request.num_ranks, total, what, most, exact=request.exact or hosts_to_come > 0)
         if device == "cuda":
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
         else:
             threads = cpus_per_rank(cpus, num_ranks)
-        bf16 = least_bf16_support(device) if request.asks_bf16 else Bf16.NONE
-        return Capacity(num_ranks, device, threads, bf16)
+        return World(num_ranks, device, threads)
 
 
 def list_rank_nodes() -> list[dict[str, Any]]:
@@ -112,26 +107,9 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
     return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
 
 
-def least_bf16_support(device: str) -> Bf16:
-    """Return the least bf16 support among the nodes that may get ranks, by a task on each, inside :func:`connected`."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
-    # Without reserving a CPU or GPU, so that the tasks also run on busy nodes.
-    options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": SHOW_GPUS} if gpus else None}
-    nodes = [node["NodeID"] for node in list_rank_nodes() if node["Resources"].get("GPU", 0) >= gpus]
-    places = [NodeAffinitySchedulingStrategy(node, False) for node in nodes]
-    return min(ray.get([ask.options(**options, scheduling_strategy=place).remote(device) for place in places]))
-
-
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block: to the cluster of ``RAY_ADDRESS``, or to one that is started on this machine.
-
-    Does nothing if Ray is initialised already. Raises UserError if Ray is missing, refuses this process or does not
-    start, and UnreachableError if no cluster answers at the address within 10 s.
-    """
+    """Connect to Ray for the block, unless that is done: to ``RAY_ADDRESS``, or to a cluster that it starts here."""
     with require_extra("ray"):
         import ray
 
@@ -158,10 +136,7 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Raise OSError unless a server of HTTP/2, Ray's protocol, answers within 10 s; with RAY_USE_TLS any server.
-
-    Raises UserError if the address has a scheme, such as ``ray://``, and ValueError if Ray does not understand it.
-    """
+    """Raise OSError unless a server accepts a connection within 10 s; UserError for an address with a scheme."""
     from ray._private.services import canonicalize_bootstrap_address
 
     if address and "://" in address:
@@ -174,12 +149,6 @@ def refuse_unanswered_address(address: str | None) -> None:
         return
     host, _, port = place.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS) as server:
-            if os.environ.get("RAY_USE_TLS", "0") != "0":
-                return
-            server.sendall(HELLO)
-            with server.makefile("rb") as answer:
-                if answer.read(SETTINGS)[-1:] != bytes((SETTINGS,)):
-                    raise ConnectionError("the server there is not Ray's")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
     except OSError as error:
         raise ConnectionError(f"{place}: {error}") from None

@@ -11,7 +11,7 @@ from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.supervise.processes import HOST
 from flyte_ddp.launch.supervise.rank_process import RankInfo, SaveFunction, exception_message
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
-from flyte_ddp.machine import detect_capacity
+from flyte_ddp.machine import detect_world
 from flyte_ddp.process import kill_new_descendants_at_end
 from flyte_ddp.runs.work import Work
 
@@ -23,7 +23,7 @@ def launch(work: Work) -> None:
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
-    work = choose_world(work, detect_capacity)
+    work = choose_world(work, detect_world)
     num_ranks = work.world.num_ranks
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
@@ -44,8 +44,7 @@ def launch(work: Work) -> None:
 def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]:
     """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that saves a checkpoint and returns its step. A second Ctrl-C raises
-    KeyboardInterrupt at once. The end of the block waits, without a limit, for a checkpoint that is being written.
+    Yields a setter for the function that saves. The end of the block waits for a checkpoint that is being written.
     """
     resumed_step = work.checkpoint.step if work.checkpoint else 0
     save: SaveFunction = lambda _: resumed_step  # noqa: E731

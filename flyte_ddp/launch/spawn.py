@@ -13,13 +13,13 @@ from flyte_ddp.launch.supervise.processes import HOST, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.machine import detect_capacity
+from flyte_ddp.machine import detect_world
 from flyte_ddp.runs.work import Work
 
 
 def launch(work: Work) -> None:
     """Do the work in processes of this machine, one for each rank; raise the launchers' errors."""
-    work = choose_world(work, detect_capacity)
+    work = choose_world(work, detect_world)
     num_ranks = work.world.num_ranks
     work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # as this host is ready
     group: list[RankHandle] = []

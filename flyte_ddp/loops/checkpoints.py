@@ -1,12 +1,9 @@
-"""The states that a user's function saves. Rank 0 writes them, in a thread of its own, to two files in turn."""
+"""The states that a user's function saves, and when."""
 
 import copy
-import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +13,34 @@ from torch import Tensor
 from flyte_ddp.device_copy import copy_to_cpu
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.zoo import find_refused_value
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Checkpoint, Identity
+from flyte_ddp.runs.checkpoint import Checkpoint, Identity, read_saved_state
+from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
 UNANNOUNCED_SECONDS = 8.0  # for the next save after a request to stop, if the function never asks whether one is due
 ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the answer before the time is over
 
 
-@dataclass(frozen=True)
-class State:
-    """A copy of a state that is to be written."""
+class Checkpoints(CheckpointWriter):
+    """Saves and loads states; call :meth:`close` when the function has ended.
 
-    step: int
-    values: dict[str, Any]
-    metrics_bytes: int  # of metrics.jsonl
-    number: int  # of the call of save
-
-
-class Checkpoints:
-    """Saves and loads states in ``folder/checkpoints``; call :meth:`close` when the function has ended.
-
-    ``found`` is the checkpoint that the function begins with. A save is due ``seconds`` after the last one (0: never),
-    and after a request to stop.
+    A save is due ``save_seconds`` after the last one (0: never), and after a request to stop.
     """
 
-    def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, seconds: float) -> None:
-        self.folder, self.identity, self.newest, self.seconds = folder, identity, found, seconds
-        self.slots = checkpoint.alternate_slots(folder / checkpoint.FOLDER, found.path if found else None)
-        self.slot = next(self.slots)  # the older of the two files
+    def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, save_seconds: float) -> None:
+        super().__init__(folder, identity, found)
+        self.save_seconds = save_seconds
         self.last_step = found.step if found else 0  # that save got
         self.last_time = time.monotonic()
-        self.saves = self.written = 0  # calls of save, and the number of the one that was written last
         self.checked_types: set[type] = set()  # that torch.load takes
-        self.changed = threading.Condition()  # for the attributes below, newest and written
-        self.pending: State | None = None
-        self.asked = self.used = self.stop_requested = self.writing = self.closed = self.failure_printed = False
-        self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
+        self.asked = self.used = self.stop_requested = False
 
     def due(self) -> bool:
         self.asked = self.used = True
-        return self.stop_requested or 0 < self.seconds <= time.monotonic() - self.last_time
+        return self.stop_requested or 0 < self.save_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state to the CPU for the thread to write; the copy replaces one that is not written yet."""
+        """Copy a state to the CPU for the thread to write."""
         self.used = True
         check_step("save", step, self.last_step)
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
@@ -72,15 +53,11 @@ class Checkpoints:
                 f"{type(refused[1]).__name__}; give tensors, Python's own numbers, texts, and lists and dicts of them"
             )
         self.checked_types |= new_types
-        metrics = self.folder / METRICS
+        metrics = self.run_folder / METRICS
         metrics_bytes = metrics.stat().st_size if metrics.exists() else 0
-        copied = State(step, copy_to_cpu(dict(state)), metrics_bytes, self.saves + 1)
+        copied = Snapshot(0, step, metrics_bytes, copy_to_cpu(dict(state)))
         self.last_step, self.last_time = step, time.monotonic()
-        with self.changed:
-            self.pending, self.saves = copied, copied.number
-            self.changed.notify_all()
-        if self.thread.ident is None:
-            self.thread.start()
+        self.put(copied)
 
     def save_now(self, seconds: float) -> int:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
@@ -91,73 +68,23 @@ class Checkpoints:
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
         with self.changed:
-            self.stop_requested, so_far = True, self.saves
+            self.stop_requested, so_far = True, self.puts
             if self.used:
-                is_saved = lambda: self.closed or self.written > so_far  # noqa: E731
+                is_saved = lambda: self.closed or self.handled > so_far  # noqa: E731
                 self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
-            self.closed = True  # because the caller reports this step as the one to resume after
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: not self.writing, max(0.0, deadline - time.monotonic()))
-            return self.newest.step if self.newest else 0
+        self.refuse_more()  # because the caller reports this step as the one to resume after
+        if self.write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # no file is being written
+            self.write_lock.release()
+        return self.newest_step
 
     def load(self) -> dict[str, Any] | None:
+        """Return the state that this rank saved last, or with which the attempt begins; None without any."""
         self.used = True
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.pending is None)
-        return read_state(self.newest)
-
-    def close(self) -> None:
-        """Write the waiting copy, and end the thread."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.pending is None)
-            self.closed = True
-            self.changed.notify_all()
-        if self.thread.ident is not None:
-            self.thread.join()
-
-    def _write_until_closed(self) -> None:
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.closed or self.pending is not None)
-                if self.closed:
-                    return
-                state = self.pending
-                assert state is not None
-                self.writing = True
-            written = None
-            try:
-                written = self._write(state)
-            except Exception as error:
-                if not self.failure_printed:
-                    print(
-                        f"checkpoint could not be written: {error}; the function goes on", file=sys.stderr, flush=True
-                    )
-                self.failure_printed = True
-            with self.changed:
-                self.writing = False
-                if written is not None:
-                    self.newest, self.written = written, state.number
-                if self.pending is state:
-                    self.pending = None
-                self.changed.notify_all()
-
-    def _write(self, state: State) -> Checkpoint | None:
-        path, metrics = self.slot, self.folder / METRICS
-        with metrics.open("rb") as file:
-            content = file.read(state.metrics_bytes)
-        description = {"epoch": 0, "step": state.step, "trained_in": [], "time": time.time()}
-        checkpoint.write_checkpoint(
-            path, description, self.identity, content, lambda file: torch.save(state.values, file)
-        )
-        self.slot = next(self.slots)
-        return checkpoint.read_checkpoint(path)
-
-
-def read_state(found: Checkpoint | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    state: dict[str, Any] = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
-    return state
+        self.wait_until_written()
+        if self.newest is None:
+            return None
+        state: dict[str, Any] = torch.load(read_saved_state(self.newest), map_location="cpu", weights_only=True)
+        return state
 
 
 def find_types(value: Any) -> set[type]:

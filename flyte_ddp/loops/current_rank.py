@@ -1,6 +1,5 @@
 """What a user's function may ask of its rank, under any launcher, and without one."""
 
-import io
 import os
 import random
 import sys
@@ -12,10 +11,9 @@ from typing import Any, SupportsFloat
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.loops.checkpoints import Checkpoints, read_state
+from flyte_ddp.loops.checkpoints import Checkpoints
 from flyte_ddp.loops.records import Records
 from flyte_ddp.order.augmentation import bits_of_one_sample
 from flyte_ddp.parallel.distributed import translate_collective_errors
@@ -23,8 +21,7 @@ from flyte_ddp.parallel.training_pass import Generators
 from flyte_ddp.runs.checkpoint import Identity
 from flyte_ddp.settings import read_settings
 
-CHUNK = 4 << 20  # bytes; a store takes 8 MiB at most
-ANSWER = "flyte-ddp load"  # in the ranks' common store
+LOADED = "flyte-ddp loaded"  # in the ranks' common store
 _current: "CurrentRank | None" = None  # of this process
 
 
@@ -48,7 +45,7 @@ class CurrentRank:
         self._checkpoints, self._records, self._join, self._store = checkpoints, records, join, store
         self._loads = 0
         self._temporary: tempfile.TemporaryDirectory[str] | None = None  # the folder, if no launcher made one
-        self._told = False
+        self._has_saved = False
 
     def join(self) -> None:
         """Join torch's process group, gloo or on GPUs nccl; all ranks must call this, and wait for all.
@@ -62,50 +59,22 @@ class CurrentRank:
         self._join()
 
     def load(self) -> dict[str, Any] | None:
-        """Return what :meth:`save` got last, in this attempt or an earlier one, on the CPU; None without any.
+        """Return what :meth:`save` got last in an earlier attempt, on the CPU; None without any.
 
-        All ranks must call it equally often, and wait for all, up to the run's time limit: they get what rank 0 gets.
-        Under torchrun other ranks get it only in a process group.
+        All ranks must call it equally often, and wait for all, up to the run's time limit. Raises UserError after a
+        save in this attempt, unless there is one rank: that gets its last state.
         """
-        store = self._store
-        if store is None and self.world_size > 1 and dist.is_initialized():
-            store = distributed_c10d._get_default_store()
-        if store is None:
-            return self._checkpoints.load()
-        self._loads += 1
-        return self._load_as_rank_0(store) if self.rank == 0 else self._load_from_rank_0(store)
-
-    def _load_as_rank_0(self, store: Any) -> dict[str, Any] | None:
-        """Return the newest state when all ranks have it; put it into the store if others did not begin with it."""
+        if self._has_saved and self.world_size > 1:
+            raise UserError("load: this attempt has saved already; load at its beginning, and keep the state")
         state = self._checkpoints.load()
-        newest = self._checkpoints.newest
-        chunks: list[bytes] = []
-        if newest is not None and self._checkpoints.saves:
-            with newest.path.open("rb") as file:
-                file.seek(newest.offset)
-                content = file.read()
-            chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
-        with translate_collective_errors():
-            for number, chunk in enumerate(chunks):
-                store.set(f"{ANSWER} {self._loads} {number}", chunk)
-            store.set(f"{ANSWER} {self._loads}", str(len(chunks)))
-            # Rank 0's next but one save replaces the file that others may still read.
-            store.wait([f"{ANSWER} {self._loads} on rank {other}" for other in range(1, self.world_size)])
-            for number in range(len(chunks)):
-                store.delete_key(f"{ANSWER} {self._loads} {number}")
-        return state
-
-    def _load_from_rank_0(self, store: Any) -> dict[str, Any] | None:
-        with translate_collective_errors():
-            chunks = int(store.get(f"{ANSWER} {self._loads}"))
-            content = b"".join(store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
-        state: dict[str, Any] | None
-        if chunks:
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        else:
-            state = read_state(self._checkpoints.newest)
-        with translate_collective_errors():
-            store.set(f"{ANSWER} {self._loads} on rank {self.rank}", "")
+        if self._store is not None:
+            self._loads += 1
+            keys = [f"{LOADED} {self._loads} {other}" for other in range(1, self.world_size)]
+            with translate_collective_errors():
+                if self.rank:
+                    self._store.set(keys[self.rank - 1], "")
+                else:
+                    self._store.wait(keys)  # rank 0's next but one save replaces the file that others read
         return state
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -117,9 +86,9 @@ class CurrentRank:
         """
         if self.rank == 0:
             self._checkpoints.save(step, state)
-        elif self.rank == 1 and not self._told:
-            self._told = True
+        elif self.rank == 1 and not self._has_saved:
             print("save: rank 0's state is saved, what other ranks give is ignored", file=sys.stderr, flush=True)
+        self._has_saved = True
 
     def due(self) -> bool:
         """Return whether it is time for rank 0 to save, by FLYTE_DDP_CHECKPOINT_SECONDS or a stop; False on others."""

@@ -20,19 +20,18 @@ from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.loops.call import RETURNED, Call, FunctionCall, describe_call
 from flyte_ddp.machine import Request
-from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
-from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.run_folder import (
     METRICS,
     REPORT,
     TRACEBACK,
-    add_failure_details,
     hold_run_folder,
+    remove_temporary_files,
+    resume_run,
     unwritable_folder_error,
 )
-from flyte_ddp.runs.work import Launch, Work, World
+from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 
@@ -89,9 +88,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
         quiet = replace(settings, wandb_mode="disabled", results_copy="")
         try:
-            return run_call(call, request, Path(temporary, "run"), quiet, launch, keep=False)
+            return run_call(call, request, Path(temporary, "run"), quiet, launch, page=False)
         except StoppedError as error:
             raise StoppedError(error.signal, step=0) from None  # its checkpoint goes with the folder
+        except RankError as error:
+            error.step, error.file = 0, None
+            raise
 
 
 def print_errors_as_messages() -> None:
@@ -128,12 +130,12 @@ def run_call(
     settings: Settings,
     launch: Launch | None = None,
     *,
-    keep: bool = True,
+    page: bool = True,
 ) -> Any:
     """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
 
-    ``keep`` False: the folder is not kept, so errors name no files of it. The caller removes the checkpoints, by
-    :func:`remove_saves`. Raises what :func:`run_ranks` raises.
+    Writes the run's page if ``page``. The caller removes the checkpoints, by :func:`remove_saves`. Raises what
+    :func:`run_ranks` raises.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
@@ -141,43 +143,28 @@ def run_call(
     launch = launch or (single.launch if request.num_ranks == 1 else spawn.launch)
     with hold_run_folder(folder):
         remove_leftovers(folder)
-        identity = Identity(
-            {"the function": call.name, **call.shown},
-            data="",
-            code="",
-            user_code=call.code,
-            initial_weights="",
-            releases="",
-        )
-        found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
-        if found is not None:
-            Progress(settings.progress).print_note(found.describe_resumption())
-        with wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True):
-            try:
-                with mirror_results(folder, settings.results_copy, resuming=found is not None):
-                    launch(
-                        Work(
-                            function="flyte_ddp.loops.in_rank:run_function",
-                            arguments=FunctionCall(call, settings),
-                            world=World(request.num_ranks),
-                            request=request,
-                            run_folder=folder,
-                            identity=identity,
-                            timeout=settings.timeout,
-                            save_seconds=settings.save_seconds,
-                            quiet=settings.progress == "off",
-                            checkpoint=found,
-                            own_code=call.own_code,
-                        )
-                    )
-                value = read_returned(call.name, folder / RETURNED)
-            except BaseException as error:
-                if keep:
-                    add_failure_details(error, folder)
-                elif isinstance(error, RankError):
-                    error.step = 0
-                raise
-        if keep:
+        shown = {"the function": call.name, **call.shown}
+        identity = Identity(shown, data="", code="", user_code=call.code, initial_weights="", releases="")
+        with (
+            resume_run(folder, identity, settings, folder.name) as found,
+            wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
+        ):
+            launch(
+                Work(
+                    function="flyte_ddp.loops.in_rank:run_function",
+                    arguments=FunctionCall(call, settings),
+                    request=request,
+                    run_folder=folder,
+                    identity=identity,
+                    timeout=settings.timeout,
+                    save_seconds=settings.save_seconds,
+                    quiet=settings.progress == "off",
+                    checkpoint=found,
+                    own_code=call.own_code,
+                )
+            )
+            value = read_returned(call.name, folder / RETURNED)
+        if page:
             write_page(folder)
         return value
 
@@ -188,9 +175,9 @@ def remove_leftovers(folder: Path) -> None:
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        inner = (*(folder / checkpoint.FOLDER).glob(".*.ckpt.*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
-        for path in (folder / REPORT, folder / TRACEBACK, folder / RETURNED, *folder.glob(".*.tmp"), *inner):
-            path.unlink(missing_ok=True)
+        for name in (REPORT, TRACEBACK, RETURNED):
+            (folder / name).unlink(missing_ok=True)
+        remove_temporary_files(folder)
     except OSError as error:
         raise unwritable_folder_error(folder, error) from None
 

@@ -28,11 +28,10 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Give each BatchNorm layer of a model a ``forward`` that uses the statistics of all ranks.
+    """Give each BatchNorm layer of a model a ``forward`` that uses the statistics of all ranks, which must all call it.
 
-    All ranks must call it. The layers' classes stay, except that SyncBatchNorm becomes RankedBatchNorm. Layers with
-    another ``forward``, and scripted modules, stay as they are. ``on_one_machine`` exchanges statistics through shared
-    memory.
+    Layers with another ``forward``, and scripted modules, stay as they are. ``on_one_machine`` exchanges statistics
+    through shared memory.
     """
     # The forward of a scripted module, or one that a user has set, is no method of these classes.
     forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
@@ -85,10 +84,7 @@ class Exchange(NamedTuple):
     number: int  # of the layer among the model's BatchNorm layers, from 0
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; wait until all call it for this layer and pass.
-
-        If ranks are at different layers, raises UserError on a CPU; on a GPU they run into the time limit.
-        """
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; on a GPU ranks at different layers wait in vain."""
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))

@@ -73,8 +73,7 @@ class Buffers:
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
         """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast.
 
-        All ranks must call it, after :meth:`differ_from_last_broadcast`; ``ranks_with_changes`` counts where that was
-        True.
+        Call it on all ranks; ``ranks_with_changes`` counts where :meth:`differ_from_last_broadcast` was True.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
@@ -135,10 +134,7 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` for the block the buffers of a saved and loaded one; then restore all but BatchNorm's.
-
-        If the block changes names, shapes or types of buffers, raises UserError and restores none.
-        """
+        """Give ``model`` for the block the buffers of a saved and loaded one; then restore all but BatchNorm's."""
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}
         for name in self.unsaved_names:

@@ -63,7 +63,7 @@ def gather_numbers(numbers: Tensor) -> Tensor:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Broadcast rank 0's tensors into those of all ranks, except sparse and expanded ones. Needs a process group."""
+    """Broadcast rank 0's tensors into those of all ranks, except sparse and expanded ones."""
     for tensor in filter(has_own_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()

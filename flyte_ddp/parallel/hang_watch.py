@@ -24,8 +24,7 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` when a collective of this library takes more than ``limit`` seconds.
 
-    Call it in the rank's main thread, whose stack the report has. Ends after one report, or silently when the device
-    has failed. ``new_event`` returns an object with the methods of ``torch.cuda.Event``.
+    Call it in the rank's main thread, whose stack the report has. ``new_event`` makes a ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)

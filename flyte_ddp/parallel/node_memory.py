@@ -72,11 +72,7 @@ class NodeMemory:
         return files[0]
 
     def wait_at_barrier(self) -> None:
-        """Wait until all ranks have called this method; then every rank sees what the others wrote. Change ``turn``.
-
-        Raises CollectiveTimeoutError if a rank does not come within the collectives' limit, PeerGoneError if one has
-        ended.
-        """
+        """Wait until all ranks have called this method; then every rank sees what the others wrote. Change ``turn``."""
         # Every rank sends a message to rank 0 and gets one back: two wake-ups. The backend's barrier takes more.
         steps = [receive_message, send_message] if rank() == 0 else [send_message, receive_message]
         for step in steps:

@@ -22,15 +22,14 @@ from flyte_ddp.storage import MissingError, UnavailableError
 
 SAVED = "saved"  # a checkpoint
 STARTED = "started"  # the attempt has its data, and launches its ranks
-TRAINED = "trained"  # the attempt had time to save a checkpoint, and saved none
 FAILED = "failed"  # a rank of the attempt failed, which may happen again; holds the reason
 ENDED = "ended"  # the attempt was told to stop, or could not reach something; holds the reason
 DONE = "done"  # the attempt has a result
-ADDRESS = re.compile(rf"(.+)/({SAVED}|{STARTED}|{TRAINED}|{FAILED}|{ENDED}|{DONE})-(\d+)-(\d+)-(\d+)-(\d+)")
+ADDRESS = re.compile(rf"(.+)/({SAVED}|{STARTED}|{FAILED}|{ENDED}|{DONE})-(\d+)-(\d+)-(\d+)-(\d+)")
 KEPT_CHECKPOINTS = 2  # of an execution
 DONE_SECONDS = 3600.0  # until files of an execution with a result are deleted: the platform may start it once more
-FUTILE_ATTEMPTS = 2  # attempts that failed or had time to save, and made no progress; there is no third
-LOST_ATTEMPTS = 5  # attempts without progress that were lost early: what a pod whose memory runs out may cost
+FUTILE_ATTEMPTS = 2  # attempts of which a rank failed without progress; there is no third
+LOST_ATTEMPTS = 5  # attempts that were lost without progress: what a pod whose memory runs out may cost
 DELETE_BATCH = 1000  # files that one request deletes
 Result = TypeVar("Result")
 
@@ -39,7 +38,7 @@ class RunFile(NamedTuple):
     """What the address of a file of a run says about the file."""
 
     folder: str  # address of the folder of the execution that wrote the file
-    kind: str  # SAVED, STARTED, TRAINED, FAILED, ENDED or DONE
+    kind: str  # SAVED, STARTED, FAILED, ENDED or DONE
     attempt: int  # number of the attempt that wrote the file, from 0
     step: int  # of a checkpoint or a start; else 0
     epoch: int  # of a checkpoint; else 0
@@ -77,8 +76,7 @@ class CheckpointStore:
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
-        Downloads it to ``path``, unless the folder has one that is as new. Raises UserError if the store refuses
-        access, no checkpoint can be read, or earlier attempts made no progress; UnreachableError if it does not answer.
+        Downloads it to ``path``, unless the folder has one that is as new. Refuses an attempt that would be in vain.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -101,10 +99,7 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """Return the run's files, highest step first, without those of other executions that have a result.
-
-        With ``from_scratch`` leaves out the files of all other executions.
-        """
+        """Return the run's files, highest step first, without those of other executions that have a result."""
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
         files = [file for file in files if file.execution not in ignored]
@@ -143,10 +138,7 @@ class CheckpointStore:
         return None
 
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
-        """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint.
-
-        Raises UnreadableError, and leaves ``path``, if the checkpoint is damaged or of another release's format.
-        """
+        """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -161,8 +153,8 @@ class CheckpointStore:
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
         """Raise UserError if earlier attempts of this execution began at ``step`` or later and ended in vain.
 
-        Two failed, or had time to save and saved nothing; or five left no note of how they ended. Those that were told
-        to stop, or launched no ranks, do not count. ``files`` are the run's in the blob store, newest first.
+        Two failed, or five left no note of how they ended. Those that were told to stop, or launched no ranks, do not
+        count. ``files`` are the run's in the blob store, newest first.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -172,7 +164,7 @@ class CheckpointStore:
         began_here = [
             notes for _, notes in sorted(attempts.items()) if STARTED in notes and notes[STARTED].step >= step
         ]
-        futile = [notes.get(FAILED) or notes[TRAINED] for notes in began_here if notes.keys() & {FAILED, TRAINED}]
+        futile = [notes[FAILED] for notes in began_here if FAILED in notes]
         lost = [notes for notes in began_here if notes.keys() == {STARTED}]
         if len(futile) >= FUTILE_ATTEMPTS:
             reason = self.retry_on_outage(futile[-1].address, storage.read_file).decode()
@@ -192,10 +184,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete this execution's checkpoints but the 2 newest.
-
-        Raises FileNotFoundError without a file ``path``, UnreadableError if it is damaged, and UnavailableError.
-        """
+        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest."""
         header = checkpoint.read_checkpoint(path)
         if header is None:
             raise FileNotFoundError(path)

@@ -1,4 +1,4 @@
-"""Torch Elastic, locally and in pods of a PyTorchJob: the order in which pods end, and replacement of a lost pod."""
+"""Torch Elastic in pods of a PyTorchJob: the order in which pods end, and replacement of a lost pod."""
 
 import atexit
 import os
@@ -8,32 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
-from flyte_ddp.errors import StoppedError, UnreachableError, UserError
-from flyte_ddp.pods.paths import resolve_folder
-from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.errors import UnreachableError
 from flyte_ddp.pods.retries import Sigterm
-from flyte_ddp.runs.checkpoint import newest_step
-from flyte_ddp.runs.run_folder import UNFINISHED, add_failure_details, reserved_folders_variable
 from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
 MEET_VARIABLE = "FLYTE_DDP_MEET_SECONDS"  # how many seconds pods wait for each other
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
-
-
-def refuse_unresolvable_host_name() -> None:
-    """Raise UserError if this machine's name has no address: Elastic would wait 10 minutes for one."""
-    name = socket.getfqdn()
-    try:
-        socket.getaddrinfo(name, None)
-    except socket.gaierror as error:
-        raise UserError(
-            f"host name {name!r} has no address ({error.strerror}), and torch Elastic needs one; add a line "
-            f"'127.0.0.1 {name}' to /etc/hosts, or run training_wf"
-        ) from None
 
 
 def has_rank_0() -> bool:
@@ -43,41 +26,11 @@ def has_rank_0() -> bool:
 
 
 @contextmanager
-def add_step_to_error(run_version: str) -> Iterator[None]:
-    """Add to an error of a local run the step of the run's newest checkpoint, after which the same run would resume."""
-    try:
-        yield
-    except BaseException as error:
-        if is_in_pod():
-            raise
-        folder = resolve_folder(run_version)
-        if isinstance(error, StoppedError):
-            raise StoppedError(error.signal, newest_step(folder / UNFINISHED)) from None
-        add_failure_details(error, folder / UNFINISHED)
-        raise
-
-
-@contextmanager
-def prepare_for_workers(root: Path) -> Iterator[None]:
-    """Put ``root`` first in sys.path for the block; let child processes write into this thread's run folders."""
-    variables = reserved_folders_variable()
-    os.environ.update(variables)
-    sys.path.insert(0, str(root))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(root))
-        for name in variables:
-            os.environ.pop(name, None)
-
-
-@contextmanager
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
     """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod, which may still upload.
 
     After an exception in another pod, such as ``ended_without_outputs``, this process sleeps at its exit up to 600 s.
-    After SIGTERM, or if Elastic's store is gone, it ends at once, and the operator starts another pod. Raises
-    UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
+    After SIGTERM, or if Elastic's store is gone, it ends at once, and the operator starts another pod.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

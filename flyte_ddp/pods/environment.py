@@ -32,10 +32,7 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the environment variables that a registration gives to every pod.
-
-    Raises UserError for an unknown profile, or an address that contains a user name or password.
-    """
+    """Return the environment variables that a registration gives to every pod."""
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
@@ -46,10 +43,7 @@ def pod_environment() -> dict[str, str]:
 
 
 def training_environment() -> dict[str, str]:
-    """Return a training pod's variables: those of every pod, limits of cache and shutdown, and settings of training.
-
-    A setting in this process's environment replaces the value made here. Raises pod_environment's UserErrors.
-    """
+    """Return a training pod's variables; a setting in this process's environment replaces the value made here."""
     grace = chosen_profile().grace_seconds
     return {
         **pod_environment(),
@@ -72,10 +66,7 @@ def registry_variable() -> dict[str, str]:
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings that a registration gives to pods, ordered by name; with ``kind`` only those for such pods.
-
-    Raises UserError for an address with a user name or a password, which anybody who sees the pod could read.
-    """
+    """Return the settings that a registration gives to pods, ordered by name; with ``kind`` those for such pods."""
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)
@@ -112,10 +103,7 @@ def settings_digest() -> dict[str, str]:
 
 
 def wandb_secret_id() -> tuple[str, str] | None:
-    """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret.
-
-    FLYTE_DDP_WANDB_SECRET names it as group/key, or is ``off``. Raises UserError if it has another form.
-    """
+    """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret."""
     # Pods without GPUs are mostly for trials.
     name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
     if name == "off":

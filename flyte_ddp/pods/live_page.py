@@ -27,8 +27,7 @@ def publish_page_while_running(
 ) -> Iterator[None]:
     """Publish a pod's page ``title`` every 30 s during the block, and at its end; do nothing locally.
 
-    ``render`` is called in a thread; until it has returned a page, ``placeholder`` is published. Ignores errors. The
-    end of the block waits up to 10 s for the last page.
+    ``render`` is called in a thread; until it has returned a page, ``placeholder`` is published. Ignores errors.
     """
     if not is_in_pod():
         yield

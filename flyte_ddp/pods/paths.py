@@ -4,7 +4,6 @@ Locally Flyte's cache remembers paths, for all clones on a machine together. So 
 the cache key. It is replaced when files are missing, so that no cached path leads to a missing file.
 """
 
-import itertools
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,8 +13,8 @@ from pathlib import Path
 from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.files import atomic_write
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
-from flyte_ddp.pods.platforms import Platform, is_in_pod, pod_folder
-from flyte_ddp.runs.run_folder import publish_if_complete, release_run_folder, reserve_run_folder
+from flyte_ddp.pods.platforms import is_in_pod, pod_folder
+from flyte_ddp.runs.run_folder import hold_run_folder, publish_if_complete
 from flyte_ddp.settings import read_text, runs_folder
 
 
@@ -25,10 +24,7 @@ def resolve_folder(name: str) -> Path:
 
 
 def registry_address() -> str:
-    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
-
-    Raises UserError in a pod where the variable is not set, or is a path and no address that all pods reach.
-    """
+    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder."""
     address = read_text(REGISTRY_VARIABLE)
     if not is_in_pod():
         return address or str(runs_folder() / "registry")
@@ -40,22 +36,12 @@ def registry_address() -> str:
     return address
 
 
-def reserve_run(platform: Platform, name: str) -> str:
-    """Lock a local run's folder, or NAME-2, NAME-3 and so on, for this thread, and return its name; in a pod ``name``.
-
-    If the folder holds a result and no retraining was requested, unlocks it again: no training follows.
-    """
-    if is_in_pod():
-        return name
-    for number in itertools.count(1):
-        candidate = name if number == 1 else f"{name}-{number}"
-        folder = resolve_folder(candidate)
-        if reserve_run_folder(folder):
-            break
-        print(f"{shorten_path(folder)}: another process is at this run; this one gets a folder of its own")
-    if publish_if_complete(folder) and not platform.is_retraining_requested():
-        release_run_folder(folder)
-    return candidate
+def complete_interrupted_move(name: str) -> None:
+    """Move a local run's complete result into place if its process was killed at that; UserError if the run goes on."""
+    if not is_in_pod():
+        folder = resolve_folder(name)
+        with hold_run_folder(folder):
+            publish_if_complete(folder)
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:

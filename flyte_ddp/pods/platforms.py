@@ -19,9 +19,6 @@ POD_FOLDER = "FLYTE_DDP_POD_FOLDER"  # folder of a pod's task; its child process
 class Platform(Protocol):
     """Facts about the task that runs now, and the platform's ways to take over a page and an error."""
 
-    def disk_limit(self) -> str:
-        """Return this pod's limit of ephemeral storage as a Kubernetes quantity; "" if it is not known."""
-
     def is_retraining_requested(self) -> bool:
         """Return whether this local command is to train even if the run's result is there."""
 

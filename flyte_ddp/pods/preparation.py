@@ -6,7 +6,7 @@ from pathlib import Path
 from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import Platform, is_in_pod
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
@@ -16,14 +16,11 @@ from flyte_ddp.user_source import explain_own_errors
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
 
-def check_and_identify_run(
-    platform: Platform, hp: Hyperparameters, engine: str, kickoff_time: datetime | None
-) -> tuple[str, str]:
-    """Check hyperparameters and the pods' hardware; reserve a local run's folder; return the versions of run and data.
+def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:
+    """Check hyperparameters and the pods' hardware; return the versions of run and data, which are names of folders.
 
-    Versions are names of folders; locally they end in @ and a token. ``engine`` is elastic, ray, dask, or "" for one
-    pod. ``kickoff_time`` makes this another run: a schedule's time, or NO_SCHEDULE for the present time. Raises
-    UserError if anything does not fit, or a server does not answer in 4 tries.
+    ``engine`` is elastic, ray, dask, or "" for one pod. ``kickoff_time`` makes this another run: a schedule's time, or
+    NO_SCHEDULE for the present time.
     """
     if not is_in_pod():
         check_wandb_settings(read_settings())  # settings of pods were checked at registration
@@ -32,8 +29,9 @@ def check_and_identify_run(
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
-    name = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
-    run, data = paths.reserve_run(platform, name), f"datasets/{fingerprint}"
+    run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
+    paths.complete_interrupted_move(run)
+    data = f"datasets/{fingerprint}"
     run_version = paths.add_folder_token(run, complete=is_finished(paths.resolve_folder(run)))
     return run_version, paths.add_folder_token(data, complete=datasets.is_whole(paths.resolve_folder(data)))
 
@@ -43,8 +41,7 @@ def fetch_data_set(
 ) -> Path:
     """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
-    ``data_version`` is the folder's name, with or without @ and its token; "" asks the data's origin for it. Raises
-    UserError if the data cannot be fetched or written, and for an exception of the user's code.
+    ``data_version`` is the folder's name; "" asks the data's origin for it.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

@@ -105,10 +105,7 @@ def size_of_part(size: Size, parts: int) -> Size:
 
 
 def node_range() -> tuple[int, int]:
-    """Return the least and the highest number of nodes (pods) of a training on an engine, by FLYTE_DDP_NODES.
-
-    Raises UserError if FLYTE_DDP_NODES is neither a number above 0 nor a range such as 2:4.
-    """
+    """Return the least and the highest number of nodes (pods) of a training on an engine, by FLYTE_DDP_NODES."""
     text = read_text(NODES_VARIABLE)
     least, _, most = text.partition(":")
     try:
@@ -129,8 +126,7 @@ def elastic_ranks_per_node() -> int:
 def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     """Return three limits of a training on ``engine``: most nodes, ranks on that many nodes, most ranks without GPUs.
 
-    The second is 0 if the hyperparameter num_ranks decides, the third if there is none. ``engine`` is elastic, ray,
-    dask, or "" for one pod; UserError for another.
+    The second is 0 if the hyperparameter num_ranks decides, the third if there is none.
     """
     if not engine:
         return 1, 0, 0

@@ -93,21 +93,24 @@ def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
 
 def write_checkpoint(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
-) -> None:
-    """Write a checkpoint to ``path``, atomically and flushed to disk, over an older one; UserError if that fails.
+) -> Checkpoint:
+    """Write a checkpoint to ``path``, atomically and flushed to disk, and return it; UserError if that fails.
 
     ``description`` has ``epoch``, ``step``, ``trained_in`` (a list of dicts) and ``time``. ``save`` writes the state
     into a file with only ``write`` and ``flush``.
     """
-    header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
+    header = json.dumps({**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}).encode() + b"\n"
     with replace_file(path) as file:
         file.write(b" " * DIGEST_LINE)  # is overwritten when the digest is known
         hashing = HashingFile(file)
-        hashing.write(json.dumps(header).encode() + b"\n")
+        hashing.write(header)
         hashing.write(metrics)
         save(hashing)
         file.seek(0)
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
+    trained_in = tuple(Arithmetic(**entry) for entry in description["trained_in"])
+    values = {**description, "trained_in": trained_in, "identity": identity, "metrics": b""}
+    return Checkpoint(path, **values, offset=DIGEST_LINE + len(header) + len(metrics))
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from flyte_ddp import storage
 from flyte_ddp.credentials import mask_credentials
 from flyte_ddp.errors import StoppedError, UserError
-from flyte_ddp.files import list_files
+from flyte_ddp.files import file_version, list_files
 from flyte_ddp.results import EVENTS, FOLDER
 
 LOOK_SECONDS = 1.0
@@ -20,18 +20,18 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, 
 
 
 @contextmanager
-def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str = "") -> Iterator[None]:
+def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool) -> Iterator[None]:
     """During a block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``, in a thread.
 
-    The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    Waits at the end for the last files, up to 60 s, after a StoppedError up to 3 s. Raises UserError if the address
-    contains the run folder or cannot be written to; prints later failures to stderr.
+    The address is a path, s3://, gs:// or az://; empty: nothing is copied. Waits at the end for the last files, up to
+    60 s, after a StoppedError up to 3 s. Raises UserError if the address contains the run folder or cannot be written
+    to; prints later failures to stderr.
     """
     if not address:
         yield
         return
     try:
-        mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}", resuming=resuming)
+        mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
             f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow "
@@ -61,7 +61,7 @@ class Mirror:
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
         self.folder, self.address = folder, address
-        self.done: dict[str, tuple[int, int]] = {}  # by file name: time of change in ns and size of the last copy
+        self.versions: dict[str, object] = {}  # of the last copies, by file name
         self.failure = ""  # of the last round of copies
         place = storage.local_path(address)
         if place is not None and folder.resolve().is_relative_to(place.resolve()):
@@ -99,10 +99,9 @@ class Mirror:
                 continue
             name = path.relative_to(self.folder).as_posix()
             try:
-                found = path.stat()
-                if self.done.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
+                if self.versions.get(name) != (version := file_version(path)):
                     storage.write_file(storage.join(self.address, name), path.read_bytes())
-                    self.done[name] = mark
+                    self.versions[name] = version
             except Exception as error:  # the other files are still copied
                 failure = failure or f"{name} ({type(error).__name__}: {error})"
         return failure

@@ -3,20 +3,21 @@
 One run at a time writes into the folder, which it locks; the kernel unlocks it when the run's process dies.
 """
 
-import os
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import results
-from flyte_ddp.errors import RankError, UserError, describe_resumption, shorten_path
+from flyte_ddp.errors import RankError, UserError, describe_resumption
 from flyte_ddp.files import hold_lock
+from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.user_code import find_modules_shadowing_stdlib
+from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.result_store import mirror_results
+from flyte_ddp.settings import Settings
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
@@ -25,66 +26,24 @@ REPORT = "report.html"  # written and moved last: if it is in unfinished/, the r
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
 TRACEBACK = "traceback.txt"  # where the run has written, if a rank has raised
 REPLACED = ".replaced"
-HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # id of a process, and the folders that it has locked
-
-
-class Reservations(threading.local):
-    """Locks of run folders that a thread holds for runs that have not begun: tasks cannot pass a lock to each other."""
-
-    def __init__(self) -> None:
-        self.locks: dict[Path, ExitStack] = {}
-
-
-reserved = Reservations()
-
-
-def reserve_run_folder(folder: Path) -> bool:
-    """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
-
-    The lock, a file in ``.locks`` beside the folder, is held until the end of the run, which calls
-    :func:`hold_run_folder`, or until :func:`release_run_folder`.
-    """
-    folder = folder.resolve()
-    if folder not in reserved.locks:
-        lock = ExitStack()
-        try:
-            lock.enter_context(hold_lock(folder.parent / ".locks", folder.name, wait=False))
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise unwritable_folder_error(folder, error) from None
-        reserved.locks[folder] = lock
-    return True
 
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, reserved by this thread or taken now, until the end of the block.
+    """Lock the folder for the block, without waiting; raise UserError if another process or run has the lock.
 
-    Raises UserError if another process or run has the lock, unless the parent process holds it for its children.
+    The lock is a file in ``.locks`` beside the folder.
     """
-    if not reserve_run_folder(folder):
-        holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
-        if holder != str(os.getppid()) or str(folder.resolve()) not in folders:
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(hold_lock(folder.resolve().parent / ".locks", folder.name, wait=False))
+        except BlockingIOError:
             raise UserError(
                 f"run folder {folder}: another run is writing into it; wait for its end or name another folder"
-            )
-    with reserved.locks.pop(folder.resolve(), ExitStack()):
+            ) from None
+        except OSError as error:
+            raise unwritable_folder_error(folder, error) from None
         yield
-
-
-def release_run_folder(folder: Path) -> None:
-    reserved.locks.pop(folder.resolve(), ExitStack()).close()
-
-
-def release_reserved_folders() -> None:
-    while reserved.locks:
-        reserved.locks.popitem()[1].close()
-
-
-def reserved_folders_variable() -> dict[str, str]:
-    """Return FLYTE_DDP_HELD_FOR_CHILDREN: with it child processes may write into folders this thread has reserved."""
-    return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
 
 
 def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
@@ -113,10 +72,35 @@ def prepare_folder(folder: Path) -> Path:
 
 def remove_outputs(work: Path) -> None:
     """Remove a run's outputs and temporary files from ``unfinished/``. Metrics stay: they tell why a run failed."""
-    outputs = [work / name for name in reversed(OUTPUTS)]  # the report first, which marks a complete run
-    inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
-    for path in (*outputs, *work.glob(".*.tmp"), *inner):
+    for name in reversed(OUTPUTS):  # the report first, which marks a complete run
+        (work / name).unlink(missing_ok=True)
+    remove_temporary_files(work)
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed processes have written in part: in the run's folder, its checkpoints and its results."""
+    inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
+    for path in (*folder.glob(".*.tmp"), *inner):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def resume_run(
+    folder: Path, identity: checkpoint.Identity, settings: Settings, name: str
+) -> Iterator[Checkpoint | None]:
+    """Set the folder of a run back to its newest checkpoint, and yield that; None without any.
+
+    During the block copies results to ``settings.results_copy`` under ``name``; completes the text of its errors.
+    """
+    found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
+    if found is not None:
+        Progress(settings.progress).print_note(found.describe_resumption())
+    try:
+        with mirror_results(folder, settings.results_copy, name, resuming=found is not None):
+            yield found
+    except BaseException as error:
+        add_failure_details(error, folder)
+        raise
 
 
 def publish_if_complete(folder: Path) -> bool:
@@ -147,20 +131,14 @@ def is_finished(folder: Path) -> bool:
 
 
 def add_failure_details(error: BaseException, work: Path) -> None:
-    """Complete an error's text: a RankError's ``step``, ``file`` and ``remark``, and the step of a KeyboardInterrupt.
+    """Complete an error's text: a RankError's ``step`` and ``file``, and the step of a KeyboardInterrupt.
 
-    ``work`` is the folder in which the run has written, and gets traceback.txt. ``remark`` names modules in the working
-    directory that hide Python's own.
+    ``work`` is the folder in which the run has written, and gets traceback.txt.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(work))}",)
     if not isinstance(error, RankError):
         return
-    did_not_begin = not error.details and not error.recoverable
-    for name, path in find_modules_shadowing_stdlib().items():
-        if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
-            hidden = f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
-            error.remark += hidden
     error.step = checkpoint.newest_step(work)
     if error.file is None:
         error.file = write_details(error, work / TRACEBACK)

@@ -6,27 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from flyte_ddp.machine import Request
+from flyte_ddp.machine import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity
 
-
-@dataclass(frozen=True)
-class World:
-    """The ranks of a run, and what they find on their hosts; equal on all ranks."""
-
-    num_ranks: int
-    device_type: str = "cpu"  # or cuda: a GPU for each rank
-    threads: int = 1  # CPU threads for each rank
-    deterministic: bool = False  # whether GPUs must compute with torch's deterministic algorithms
-    hosts: tuple[str, ...] = ()  # by rank, the address at which other ranks reach its host; set by the launcher
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device_type == "cuda" else "gloo"
-
-    @property
-    def num_nodes(self) -> int:
-        return max(1, len({*self.hosts}))
+NOT_FOUND = World(num_ranks=0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +18,7 @@ class Work:
 
     function: str  # package.module:function of this library; each rank calls it with its Rank
     arguments: Any  # the function's own
-    world: World
+    request: Request  # the ranks that the launcher is to find capacity for
     run_folder: Path  # the launcher's, which other hosts may not see
     identity: Identity  # what a checkpoint must belong to
     timeout: float  # seconds that a rank waits for others
@@ -45,7 +28,7 @@ class Work:
     files: Mapping[str, Path] = field(default_factory=dict)  # what hosts that do not see the run folder must be sent
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
     on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks
-    request: Request | None = None  # if given, the launcher puts the World that it has capacity for in place of `world`
+    world: World = NOT_FOUND  # what the launcher has found capacity for
 
     def prepare_on_host(self) -> Self:
         if not self.on_host:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Self
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import Hardware, adapt_to_hosts
+from flyte_ddp.hardware import Hardware, choose_hardware
+from flyte_ddp.machine import Bf16
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
@@ -18,7 +19,6 @@ class Training:
     """The arguments of a training's Work: what to train, on which prepared data, and with which settings."""
 
     hp: Hyperparameters
-    hardware: Hardware
     settings: Settings
     data: Path  # folder of the prepared data set
 
@@ -27,21 +27,25 @@ class Training:
 class Job(Training):
     """All that a rank needs to know of a training."""
 
+    hardware: Hardware
     run_folder: Path  # ``unfinished/`` of the run's folder
     identity: Identity
-    initial_weights: Path | None = None  # a local file
-    checkpoint: Checkpoint | None = None  # from which training resumes
-    num_nodes: int = 1  # number of the ranks' hosts
+    initial_weights: Path | None  # a local file
+    checkpoint: Checkpoint | None  # from which training resumes
+    num_nodes: int  # number of the ranks' hosts
 
     @classmethod
-    def from_work(cls, work: Work) -> Self:
-        """Return the job of a training's Work; UserError if its hyperparameters do not allow the ranks' hosts."""
+    def from_work(cls, work: Work, bf16: Bf16) -> Self:
+        """Return the job of a training's Work; UserError if its hyperparameters do not fit the ranks' World.
+
+        ``bf16`` is the least support among the ranks' devices.
+        """
         given: Training = work.arguments
         return cls(
             hp=given.hp,
-            hardware=adapt_to_hosts(given.hardware, given.hp, work.world.hosts),
             settings=given.settings,
             data=given.data,
+            hardware=choose_hardware(given.hp, work.world, bf16),
             run_folder=work.run_folder,
             identity=work.identity,
             initial_weights=work.files.get(INITIAL_WEIGHTS),

@@ -14,18 +14,20 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.prepared import check_share_of_rank
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
+from flyte_ddp.machine import bf16_support
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.device_errors import explain_device_memory
-from flyte_ddp.parallel.distributed import world_size
+from flyte_ddp.parallel.distributed import gather_objects, world_size
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
@@ -54,11 +56,16 @@ def train(rank: Rank) -> None:
     Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     rank.join()
-    job = Job.from_work(rank.work)
+    bf16 = min(gather_objects(bf16_support(rank.work.world.device_type)))
+    job = Job.from_work(rank.work, bf16)
     hp = job.hp
     data = open_prepared(job.data)
+    workers, cache_bytes = job.settings.loaders or job.hardware.threads, job.settings.cache_bytes
+    warnings = check_share_of_rank(data, hp, ranks=world_size(), workers=workers, cache_bytes=cache_bytes)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
     with closing(state.splits), closing(Recorder(job, state)) as recorder:
+        for warning in warnings if recorder.writes else ():
+            recorder.progress.print_note(warning)
         write_start_record(job, state, recorder)
         if job.checkpoint is not None:
             restore_run(state, recorder, job.checkpoint)

@@ -1,5 +1,6 @@
 """The objects of training, set up equally on every rank: the model, its optimiser, and the splits of the data."""
 
+import os
 import random
 import sys
 import threading
@@ -79,6 +80,7 @@ class TrainingState:
         random.seed(hp.seed)  # a model may draw from any of the three when it is made
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products
             torch.use_deterministic_algorithms(True)
         own_code = hp.own_code("dataset")  # data sets are prepared before
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them

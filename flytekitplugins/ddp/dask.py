@@ -1,7 +1,6 @@
 """The Dask cluster that Flyte sets up for a task, with a worker for each rank."""
 
 import math
-from functools import partial
 from typing import Any
 
 from flytekit.core.resources import ResourceSpec
@@ -9,21 +8,16 @@ from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 from flytekitplugins.dask.task import DaskTask as PluginTask
 
 from flyte_ddp.loops.call import Call
-from flyte_ddp.machine import Request
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size
-from flyte_ddp.settings import read_settings
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import (
-    ENGINE_RETRIES,
     count_ranks_per_node,
     divide_resources,
     requests_and_limits,
     take_resources,
 )
-from flytekitplugins.ddp.run import run_in_folder
-from flytekitplugins.ddp.task import Function, RanksTask
+from flytekitplugins.ddp.task import EngineTask, Function
 
 SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
 RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
@@ -35,10 +29,8 @@ def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Das
     return Dask(scheduler=Scheduler(**requests_and_limits(SCHEDULER)), workers=WorkerGroup(workers, **parts))
 
 
-class DaskTask(RanksTask, PluginTask):  # type: ignore[misc]  # which the plugin leaves untyped
+class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugin leaves untyped
     """A task whose ranks are the workers of a Dask cluster; its own pod launches them."""
-
-    has_own_hosts = True
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
@@ -50,12 +42,4 @@ class DaskTask(RanksTask, PluginTask):  # type: ignore[misc]  # which the plugin
         )
 
     def run_ranks(self, call: Call, run: str) -> Returned:
-        from flyte_ddp.launch import dask
-
-        num_ranks, workers, seconds = self.ddp.num_ranks, 0, None
-        if is_in_pod():
-            num_ranks, workers, seconds = self.num_ranks, self.num_ranks, read_settings().timeout
-        with dask.connected(num_ranks=num_ranks, seconds=seconds) as client:
-            launch = partial(dask.launch, client=client, retries=ENGINE_RETRIES, coming=workers)
-            returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
-        return returned
+        return self.run_on_engine(call, run, "dask", self.num_ranks)

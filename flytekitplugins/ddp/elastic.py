@@ -4,7 +4,6 @@ import pickle
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flytekit.configuration import SerializationSettings
@@ -21,7 +20,6 @@ from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, record_result
 from flyte_ddp.process import count_out_of_memory_kills, hide_main_script
-from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import read_whole_number
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
@@ -61,8 +59,8 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
         return custom
 
-    def launch_workers(self, function: Function, root: Path, **inputs: Any) -> Any:
-        """Start this node's workers, which call ``function`` and find modules below ``root``; return rank 0's value.
+    def launch_workers(self, function: Function, **inputs: Any) -> Any:
+        """Start this node's workers, which call ``function``, and return rank 0's value.
 
         Raises IgnoreOutputs if this node has no rank 0, the error of the worker that failed first, and StoppedError.
         """
@@ -75,7 +73,6 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         workers._task_function = function
         try:
             with (
-                elastic_pods.prepare_for_workers(root),
                 hide_main_script(),
                 silence_elastic_logs(),
                 elastic_pods.end_after_rank_0(IgnoreOutputs),
@@ -110,7 +107,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
             return returned
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
-            returned = pickle.loads(self.launch_workers(partial(run_worker, call, run), Path.cwd()))
+            returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))
         do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run, "")))
         return returned
 
@@ -118,16 +115,11 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
 def run_worker(call: Call, run: str) -> bytes | None:
     """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned, pickled."""
     from flyte_ddp.launch import elastic
-    from flyte_ddp.launch.remote.elastic_link import pickle_exception
 
-    def launch(work: Work) -> None:
-        with pickle_exception():  # before Flyte's error replaces the exception
-            elastic.launch(work)
+    def lead() -> bytes:
+        # Elastic itself would send tensors as shared memory, which goes with the worker.
+        return pickle_by_value(run_in_folder(call, run, Request(), elastic.launch, page=False))
 
     when_written.set([])
-    with pickle_exception(), translate_errors_for_flyte():
-        if not elastic.is_leader():
-            elastic.follow()
-            return None
-        # Elastic itself would send tensors as shared memory, which goes with the worker.
-        return pickle_by_value(run_in_folder(call, run, Request(), launch, page=False))
+    with translate_errors_for_flyte():
+        return elastic.run_in_worker(lead)

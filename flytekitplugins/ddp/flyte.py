@@ -4,7 +4,6 @@ import asyncio
 import atexit
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -36,16 +35,6 @@ def remove_execution_id_outside_tasks() -> None:
 
 class Flyte:
     """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
-
-    def disk_limit(self) -> str:
-        module, _, name = os.environ.get("FLYTE_INTERNAL_TASK_NAME", "").rpartition(".")
-        task = getattr(sys.modules.get(module), name, None)
-        # For tasks whose pods an operator makes the limit is not known.
-        return (
-            ""
-            if task is None or task.task_type != "python-task"
-            else str(task.resources.limits.ephemeral_storage or "")
-        )
 
     def is_retraining_requested(self) -> bool:
         cache = LocalConfig.auto()

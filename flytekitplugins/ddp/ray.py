@@ -1,6 +1,5 @@
 """The Ray cluster that Flyte sets up for a task, whose worker nodes have the ranks."""
 
-from functools import partial
 from typing import Any
 
 from flytekit import PodTemplate
@@ -9,21 +8,16 @@ from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
 from flyte_ddp.loops.call import Call
-from flyte_ddp.machine import Request
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size
-from flyte_ddp.settings import read_settings
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import (
-    ENGINE_RETRIES,
     count_ranks_per_node,
     kubernetes_resources,
     requests_and_limits,
     take_resources,
 )
-from flytekitplugins.ddp.run import run_in_folder
-from flytekitplugins.ddp.task import Function, RanksTask
+from flytekitplugins.ddp.task import EngineTask, Function
 
 GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
 SMALLEST_STORE = "80000000"  # bytes of Ray's object store, which takes /dev/shm from NCCL; ranks use no objects
@@ -71,10 +65,8 @@ def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str, *,
     return PodTemplate(spec, labels=None if with_secrets else {"inject-flyte-secrets": "false"})
 
 
-class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
+class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
     """A task whose ranks are on the nodes of a Ray cluster, launched from its head."""
-
-    has_own_hosts = True
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
@@ -88,11 +80,4 @@ class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the pl
         super().__init__(cluster, function, **options)
 
     def run_ranks(self, call: Call, run: str) -> Returned:
-        from flyte_ddp.launch import ray
-
-        nodes, num_ranks = (self.ddp.nodes, self.num_ranks) if is_in_pod() else (0, self.ddp.num_ranks)
-        seconds = read_settings().timeout
-        with ray.connected():
-            launch = partial(ray.launch, max_retries=ENGINE_RETRIES, nodes_to_come=nodes, seconds=seconds)
-            returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
-        return returned
+        return self.run_on_engine(call, run, "ray", self.ddp.nodes)

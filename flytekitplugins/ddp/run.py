@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from flyte_ddp.loops.call import Call
@@ -13,11 +14,13 @@ from flyte_ddp.loops.run_ranks import disable_wandb_without_key, remove_saves, r
 from flyte_ddp.machine import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Launch
 from flytekitplugins.ddp.flyte import PLATFORM
+from flytekitplugins.ddp.resources import ENGINE_RETRIES
 
 # What to do when flytekit has written the outputs. In a worker of Elastic's it is left undone: its pod does it.
 when_written: ContextVar[list[Callable[[], None]] | None] = ContextVar("when_written", default=None)
@@ -36,6 +39,12 @@ def name_run(task: str, call: Call) -> str:
     """Return the name of a run, which all attempts at the same task, inputs and code have."""
     identity = json.dumps([task, dict(call.shown), call.code], sort_keys=True)
     return f"{task}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def engine_launcher(engine: str, hosts: int) -> Launch:
+    """Return the launcher of Ray or Dask, which in a pod waits for so many hosts of the cluster that Flyte sets up."""
+    launch = import_module(f"flyte_ddp.launch.{engine}").launch
+    return partial(launch, retries=ENGINE_RETRIES, hosts_to_come=hosts if is_in_pod() else 0)
 
 
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:

@@ -11,12 +11,10 @@ from flytekit import PythonFunctionTask
 from flyte_ddp.errors import UserError, require_extra
 from flyte_ddp.machine import Request
 from flyte_ddp.pods import environment
-from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import (
-    PLATFORM,
     remove_execution_id_outside_tasks,
     replace_deck,
     report_user_errors,
@@ -25,7 +23,7 @@ from flytekitplugins.ddp.flyte import (
 from flytekitplugins.ddp.inputs import describe_inputs
 from flytekitplugins.ddp.ranks import Returned, find_place, make_call
 from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
-from flytekitplugins.ddp.run import name_run, run_in_folder, when_written
+from flytekitplugins.ddp.run import engine_launcher, name_run, run_in_folder, when_written
 
 if TYPE_CHECKING:
     from flytekit import FlyteContext, Secret
@@ -110,7 +108,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
             literals = self.has_own_hosts and is_in_pod()
             call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
-            returned = self.run_ranks(call, reserve_run(PLATFORM, name_run(self.name, call)))
+            returned = self.run_ranks(call, name_run(self.name, call))
         for name, html in returned.decks:
             replace_deck(name, html)
         return returned.value
@@ -118,6 +116,18 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     def run_ranks(self, call: Call, run: str) -> Returned:
         """Run the call on the ranks, in the folder of the run, and return what rank 0 has returned."""
         raise NotImplementedError
+
+
+class EngineTask(RanksTask):
+    """A task whose ranks are on the hosts of a cluster that Flyte sets up; locally on this machine."""
+
+    has_own_hosts = True
+    num_ranks: int  # in the cluster
+
+    def run_on_engine(self, call: Call, run: str, engine: str, hosts: int) -> Returned:
+        request = Request(self.num_ranks if is_in_pod() else self.ddp.num_ranks, exact=True)
+        returned: Returned = run_in_folder(call, run, request, engine_launcher(engine, hosts))
+        return returned
 
 
 class PodTask(RanksTask):

@@ -56,7 +56,7 @@ def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
     test_dataset = f"image_folder:{tests}"
     data = fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=test_dataset, progress="off")
     hp = Hyperparameters(dataset=f"image_folder:{folder}", test_dataset=test_dataset, validation_fraction=0.0)
-    said = check_prepared_set(data, hp, ranks=1, workers=1)
+    said = check_prepared_set(data, hp)
     assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
 
 

@@ -343,7 +343,7 @@ def test_digits_that_float32_has_not_are_said(leaf: Any, words: str, tmp_path: P
     made = arrays((leaf, None), (leaf, None), name="own:data")
     write_prepared_set(made, tmp_path, {})
     hp = replace(HP, objective="own:objective", num_classes=1, collate="padded")
-    said = check_prepared_set(tmp_path, hp, ranks=1, workers=1)
+    said = check_prepared_set(tmp_path, hp)
     assert tuple(said) == made.notes
     assert len(said) == bool(words)
     assert not words or re.match(words, said[0])
@@ -417,7 +417,7 @@ def test_settings_that_do_not_fit_a_table_are_refused_before_ranks_start(
 ) -> None:
     keep(arrays(pair(NUMBERS), pair(NUMBERS), name="own:data"), tmp_path / "data")
     with pytest.raises(UserError, match=words):
-        check_prepared_set(tmp_path / "data", replace(HP, **changes), ranks=1, workers=1)
+        check_prepared_set(tmp_path / "data", replace(HP, **changes))
 
 
 def test_leaves_of_leaves() -> None:

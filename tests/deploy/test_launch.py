@@ -18,15 +18,13 @@ import pytest
 import yaml
 from cli import ROOT, surroundings
 from click.testing import CliRunner, Result
-from fake_flyte_admin import DECKS, FakeFlyteAdmin, Moment, Node, fake_flyte_admin, refused, slow
+from fake_flyte_admin import FakeFlyteAdmin, Moment, Node, fake_flyte_admin, refused, slow
 from flyteidl.admin import launch_plan_pb2
 from flyteidl.core import literals_pb2
 from flytekit.configuration import Config, ImageConfig, SerializationSettings
 from flytekit.remote import FlyteRemote
-from report_page import records, write_run
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.report import report
 from workflows.training import training_on_demand
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '__version__' attribute:DeprecationWarning")  # in rich_click
@@ -137,8 +135,7 @@ def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
         (["--hp", '{"epochs": 0}'], "epochs=0: must be at least 1"),
         (["--hp", '{"epoch": 3}'], "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
         (["--hp", "[3]"], "hyperparameters must be a JSON object, got [3]"),
-        (["--hp", "nowhere.json"], "--hp nowhere.json: there is no such file; it must be a JSON object such as"),
-        (["--epochs", "3"], "--epochs: epochs is a hyperparameter, and these are given as in --hp '{\"epochs\": 3}'"),
+        (["--epochs", "3"], "epochs is a hyperparameter, and these are given as in --hp '{\"epochs\": 3}'"),
         (["--no-wait", "--download", "x"], "--download: with --no-wait there is nothing to download yet"),
         (["--version", "other"], "unknown version 'other': did you mean 'older'? choose one of newer, older"),
         (["--project", "flytesnack"], "unknown project 'flytesnack': did you mean 'flytesnacks'?"),
@@ -179,10 +176,7 @@ def test_a_version_that_cannot_take_or_give_what_is_asked_for_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_what_changes_is_shown_once_while_it_trains(launch: Any, admin: FakeFlyteAdmin, tmp_path: Path) -> None:
-    page = report.render_report(write_run(tmp_path / "run", records(epochs=1)[:-1]))
-    admin.blobs[f"{DECKS}n1"] = f"<html><div>{page}</div></html>".encode()
-    admin.blobs[f"{DECKS}n2"] = b"a page of another kind"
+def test_what_changes_is_shown_once_while_it_trains(launch: Any, admin: FakeFlyteAdmin) -> None:
     start = Node("start-node", "SUCCEEDED")
     checking = Node("n0", "RUNNING", CHECK, [("RUNNING", "")])
     checked = Node("n0", "SUCCEEDED", CHECK, [("SUCCEEDED", "")], is_parent=True)
@@ -201,7 +195,6 @@ def test_what_changes_is_shown_once_while_it_trains(launch: Any, admin: FakeFlyt
         "check_inputs, attempt 1: SUCCEEDED",
         "fetch_dataset, attempt 1: SUCCEEDED",
         "train_model, attempt 1: RUNNING",
-        "train_model: step 100, test accuracy 70.10%",
         "train_model, attempt 1: FAILED: rank 1 was killed",
         "train_model, attempt 2: RUNNING",
         "task, attempt 1: RUNNING",
@@ -277,9 +270,8 @@ def test_a_cluster_that_is_not_there_is_one_sentence(launch: Any) -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("UNAUTHENTICATED", "does not know a call of flytekit's (Method not found!): its Flyte is "),
-        ("PERMISSION_DENIED", "refuses what it was asked for: in words"),
-        ("UNIMPLEMENTED", "does not know a call of flytekit's (in words): its Flyte is too old"),
+        ("UNAUTHENTICATED", "refuses a call (UNIMPLEMENTED): Method not found!; see admin in "),
+        ("PERMISSION_DENIED", "refuses a call (PERMISSION_DENIED): in words; see admin in "),
     ],
 )
 def test_a_refusal_is_one_sentence(launch: Any, admin: FakeFlyteAdmin, code: str, message: str) -> None:

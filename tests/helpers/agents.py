@@ -12,7 +12,7 @@ from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import detect_capacity
+from flyte_ddp.machine import detect_world
 from flyte_ddp.runs.work import Work
 
 NOWHERE = Path("/nowhere")
@@ -20,7 +20,7 @@ NOWHERE = Path("/nowhere")
 
 def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work; agents, started again up to ``retries`` times, do not see the run folder and a training's data."""
-    work = choose_world(work, detect_capacity)
+    work = choose_world(work, detect_world)
     num_ranks = work.world.num_ranks
     if hasattr(work.arguments, "data"):
         work = replace(work, arguments=replace(work.arguments, data=NOWHERE))

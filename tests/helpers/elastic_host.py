@@ -14,7 +14,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection, elastic_link
 from flyte_ddp.run import run_training
@@ -24,15 +23,14 @@ from flyte_ddp.settings import Settings
 def worker(hp: str, data: str, folder: str) -> None:
     connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
     elastic_link.UNWIND_SECONDS = (2.0, 3.0)  # not before Elastic's store counts a lost host's agent as gone, after 3 s
-    with elastic_link.pickle_exception():
-        if elastic.is_leader():
-            cache = Path(folder).parent / "cache"
-            settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
-            given = Hyperparameters.from_json(hp)
-            hardware = choose_hardware(given, elastic.find_capacity(request_ranks(given)))
-            run_training(given, Path(data), Path(folder), settings, launch=elastic.launch, hardware=hardware)
-        else:
-            elastic.follow(timeout=60.0)
+    elastic.RANK_0_SECONDS = 60.0
+
+    def lead() -> None:
+        cache = Path(folder).parent / "cache"
+        settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
+        run_training(Hyperparameters.from_json(hp), Path(data), Path(folder), settings, launch=elastic.launch)
+
+    elastic.run_in_worker(lead)
 
 
 def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -> None:

@@ -25,7 +25,6 @@ from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
 from loopback import QuietHandler, serving
 
 Fault = Callable[[grpc.ServicerContext], Any]  # what a call does in place of its answer
-DECKS = "deck of "  # followed by the node, names it among the blobs
 
 
 @dataclass
@@ -152,7 +151,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
             if node.parent == request.unique_parent_id:
                 each = made.node_executions.add(id={"node_id": node.id, "execution_id": request.workflow_execution_id})
                 each.closure.phase = phases.NodeExecution.Phase.Value(node.phase)
-                each.closure.deck_uri = DECKS + node.id if DECKS + node.id in self.blobs else ""
                 each.closure.task_node_metadata.cache_status = 2 if node.from_cache else 0
                 each.metadata.is_parent_node = node.is_parent
         return made
@@ -173,10 +171,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
 
     def CreateDownloadLocation(self, request: Any, context: Any) -> Any:
         return dataproxy_pb2.CreateDownloadLocationResponse(signed_url=self.signed(request.native_url))
-
-    def CreateDownloadLink(self, request: Any, context: Any) -> Any:
-        signed = self.signed(DECKS + request.node_execution_id.node_id)
-        return dataproxy_pb2.CreateDownloadLinkResponse(signed_url=[signed])
 
     def signed(self, address: str) -> str:
         """Return an address with a signature."""

@@ -1,4 +1,4 @@
-"""Launchers under one signature, on clusters of real processes that stay up for all tests of a file: fixtures."""
+"""Launchers under one signature, on clusters of real processes that stay up for the whole session: fixtures."""
 
 import json
 import os
@@ -28,7 +28,7 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dask_client() -> Iterator[object]:
     """Of a cluster with four workers."""
     import distributed
@@ -37,7 +37,7 @@ def dask_client() -> Iterator[object]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TMPDIR", raising=False)  # which tells the processes of a test from others
         started = distributed.LocalCluster(**options)
-    with started as cluster, distributed.Client(cluster) as client:
+    with started as cluster, distributed.Client(cluster, set_as_default=False) as client:
         yield client
 
 
@@ -52,7 +52,7 @@ def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "default_client", default_client)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """Of a cluster with room for four ranks; it ends with the standard input of its head."""
     environment = {**os.environ, **RAY_ENVIRONMENT}

@@ -6,18 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-RESERVE = """
+HOLD = """
 import pathlib, sys
-from flyte_ddp.runs.run_folder import reserve_run_folder
-print(reserve_run_folder(pathlib.Path(sys.argv[1])), flush=True)
-sys.stdin.read()
+from flyte_ddp.errors import UserError
+from flyte_ddp.runs.run_folder import hold_run_folder
+try:
+    with hold_run_folder(pathlib.Path(sys.argv[1])):
+        print(True, flush=True)
+        sys.stdin.read()
+except UserError:
+    print(False, flush=True)
 """
 
 
 @contextmanager
 def another_process_asks(folder: Path) -> Iterator[bool]:
     """Yield whether another process gets the folder's lock; kill that process at the end of the block."""
-    command = [sys.executable, "-c", RESERVE, str(folder)]
+    command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -253,7 +253,7 @@ def train(
         rank.record(step, total=state["sum"][0])
         rank.save(step, state)
         if step == fail_at and not (marker and Path(marker).exists()):
-            rank.load()  # so that what was saved is written
+            rank._checkpoints.wait_until_written()
             if rank.rank == who:
                 Path(marker or os.devnull).write_text("failed")
                 FAILURES[failure]()
@@ -265,22 +265,6 @@ def train(
     return {"sum": state["sum"][0].item(), "begun": begun}
 
 
-def save_and_load(size: int, times: int) -> list[Any]:
-    """Save often, and load on all ranks; return what each got."""
-    rank = current_rank()
-    got = [None if (state := rank.load()) is None else state["step"]]
-    for step in range(1, times + 1):
-        rank.save(step, {"step": step, "of": rank.rank, "large": torch.full((size,), float(step))})
-        state = rank.load()
-        assert state is not None
-        assert (state["large"] == step).all()
-        got.append((state["step"], state["of"]))
-    rank.join()
-    every: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(every, got)
-    return every
-
-
 def load_late(marker: str) -> list[Any]:
     """Rank 0 saves twice as soon as it has loaded, before rank 1 loads."""
     rank = current_rank()
@@ -290,7 +274,7 @@ def load_late(marker: str) -> list[Any]:
     if rank.rank == 0 and state is not None:
         for step in (11, 12, 13):
             rank.save(step, {"step": step})
-            rank._checkpoints.load()  # so that it is written
+            rank._checkpoints.wait_until_written()
     elif rank.rank == 0:
         rank.save(10, {"step": 10})
     rank.join()
@@ -318,17 +302,6 @@ def wait_for_stop(kind: str, marker: str) -> Any:
         if step == 20 and rank.rank == 0:
             Path(marker).write_text(str(time.time()))
     return None
-
-
-def save_for_ever(folder: str) -> None:
-    """Save at each step, and say in a file which one, until this process is killed."""
-    rank = current_rank()
-    state = rank.load()
-    first = 0 if state is None else state["step"]
-    with Path(folder, "saved").open("a") as file:
-        for step in range(first + 1, 1_000_000):
-            print(step, file=file, flush=True)
-            rank.save(step, {"step": step, "numbers": torch.full((50_000,), float(step))})
 
 
 def record(**values: Any) -> None:
@@ -374,9 +347,15 @@ def draw(steps: list[int]) -> list[Any]:
 
 
 def save_on_all_ranks() -> Any:
+    """Save on all ranks; load then, where nobody did before, or what an earlier attempt has saved."""
     rank = current_rank()
+    if (state := rank.load()) is not None:
+        return state
     for step in range(1, 4):
         rank.save(step, {"of": rank.rank})
+    rank._checkpoints.wait_until_written()
+    rank.join()
+    dist.barrier()
     return rank.load()
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -25,8 +24,7 @@ def train_in(
     folder: Path, hp: Hyperparameters, data: Path, settings: Settings = QUIET, launch: Any = None, **changes: Any
 ) -> Result:
     """Train in a folder, with changes of the settings."""
-    hardware = replace(detect_hardware(hp), threads=1)
-    return run_training(hp, data, folder, replace(settings, **changes), launch=launch, hardware=hardware)
+    return run_training(hp, data, folder, replace(settings, **changes), launch=launch, threads=1)
 
 
 def cut_off(run: Callable[[], Result], at: int) -> None:

@@ -1,12 +1,9 @@
 """What clusters have that one machine has not: hosts, workers, addresses, and engines that try again."""
 
 import functools
-import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +21,10 @@ from trials import Trial, starts
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import capacity, dask, ray
-from flyte_ddp.machine import Bf16, Request, detect_capacity
+from flyte_ddp.machine import Request, detect_world
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.usefixtures("temporary")
-
-RETRIES = {AGENTS: "retries", DASK: "retries", RAY: "max_retries", ELASTIC: "max_restarts"}
 
 
 @contextmanager
@@ -44,11 +39,10 @@ def client_of_workers(number: int) -> Iterator[distributed.Client]:
 @pytest.mark.slow
 @on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))
 def test_an_engine_tries_again_and_the_run_goes_on(
-    launch: Launch, request: pytest.FixtureRequest, expected: Result, trial: Trial, capfd: pytest.CaptureFixture[str]
+    launch: Launch, expected: Result, trial: Trial, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trial.inject("SIGKILL")
-    again = {RETRIES[request.node.callspec.params["launch"]]: 1}
-    trial.train(HP, launch=functools.partial(launch, **again), progress="lines")
+    trial.train(HP, launch=functools.partial(launch, retries=1), progress="lines")
     assert equal(expected.run_folder, trial.folder)
     assert [start["resumed_after_step"] for start in starts(trial.folder)] == [0, 3]
     assert "going on after step 3\n" in capfd.readouterr().err
@@ -65,9 +59,9 @@ class TestDask:
             with dask.connected() as client:
                 assert client.scheduler.address == other.scheduler.address
                 assert client is not other
-                found = dask.find_capacity(Request(0), client)
+                found = dask.find_world(Request(0), client, 60.0)
                 assert (found.num_ranks, found.threads) == (4, 1)
-                assert dask.find_capacity(Request(9), client, seconds=0).num_ranks == 4
+                assert dask.find_world(Request(9), client, 0.0).num_ranks == 4
         said = "4 of 9 workers of the Dask cluster\nnum_ranks=9: the Dask cluster has 4 workers, so there will be 4\n"
         assert capsys.readouterr().err == said
 
@@ -92,10 +86,9 @@ class TestDask:
         """It starts none before there is something to do."""
         with client_of_workers(0) as client:
             client.cluster.adapt(minimum=0, maximum=2, interval="100ms")
-            assert dask.find_capacity(Request(2), client, seconds=300).num_ranks == 2
+            assert dask.find_world(Request(2), client, 300.0).num_ranks == 2
 
     def test_workers_that_come_later(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        """For as long as ranks wait for one another, unless the caller says how long."""
         with client_of_workers(0) as client:
 
             def start_one(seconds: float) -> None:
@@ -103,10 +96,9 @@ class TestDask:
                 time.sleep(seconds)
 
             monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start_one))
-            assert dask.find_capacity(Request(1), client).num_ranks == 1
+            assert dask.find_world(Request(1), client, 300.0).num_ranks == 1
             assert capsys.readouterr().err.splitlines()[0] == "0 of 1 workers of the Dask cluster"
-            monkeypatch.setenv("FLYTE_DDP_TIMEOUT", "1")
-            assert dask.find_capacity(Request(2), client).num_ranks == 1
+            assert dask.find_world(Request(2), client, 1.0).num_ranks == 1
 
     def test_a_cluster_of_its_own(self) -> None:
         """Which leaves the processors to the ranks."""
@@ -118,10 +110,10 @@ class TestDask:
         usual = watched()
         with dask.connected(num_ranks=1) as client:
             assert len(dask.describe_workers(client)) == 1
-            found = dask.find_capacity(Request(1), client)
+            found = dask.find_world(Request(1), client, 300.0)
             assert [*client.run(watched).values()] == [("1s", False)]
             assert watched() == usual
-        assert found == detect_capacity(Request(1))
+        assert found == detect_world(Request(1))
 
 
 WORKERS = {f"tcp://{name}": {"host": name[0], "tasks": ()} for name in ("b:1", "a:1", "b:2", "c:1")}
@@ -183,58 +175,20 @@ class TestRay:
         monkeypatch.setattr(capacity, "time", one_more)
         monkeypatch.setenv(ray.ADDRESS, late_cluster.address)
         with ray.connected():
-            assert ray.find_capacity(Request(0), 1, 60).num_ranks == 1
+            assert ray.find_world(Request(0), 1, 60).num_ranks == 1
             said = [line for line in capsys.readouterr().err.splitlines() if " nodes of " in line]
             assert said == [f"{there} of 1 nodes of the Ray cluster" for there in range(2)]
             with pytest.raises(UserError, match="num_ranks=2: the Ray cluster has 1 CPUs, and each rank needs one"):
-                ray.find_capacity(Request(2), 1, 60)
+                ray.find_world(Request(2), 1, 60)
             with pytest.raises(UnreachableError, match="1 of 2 nodes of the Ray cluster"):
-                ray.find_capacity(Request(2), 2, 0)
+                ray.find_world(Request(2), 2, 0)
             late_cluster.add_node(num_cpus=4)
-            assert ray.find_capacity(Request(9)).num_ranks == 5
+            assert ray.find_world(Request(9)).num_ranks == 5
             assert "num_ranks=9: the Ray cluster has 5 CPUs, so there will be 5\n" in capsys.readouterr().err
-            found = ray.find_capacity(Request(2))
+            found = ray.find_world(Request(2))
             assert (found.num_ranks, found.threads) == (2, 2)
             with pytest.raises(UserError, match="backend='nccl': the Ray cluster has no GPU"):
-                ray.find_capacity(Request(backend="nccl"))
-            # bf16 counts on the node where it is worth least.
-            nodes = [node["NodeID"] for node in ray.list_rank_nodes()]
-            assert len(nodes) == 2
-            for worst in nodes:
-
-                def bf16_support(_: str, worst: str = worst) -> Bf16:
-                    return Bf16.NONE if engine.get_runtime_context().get_node_id() == worst else Bf16.FASTER
-
-                monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
-                assert ray.least_bf16_support("cpu") is Bf16.NONE
-
-    @pytest.mark.slow
-    def test_gpus_that_are_busy_are_not_waited_for(
-        self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # as older releases, which hide such GPUs
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # empty in all tests: the node could have no GPU
-        engine.init(late_cluster.address)
-        node = late_cluster.add_node(num_cpus=1, num_gpus=1)
-
-        class User:
-            def visible(self) -> str:
-                return os.environ["CUDA_VISIBLE_DEVICES"]
-
-        user = engine.remote(User).options(num_gpus=1).remote()
-        assert engine.get(user.visible.remote()) == "0"
-
-        def bf16_support(_: str) -> Bf16:
-            return Bf16.NONE if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else Bf16.FASTER
-
-        monkeypatch.setattr(ray.machine, "bf16_support", bf16_support)
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(ray.least_bf16_support, "cuda")
-            try:
-                assert found.result(timeout=30) is Bf16.FASTER
-            finally:
-                engine.kill(user)  # what waits for its GPU goes on
-        late_cluster.remove_node(node)
+                ray.find_world(Request(backend="nccl"))
 
     @pytest.mark.parametrize(
         ("address", "words"),
@@ -270,27 +224,6 @@ class TestRay:
         with pytest.raises(UserError, match=words) as raised, ray.connected():
             pass
         assert not isinstance(raised.value, UnreachableError)
-
-    @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request"])
-    def test_what_is_no_cluster_at_an_address(self, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-        """Ray would wait for it for a quarter of an hour."""
-        monkeypatch.setattr(ray, "REACH_SECONDS", 0.2)
-        with socket.create_server(("", 0)) as server, ThreadPoolExecutor(1) as pool:  # Ray takes no loopback address
-            server.settimeout(10)
-            monkeypatch.setenv(ray.ADDRESS, f"127.0.0.1:{server.getsockname()[1]}")
-
-            def answer_once() -> None:
-                guest, _ = server.accept()
-                with guest:
-                    guest.sendall(answer)
-                    while guest.recv(1 << 16):
-                        pass
-
-            answered = pool.submit(answer_once)
-            words = "no cluster there .*(timed out|the server there is not Ray's).; start one, or correct"
-            with pytest.raises(UnreachableError, match=words), ray.connected():
-                pass
-            answered.result()
 
 
 @pytest.mark.parametrize(

@@ -116,37 +116,44 @@ def test_sigterm_saves_the_last_step_and_others_go_on(launch: Launch, expected: 
     assert equal(expected.run_folder, trial.folder)
 
 
-KILLED = ("SIGKILL", "import", "rank 1 was killed by SIGKILL$", True)
-LEFT = ("os._exit", "data", "rank 1 ended with exit code 0 before it had finished", False)
-RAISED = ("ArithmeticError", "training", "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False)
 HANG_LIKE = "^rank 1: RuntimeError: label service timed out: Connection closed by peer\n\n.*in fail_like_a_hang"
-LIKE_A_HANG = ("RuntimeError", "training", HANG_LIKE, False)
-ONCE_EACH = [(SPAWN, LIKE_A_HANG), (ELASTIC, KILLED), (DASK, LEFT), (RAY, RAISED)]
-ALL = [(engine, fault) for fault in (KILLED, LEFT, RAISED, LIKE_A_HANG) for engine in (SPAWN, ELASTIC, DASK, RAY)]
 
 
 @pytest.mark.parametrize(
     ("launch", "kind", "at", "words", "recoverable"),
-    [pytest.param(case[0], *case[1], marks=[] if case in ONCE_EACH else pytest.mark.exhaustive) for case in ALL],
+    [
+        (ELASTIC, "SIGKILL", "import", "rank 1 was killed by SIGKILL$", True),
+        (SPAWN, "SIGKILL", "checkpoint", "rank 0 was killed by SIGKILL$", True),
+        (DASK, "os._exit", "data", "rank 1 ended with exit code 0 before it had finished", False),
+        (RAY, "ArithmeticError", "training", "rank 1: ArithmeticError: the rank's own words\n\n.*in fail", False),
+        (SPAWN, "RuntimeError", "training", HANG_LIKE, False),
+    ],
     indirect=["launch"],
 )
 def test_a_rank_that_fails_is_named_and_takes_the_others_along(
     launch: Launch, trial: Trial, kind: str, at: str, words: str, recoverable: bool
 ) -> None:
-    if launch is elastic.launch and kind == "os._exit":  # which Elastic itself does not notice at all
-        words, recoverable = "rank 1 exited without reporting an error before it had finished, or its host 127", True
-    trial.inject(kind, at=at, after=0)
+    trial.inject(kind, rank=int(at != "checkpoint"), at=at, after=0)
     with pytest.raises(RankError, match=f"(?s){words}") as caught:
         trial.train(launch=launch)
+    assert trial.seconds_since_fault() < 30
     assert caught.value.recoverable == recoverable
     nothing_is_left(trial)
 
 
-@on(ELASTIC, exhaustive=(AGENTS, RAY))  # for spawned ranks see test_faults.py
+@pytest.mark.exhaustive
+@on(ELASTIC)
+def test_elastic_does_not_notice_a_rank_that_leaves(launch: Launch, trial: Trial) -> None:
+    trial.inject("os._exit", at="data", after=0)
+    with pytest.raises(RankError, match="rank 1 exited without reporting an error before it had finished, or its host"):
+        trial.train(launch=launch)
+
+
+@on(SPAWN, ELASTIC, exhaustive=(AGENTS, RAY))
 def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial) -> None:
     kind = "hang" if launch is elastic.launch else "hang in C"  # where Elastic's cannot say more
     trial.inject(kind)
-    seconds = 3.0 if launch in (agents.launch, elastic.launch) else 8.0  # where ranks start one after the other
+    seconds = 8.0 if launch not in (spawn.launch, agents.launch, elastic.launch) else 3.0  # where ranks start in turn
     with pytest.raises(RankError) as caught:
         trial.train(launch=launch, timeout=seconds)
     assert f"rank 1 did not come where rank 0 waited for {seconds:g} s" in str(caught.value)

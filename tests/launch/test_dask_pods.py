@@ -3,14 +3,12 @@
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +16,10 @@ from types import SimpleNamespace
 import distributed
 import pytest
 import torch
-from faulty_runs import INTRODUCED as HP
-from faulty_runs import when
 from image import make_commands
 from mounts import ALONE, need_mounts
-from trials import Trial
 
-from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import dask
 from flyte_ddp.machine import Request
 
@@ -42,9 +37,7 @@ def model(num_classes, input_shape):
 """
 TRAIN = """
 import pathlib, sys
-from functools import partial
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.launch import dask
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -52,10 +45,7 @@ from flyte_ddp.settings import Settings
 here = pathlib.Path.cwd()
 hp = Hyperparameters(model="mine:model", max_steps=2, num_ranks=2, backend="gloo")
 quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=here.parent / "cache")
-with dask.connected() as client:
-    launch = partial(dask.launch, client=client)
-    hardware = choose_hardware(hp, dask.find_capacity(request_ranks(hp), client))
-    run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=launch, hardware=hardware)
+run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=dask.launch)
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -111,9 +101,9 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
     [worker] = dask.describe_workers(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
-        dask.find_capacity(Request(3), client, coming=2, seconds=300)
+        dask.find_world(Request(3), client, 300.0, hosts_to_come=2)
     with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster"):
-        dask.find_capacity(Request(2), client, coming=2, seconds=0)
+        dask.find_world(Request(2), client, 0.0, hosts_to_come=2)
 
 
 @pytest.mark.slow
@@ -131,21 +121,6 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
         found = pool.submit(workers)
         start("dask-scheduler", "--port", str(port))
         assert found.result() == 0
-
-
-@pytest.mark.exhaustive
-def test_a_scheduler_that_dies(scheduler: subprocess.Popen[str], start: Start, trial: Trial) -> None:
-    """Its workers end with it, and their ranks; there is no other try on this cluster, but by Flyte."""
-    for name in ("one", "two"):
-        start(*WORKER[:2], name, *WORKER[3:])
-    with dask.connected() as client:
-        client.wait_for_workers(2, timeout=60)
-        when(trial.folder / "unfinished/results/events.jsonl", scheduler.kill)  # of the model that introduces itself
-        long = replace(HP, epochs=1000, max_steps=0)  # longer than any test; Dask would start the ranks again
-        with pytest.raises((RankError, UnreachableError)) as raised:
-            trial.train(long, launch=partial(dask.launch, client=client, retries=2))
-        assert scheduler.wait() == -signal.SIGKILL
-    assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
 
 
 @pytest.mark.slow

@@ -18,14 +18,13 @@ from typing import Any
 
 import agents
 import pytest
-from faulty_runs import HP, in_spawned_processes, nothing_is_left, saved, when
+from faulty_runs import HP, saved, when
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 from trials import Trial
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, StoppedError, UserError
-from flyte_ddp.launch import ray as ray_launcher
-from flyte_ddp.launch import single, spawn
+from flyte_ddp.launch import single
 from flyte_ddp.launch.remote import connection, proxy, rendezvous
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle
@@ -34,14 +33,15 @@ from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.machine import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.runs.work import Work
 
 LIMIT = 30.0  # seconds; nothing here takes them
 
 
 def work_in(folder: Path, **changes: Any) -> Work:
-    return Work("", None, World(num_ranks=1), folder, IDENTITY, timeout=LIMIT, save_seconds=LIMIT, **changes)
+    return Work("", None, Request(1), folder, IDENTITY, LIMIT, LIMIT, world=World(1), **changes)
 
 
 def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
@@ -80,32 +80,6 @@ def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
         rank.send({"kind": "ready"})
         supervisor.wait_and_handle_messages([handle], StopRequest(), LIMIT)
         assert pickle.loads(received.result(LIMIT)["work"]) == work
-
-
-IMPORT_HANGS = """
-import sys
-class Hang:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            open(os.environ["NOTED"], "w").close()
-            while True:
-                time.sleep(0.01)
-sys.meta_path.insert(0, Hang())
-"""
-
-
-@pytest.mark.cold
-def test_a_stop_while_large_work_waits_for_ranks_that_import_torch(trial: Trial, tmp_path: Path) -> None:
-    noted = in_spawned_processes(trial.patch, tmp_path, IMPORT_HANGS)
-    told = when(noted, lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-    def launch(work: Work) -> None:
-        spawn.launch(replace(work, files={"x" * (1 << 22): tmp_path}))
-
-    with pytest.raises(StoppedError):
-        trial.train(launch=launch)
-    told.join()
-    nothing_is_left(trial.folder, trial.temporary)
 
 
 class Agent:
@@ -264,46 +238,3 @@ def test_an_interrupt_on_its_way_when_the_work_ends_is_a_stop(tmp_path: Path, mo
 
     with pytest.raises(StoppedError):
         work()
-
-
-def test_what_fails_while_a_cluster_is_left_does_not_replace_the_runs_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the head of the Ray cluster is gone, which ended the run."""
-    ray = pytest.importorskip("ray")
-
-    def fail(*_: object, **__: object) -> None:
-        raise ray.exceptions.RaySystemError("the cluster is gone")
-
-    def end_run(*_: object) -> None:
-        raise RankError("rank 0 was killed by SIGKILL", recoverable=True)
-
-    monkeypatch.setattr(ray_launcher, "connected", nullcontext)
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: None)
-    monkeypatch.setattr("ray.util.remove_placement_group", fail)
-    monkeypatch.setattr(rendezvous.Rendezvous, "run_ranks", end_run)
-    task = SimpleNamespace(remote=lambda _: "a task")
-    monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=lambda **_: task))
-    monkeypatch.setattr(ray, "cancel", fail)
-    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
-        ray_launcher.launch(work_in(tmp_path))
-
-
-def test_a_stop_while_hosts_are_sent_files_does_not_wait_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[int] = []
-
-    def host(rank: int) -> Any:
-        def send_work(_: Work) -> None:
-            sent.append(rank)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        ignored = {name: lambda *_, **__: None for name in ("send", "kill", "close")}
-        return SimpleNamespace(host="127.0.0.1", resumes_after=7, send_work=send_work, **ignored)
-
-    monkeypatch.setattr(rendezvous.Rendezvous, "gather_agents", lambda _, group, *__: group.extend(map(host, (0, 1))))
-    with rendezvous.open_rendezvous(work_in(tmp_path), "127.0.0.1") as opened, pytest.raises(StoppedError) as caught:
-        opened.run_ranks(lambda: None)
-    assert (sent, caught.value.step) == ([0], 7)

@@ -15,29 +15,6 @@ from flyte_ddp.launch.supervise import supervisor
 again = pytest.mark.exhaustive
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "at", "rank", "words", "recoverable"),
-    [
-        ("SIGKILL", "checkpoint", 0, "rank 0 was killed by SIGKILL", True),
-        pytest.param("SIGSEGV", "evaluation", 1, "rank 1 was killed by SIGSEGV", True, marks=again),
-        pytest.param("SIGSEGV", "data", 0, "rank 0 was killed by SIGSEGV", True, marks=again),
-        pytest.param("sys.exit", "training", 0, "rank 0: SystemExit: 0", False, marks=again),
-        ("os._exit", "evaluation", 0, "rank 0 ended with exit code 0 before it had finished", False),
-        pytest.param("ArithmeticError", "import", 1, "rank 1: ArithmeticError: ", False, marks=again),
-    ],
-)
-def test_a_rank_that_fails_is_named_and_takes_the_others_along(
-    trial: Trial, kind: str, at: str, rank: int, words: str, recoverable: bool
-) -> None:
-    trial.inject(kind, rank, at, after=0)
-    with pytest.raises(RankError, match=f"(?s){words}") as caught:
-        trial.train()
-    assert trial.seconds_since_fault() < 15
-    assert caught.value.recoverable == recoverable
-    nothing_is_left(trial.folder, trial.temporary)
-
-
 @pytest.mark.cold
 def test_a_failed_import_is_told(trial: Trial, tmp_path: Path) -> None:
     """Before there is a process group, or torch."""
@@ -47,22 +24,6 @@ def test_a_failed_import_is_told(trial: Trial, tmp_path: Path) -> None:
     trial.patch.syspath_prepend(broken)
     with pytest.raises(RankError, match=r"rank \d: OSError: libcudart.so: cannot open"):
         trial.train()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "kind"), [("shared_memory", "hang in C"), pytest.param("ddp", "hang", marks=again)]
-)
-def test_a_rank_that_hangs_is_named_with_its_stack(trial: Trial, strategy: str, kind: str) -> None:
-    trial.inject(kind)
-    words = r"^rank 1 did not come where (ranks 0 and 2|rank [02]) waited for 2 s \(FLYTE_DDP_TIMEOUT\)"
-    with pytest.raises(RankError, match=words) as caught:
-        trial.train(replace(HP, strategy=strategy, num_ranks=3), timeout=2.0)
-    assert caught.value.recoverable
-    assert 'faults.py", line' in caught.value.details
-    assert f"in {kind.replace(' ', '_').lower()}" in caught.value.details
-    assert saved(trial.folder).step == 3, "what was done before is saved"
-    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
@@ -90,7 +51,7 @@ HANGS_EARLY = """
 from flyte_ddp.launch.supervise import rank_process
 run_and_report = rank_process.run_and_report
 def hang_at_the_start(info, link):
-    while info.rank == int(os.environ["HANGS_EARLY"]):
+    while info.rank == 0:
         time.sleep(0.01)
     return run_and_report(info, link)
 rank_process.run_and_report = hang_at_the_start
@@ -98,11 +59,9 @@ rank_process.run_and_report = hang_at_the_start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=again)])
-def test_a_rank_that_hangs_before_there_is_a_process_group(trial: Trial, tmp_path: Path, rank: int) -> None:
+def test_a_rank_that_hangs_before_there_is_a_process_group(trial: Trial, tmp_path: Path) -> None:
     in_spawned_processes(trial.patch, tmp_path, HANGS_EARLY)
-    trial.patch.setenv("HANGS_EARLY", str(rank))
-    words = rf"(?s)rank {rank} did not come where rank {1 - rank} waited for 1 s.*in hang_at_the_start"
+    words = r"(?s)rank 0 did not come where rank 1 waited for 1 s.*in hang_at_the_start"
     with pytest.raises(RankError, match=words) as caught:
         trial.train(timeout=1.0)
     assert caught.value.recoverable
@@ -115,7 +74,6 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(trial: Trial, tmp_pat
     [
         ("training", 0, 3, 3, signal.SIGINT),
         ("training", 0, 0, 0, signal.SIGTERM),  # before the first step
-        pytest.param("evaluation", 1, 1, 14, signal.SIGTERM, marks=again),  # pass 0 is the trial before the first step
         ("checkpoint", 0, 0, None, signal.SIGTERM),  # there nothing can be saved
         pytest.param("results", 0, 0, 20, signal.SIGTERM, marks=again),
     ],

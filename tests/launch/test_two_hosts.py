@@ -44,8 +44,7 @@ def start(host: Host, trial: Trial, command: list[str], log: Path, **mounts: Any
     return host.start(command, log, {**theirs, "PYTHONPATH": str(HELPERS)}, **mounts)
 
 
-@pytest.mark.parametrize("store_is_with", ["rank 0", pytest.param("the other", marks=pytest.mark.exhaustive)])
-def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path, store_is_with: str) -> None:
+def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path) -> None:
     """The second sees neither the run's folder nor its data; each knows its own name as a loopback address (Debian)."""
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -55,8 +54,8 @@ def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path, 
         for host, other in (both, both[::-1]):
             names = tmp_path / f"{host.name}.hosts"
             names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n")
-            command = torchrun(host, both[store_is_with != "rank 0"], "2", by_name=True)
-            hidden = runs if host is both[1] and store_is_with == "rank 0" else None
+            command = torchrun(host, both[0], "2", by_name=True)
+            hidden = runs if host is both[1] else None
             log = tmp_path / f"{host.address}.log"
             started.append(start(host, trial, [*command, *arguments], log, hidden=hidden, names=names))
         codes = [process.wait(timeout=120) for process in started]
@@ -86,7 +85,8 @@ def test_one_host_is_lost(expected: Result, trial: Trial, tmp_path: Path) -> Non
     assert close(trial.folder, expected.run_folder)
 
 
-@pytest.mark.parametrize("loss", ["process", pytest.param("host", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", ["process", "host"])
 def test_rank_0_is_lost(trial: Trial, tmp_path: Path, loss: str) -> None:
     """Killed or with its host; the other's agent is told that another try is worth it."""
     trial.inject("SIGKILL" if loss == "process" else "hang", rank=0)
@@ -131,6 +131,7 @@ run_training(Hyperparameters(max_steps=2, num_ranks=2), Path(sys.argv[1]), Path(
 LOOKING_UP = "import socket; socket.getnameinfo(('10.78.0.77', 80), 0)"
 
 
+@pytest.mark.exhaustive
 def test_ranks_on_one_host_look_no_name_up(trial: Trial, tmp_path: Path) -> None:
     """A resolver that does not answer, for which each name would cost seconds, costs them nothing."""
     log, asked, ready = tmp_path / "log", tmp_path / "asked", tmp_path / "ready"

@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
-from flyte_ddp.datasets.prepared import check_prepared_set
+from flyte_ddp.datasets.prepared import check_share_of_rank
 from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
@@ -137,7 +137,7 @@ def test_training_alone_fetches_shards_of_s3_once(many_shards: Path, tmp_path: P
         data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
         size = max(path.stat().st_size for path in many_shards.glob("*.tar"))
         settings = quiet(tmp_path, cache_bytes=8 * size)
-        assert check_prepared_set(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
+        assert check_share_of_rank(open_prepared(data), hp, ranks=2, workers=1, cache_bytes=8 * size) == []
         result = run_training(hp, data, tmp_path / "run", settings)
     with np.load(result.run_folder / "predictions.npz") as kept:
         confusions = decode_sections(str(kept["sections"]))[0]
@@ -160,7 +160,7 @@ def test_a_cache_that_is_too_small_is_a_warning(shards: Path, server: FileServer
     data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
 
     def said(cache_bytes: int | None, hp: Hyperparameters = hp) -> list[str]:
-        return check_prepared_set(data, hp, ranks=2, workers=1, cache_bytes=cache_bytes)
+        return check_share_of_rank(open_prepared(data), hp, ranks=2, workers=1, cache_bytes=cache_bytes)
 
     assert said(None) == said(whole) == said(whole, replace(hp, shuffle_shards=1000)) == []
     [caution] = said(8 * largest - 1)

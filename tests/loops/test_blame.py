@@ -2,7 +2,6 @@
 
 import socket
 import time
-from functools import partial
 from pathlib import Path
 
 import own_functions
@@ -11,7 +10,6 @@ from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, Run, on
 from own_functions import wait_for_failed
 
 from flyte_ddp import RankError
-from flyte_ddp.launch import elastic
 
 pytestmark = pytest.mark.slow
 again = pytest.mark.exhaustive
@@ -32,10 +30,6 @@ ONCE_EACH = [
     ("backward", "raise", "join"),
     ("all_reduce", "SIGKILL", "own port"),
     ("functional", "os._exit(0)", "own"),
-    ("backward", "os._exit(3)", "own port"),
-    ("receive", "sys.exit(0)", "own"),
-    ("all_reduce", "unpicklable", "join"),
-    ("all_reduce", "SIGKILL", "never"),
 ]
 GROUPS = ("join", "own", "own port", "never")
 EACH_PAIR = [
@@ -69,37 +63,26 @@ def test_the_rank_that_others_wait_for(run: Run, tmp_path: Path, waits: str, fai
 
 
 @on(exhaustive=(AGENTS, ELASTIC, DASK, RAY))
-@pytest.mark.parametrize("failure", ["SIGKILL", "os._exit(3)"])
-def test_on_each_launcher(launch: Launch, run: Run, failure: str) -> None:
-    words = WORDS[failure]
-    if launch is elastic.launch and failure == "os._exit(3)":
-        words = "rank 1 (exited without reporting|ended with exit code 3)"
-    with pytest.raises(RankError, match=words):
-        run(wait_for_failed, "backward", failure, "join", launch=launch)
+def test_on_each_launcher(launch: Launch, run: Run) -> None:
+    with pytest.raises(RankError, match=KILLED):
+        run(wait_for_failed, "backward", "SIGKILL", "join", launch=launch)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_rank_0_is_no_exception(run: Run, who: int) -> None:
+def test_rank_0_is_no_exception(run: Run) -> None:
     """Also where it alone fails, after others have returned."""
-    with pytest.raises(RankError, match=rf"(?s)^rank {who}: ArithmeticError: own words\n"):
-        run(own_functions.fail_alone, "raise", who)
+    with pytest.raises(RankError, match=r"(?s)^rank 0: ArithmeticError: own words\n"):
+        run(own_functions.fail_alone, "raise", 0)
 
 
-HANGS = [("backward", "join"), ("load", "join"), ("all_reduce", "own"), ("all_reduce", "never"), ("functional", "own")]
+HANGS = [("backward", "join"), ("all_reduce", "never")]
+MORE_HANGS = [("load", "join"), ("all_reduce", "own"), ("functional", "own")]
 
 
-@pytest.mark.parametrize(
-    ("waits", "group", "port"),
-    [
-        *((waits, group, False) for waits, group in HANGS[:4]),
-        ("all_reduce", "never", True),
-        pytest.param("functional", "own", True, marks=again),
-    ],
-)
-def test_a_rank_that_hangs(run: Run, waits: str, group: str, port: bool) -> None:
+@pytest.mark.parametrize(("waits", "group"), [*HANGS, *(pytest.param(*case, marks=again) for case in MORE_HANGS)])
+def test_a_rank_that_hangs(run: Run, waits: str, group: str) -> None:
     """By the run's limit, which is also that of a process group of the function's own."""
     with pytest.raises(RankError, match=r"(?s)^rank 1 did not come where rank 0 waited for 2 s.*in hang\n") as caught:
-        run(wait_for_failed, waits, "hang", group, port=free_port() if port else 0, timeout=2.0)
+        run(wait_for_failed, waits, "hang", group, timeout=2.0)
     assert caught.value.recoverable
 
 
@@ -107,12 +90,6 @@ def test_a_rank_that_hangs(run: Run, waits: str, group: str, port: bool) -> None
 def test_a_rank_that_hangs_after_others_have_returned(launch: Launch, run: Run) -> None:
     with pytest.raises(RankError, match=r"^rank 1 did not come where rank 0 waited for 5 s"):
         run(own_functions.fail_alone, "hang", timeout=5.0, launch=launch)
-
-
-def test_several_runs_in_one_process_blame_each_their_own(run: Run) -> None:
-    for failure, who in (("raise", 0), ("SIGKILL", 1), ("raise", 1)):
-        with pytest.raises(RankError, match=f"^rank {who}(:| was)"):
-            partial(run, folder=None)(own_functions.wait_for_failed, "all_reduce", failure, "own", who)
 
 
 def test_a_rank_0_that_others_wait_for_is_named(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

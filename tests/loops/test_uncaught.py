@@ -1,10 +1,12 @@
 """How a program ends that catches no error of run_ranks: with a message on stderr, without the launcher's frames."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import own_functions
 import pytest
@@ -12,7 +14,7 @@ from cli import DEADLINE, HELPERS
 from processes import wait_until
 
 from flyte_ddp import run_ranks
-from flyte_ddp.errors import RankError
+from flyte_ddp.errors import RankError, UserError
 
 pytestmark = pytest.mark.slow
 SCRIPT = """
@@ -29,37 +31,15 @@ def start(tmp_path: Path, name: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=HELPERS, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("fail_alone", ["SIGKILL"], "rank 1 was killed by SIGKILL\nthe same run will restart from scratch, as there "),
-        (
-            "fail_alone",
-            [],
-            "own_functions:fail_alone: missing a required argument: 'failure'; give the arguments that ",
-        ),
-    ],
-)
-def test_a_killed_rank_and_a_mistake(tmp_path: Path, name: str, arguments: list[str], message: str) -> None:
-    with start(tmp_path, name, *arguments) as process:
-        errors = process.communicate()[1]
-    assert process.returncode == 1
-    assert errors.startswith(message)
-    assert "Traceback" not in errors
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, -signal.SIGINT)])
-def test_a_stop(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_stop(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     with start(tmp_path, "wait_for_stop", "due", str(marker)) as process:
         wait_until(marker.exists, DEADLINE)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         errors = process.communicate()[1]
-    assert process.returncode == code
+    assert process.returncode == -signal.SIGINT
     [line] = errors.splitlines()
-    assert line.startswith(
-        f"stopped by {'SIGTERM' if number == signal.SIGTERM else 'Ctrl-C'}; the same run will go on af"
-    )
+    assert line.startswith("stopped by Ctrl-C; the same run will go on af")
 
 
 def test_an_exception_of_the_function_comes_with_its_own_traceback(tmp_path: Path) -> None:
@@ -71,13 +51,21 @@ def test_an_exception_of_the_function_comes_with_its_own_traceback(tmp_path: Pat
     assert "in supervise_ranks" not in errors
 
 
-def test_an_exception_of_the_only_rank_of_a_run_without_a_folder_comes_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("function", "arguments", "words"),
+    [
+        (own_functions.fail, (), r"(?s).*in fail\n    raise ArithmeticError.*\nrank 0: ArithmeticError: own words\n"),
+        (own_functions.fail_alone, (), "own_functions:fail_alone: missing a required argument: 'failure'; give "),
+    ],
+)
+def test_a_run_without_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], function: Any, arguments: Any, words: str
 ) -> None:
+    """The traceback of its only rank is nowhere else."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    with pytest.raises(RankError) as raised:
-        run_ranks(own_functions.fail, num_ranks=1)
+    with pytest.raises((RankError, UserError)) as raised:
+        run_ranks(function, *arguments, num_ranks=1)
     sys.excepthook(raised.type, raised.value, raised.tb)
     errors = capfd.readouterr().err
-    assert "in fail\n    raise ArithmeticError" in errors
-    assert errors.endswith("rank 0: ArithmeticError: own words\n")
+    assert re.match(words, errors)
+    assert "in run_call" not in errors

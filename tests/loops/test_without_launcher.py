@@ -22,8 +22,6 @@ TORCHRUN = """
 import own_functions
 from flyte_ddp import current_rank
 print(own_functions.train(4))
-state = current_rank().load()
-assert (state["step"], state["sum"][0].item()) == (4, 10.0)
 print(own_functions.give("none") is None)
 """
 

@@ -361,7 +361,7 @@ def test_classes_without_any_pixel_are_said_before_training(change: Any, words: 
     """Of masks painted 0 and 255 all that is not background would be ignored, and each answer right."""
     found = tasks.masks("")
     write_prepared_set(replace(found, train_labels=change(found.train_labels).astype(np.uint8)), tmp_path, {})
-    said = check_prepared_set(tmp_path, replace(HP, objective="segmentation"), ranks=1, workers=1)
+    said = check_prepared_set(tmp_path, replace(HP, objective="segmentation"))
     assert len(said) == bool(words)
     assert not words or re.search(words, said[0])
 

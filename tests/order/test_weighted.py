@@ -177,7 +177,7 @@ def test_samplings_that_do_not_fit_are_refused(changes: dict[str, str], words: s
 
 
 def check(folder: Path, sampling: str) -> None:
-    check_prepared_set(folder, replace(BASE, sampling=sampling), ranks=1, workers=1)
+    check_prepared_set(folder, replace(BASE, sampling=sampling))
 
 
 def test_a_set_without_weights_is_refused_before_ranks_start(digits: Path, weighted_digits: Path) -> None:

@@ -26,7 +26,6 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank, world_size
@@ -217,25 +216,18 @@ def test_an_evaluation_that_fails_leaves_no_trace(digits: Path, monkeypatch: pyt
     assert all(torch.equal(value, before[name]) for name, value in state.kept_model().named_buffers())
 
 
-def test_an_evaluation_that_fails_after_a_new_buffer_raises_its_own_exception(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = after_steps(replace(BASE, model="stateful_models:Centred", num_ranks=1), digits)
-
-    def register_and_fail(*_: Tensor) -> Tensor:
-        state.model.register_buffer("late", torch.zeros(1))
-        raise ArithmeticError
-
-    monkeypatch.setattr(state, "predict", register_and_fail)
-    with pytest.raises(ArithmeticError):
-        evaluate_splits(state)
-    with pytest.raises(UserError, match="buffer late: was registered"):
-        state.check_model()
-
-
 def test_draws_of_the_backward_pass_are_noticed(digits: Path) -> None:
     state = after_steps(replace(BASE, model="parallel_models:NoisyGradient", num_ranks=1), digits)
     assert state.this_pass.model_draws
+
+
+def test_a_model_is_made_the_same_whatever_it_draws_from(digits: Path) -> None:
+    states = []
+    for number in (1, 2):
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        states.append(new_state(replace(ON_ONE, model="unusual_models:Drawn"), digits).model.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def test_draws_that_begin_late_are_noticed_within_ten_passes() -> None:
@@ -260,11 +252,7 @@ def replace_module(model: torch.nn.Sequential, value: float) -> None:
     model[0].running_mean.fill_(value)
 
 
-def replace_memory(model: torch.nn.Sequential, value: float) -> None:
-    model[0].running_mean.data = torch.full((2,), value)
-
-
-@pytest.mark.parametrize("replace_buffer", [replace_tensor, replace_module, replace_memory])
+@pytest.mark.parametrize("replace_buffer", [replace_tensor, replace_module])
 def test_a_buffer_that_is_replaced_in_training_is_copied_after_steps(replace_buffer: Callable[..., None]) -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     buffers = Buffers(model)
@@ -276,23 +264,15 @@ def test_a_buffer_that_is_replaced_in_training_is_copied_after_steps(replace_buf
     assert buffers.after_last_step["0.running_mean"].tolist() == [5.0, 5.0]
 
 
-def register_late(model: torch.nn.Sequential) -> None:
-    model.register_buffer("late", torch.zeros(1))
-
-
-def remove_module(model: torch.nn.Sequential) -> None:
-    del model[0]
-
-
-def change_shape(model: torch.nn.Sequential) -> None:
-    model[0].running_mean.data = torch.zeros(1)
-
-
-@pytest.mark.parametrize("change", [register_late, remove_module, change_shape])
-def test_a_layout_that_changes_in_training_is_refused_in_its_step(change: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda model: model.register_buffer("late", torch.zeros(1)), lambda model: model.pop(0)]
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_layout_that_changes_in_training_is_refused_in_its_step(change: Callable[..., object], steps: int) -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     buffers = Buffers(model)
-    buffers.copy_after_step()
+    for _ in range(steps):
+        buffers.copy_after_step()
     change(model)
     with pytest.raises(UserError, match=r"^buffer (late|0\.\w+): was registered, removed or resized"):
         buffers.copy_after_step()
@@ -374,12 +354,6 @@ def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path)
     assert not list((tmp_path / "run").rglob("*.ckpt"))
 
 
-@pytest.mark.slow
-def test_a_model_that_is_wrapped_for_ranks_is_refused_on_ranks(train: Train) -> None:
-    with pytest.raises(UserError, match="has a DistributedDataParallel in it; return it without: the ranks average"):
-        train(replace(ON_ONE, model="unusual_models:wrapped_for_ranks", num_ranks=2))
-
-
 def all_parameters(model: torch.nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), hp.learning_rate)
 
@@ -399,10 +373,6 @@ def test_a_run_whose_file_gives_other_answers_is_not_finished(train: Train, tmp_
         train(replace(ON_ONE, model=model, epochs=1))
     left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert not left & {"model.pt", "model.json", "predictions.npz", "report.html"}
-
-
-def test_classes_may_be_masked_by_infinite_logits(train: Train) -> None:
-    assert train(replace(ON_ONE, model="unusual_models:masked", epochs=2, batch_size=50)).test_accuracy > 0.8
 
 
 @pytest.fixture
@@ -440,9 +410,8 @@ CHANGES = [
     ("hp", "words"),
     [
         (RUN, CHANGES),
-        pytest.param(replace(RUN, num_ranks=1, keep="last"), CHANGES, marks=pytest.mark.exhaustive),
         (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "bit for bit"]),
-        pytest.param(replace(RUN, model="stateful_models:Twice"), ["bit for bit"], marks=pytest.mark.exhaustive),
+        (replace(RUN, model="stateful_models:Twice", num_ranks=1), ["bit for bit"]),
         (ON_ONE, ["bit for bit"]),  # what stays frozen: a retry makes the model anew, and does not load init_from again
         (replace(ON_ONE, model="unusual_models:Adapter"), ["bit for bit"]),
         (replace(ON_ONE, model="unusual_models:extra_tuple"), ["bit for bit"]),
@@ -474,37 +443,8 @@ def test_the_number_of_ranks_may_matter_more_than_rounding(cut_off_and_resume: R
     assert words in note
 
 
-def test_the_average_of_an_integer_is_the_newest(digits: Path) -> None:
-    hp = replace(BASE, model="user_models:batch_norm", num_ranks=1, ema_decay=0.9, keep="ema")
-    state = after_steps(hp, digits)
-    average = state.kept_model().state_dict()
-    assert average["1.num_batches_tracked"] == state.model.state_dict()["1.num_batches_tracked"] > STEPS
-    assert not torch.equal(average["1.running_mean"], state.model.state_dict()["1.running_mean"])
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("side", [8, 6])
-def test_images_have_the_strides_of_a_new_tensor(channels: int, side: int) -> None:
-    """Or `x.view(len(x), -1)` after a convolution fails."""
-    images = torch.randint(0, 256, (5, 8, 8, channels), dtype=torch.uint8)
-    batch = prepare_images(images, InputSpec(channels, side, side, (0.5,) * channels, (0.2,) * channels))
-    assert batch.stride() == torch.empty(5, channels, side, side).stride()
-    torch.nn.Conv2d(channels, 4, 3)(batch).view(5, -1)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("model", ["scripted", "InPlace"])
 def test_what_plain_torch_takes(digits: Path, model: str) -> None:
     state = after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1, accumulation_steps=1), digits)
     evaluate_splits(state)
-
-
-@pytest.mark.slow
-def test_equal_runs_are_equal_whatever_a_model_draws_from(train: Train) -> None:
-    """When it is made."""
-    results = []
-    for number in (1, 2):
-        random.seed(number)
-        np.random.seed(number)  # noqa: NPY002
-        results.append(train(replace(ON_ONE, model="unusual_models:Drawn", epochs=1), str(number)))
-    assert results[0].model.read_bytes() == results[1].model.read_bytes()

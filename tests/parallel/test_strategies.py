@@ -2,16 +2,13 @@
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_runs import HP, in_spawned_processes
 from ranks import run_ranks
 from torch import nn
-from training_runs import Train
 
 from flyte_ddp.clock import Clock
 from flyte_ddp.parallel.buffers import Buffers
@@ -238,25 +235,3 @@ def test_gradients_of_all_ranks_are_averaged(tmp_path: Path) -> None:
 def test_the_others_notice_at_once_that_a_rank_has_gone(tmp_path: Path) -> None:
     run_ranks(lose_a_rank, tmp_path, RANKS)
     assert {path.name for path in tmp_path.glob("noticed-*")} == {"noticed-0", "noticed-2"}
-
-
-NOTES_FILTERS = """
-import warnings
-from flyte_ddp.launch.supervise import rank
-run_rank = rank.run_rank
-def noting_filters(work, info, *others):
-    before = [*warnings.filters]
-    run_rank(work, info, *others)
-    with open(os.environ["NOTED"], "a") as file:
-        print(warnings.filters == before, file=file)
-rank.run_rank = noting_filters
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("temporary")
-def test_warnings_are_hidden_during_the_run_only(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker of Elastic's may go on with DDP of its own."""
-    noted = in_spawned_processes(monkeypatch, tmp_path, NOTES_FILTERS)
-    train(replace(HP, strategy="ddp", max_steps=2))
-    assert noted.read_text().split() == ["True", "True"]

@@ -69,8 +69,6 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     [
         ("raise", ContainerError.NON_RECOVERABLE, r"rank 1: ValueError: rank 1 cannot do that"),
         ("recoverable", ContainerError.RECOVERABLE, r"rank 1: FlyteRecoverableException: .*try that again"),
-        ("kill", ContainerError.RECOVERABLE, r"rank 1 was killed by SIGKILL"),
-        ("nothing", ContainerError.NON_RECOVERABLE, r"own.fail: rank 0 returned None, and the task declares int"),
     ],
 )
 def test_errors_name_the_rank_and_tell_flyte_whether_to_retry(
@@ -89,13 +87,11 @@ def test_the_next_attempt_and_another_execution_go_on_from_what_was_saved(cluste
     first = cluster.run("own.learn", {"steps": number(5), "note": text("first")})
     assert first.error is not None, first.log
     assert first.error.kind == ContainerError.RECOVERABLE
+    assert "rank 1 was killed by SIGKILL" in first.error.message
     other = {"steps": number(5), "note": text("another")}
     ended = cluster.run("own.learn", other, attempt=1, execution="other")
     assert ended.outputs is not None, ended.log
     assert integers(ended.outputs["o0"]) == [4, 5]
-    different = cluster.run("own.learn", {"steps": number(4), "note": text("")}, attempt=1)
-    assert different.outputs is not None, different.log
-    assert integers(different.outputs["o0"]) == [1, 2, 3, 4], "other inputs are another run"
 
 
 def terminate_when_saved(process: subprocess.Popen[bytes], checkpoints: Path) -> None:

@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from kept_checkpoints import begun, names, write
+from kept_checkpoints import begun, write
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, verify_checkpoints
-from flyte_ddp.runs.run_folder import METRICS
-from flyte_ddp.settings import Settings
+from flyte_ddp.pods.checkpoint_store import CheckpointStore
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 
 
 @pytest.fixture
@@ -71,45 +68,10 @@ def test_the_fifth_attempt_that_was_lost_soon_is_the_last(
     assert begun(replace(store, attempt=5), tmp_path / "5 again") == 1
 
 
-def test_two_attempts_that_had_time_to_save_and_did_not_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
-    end_attempts(store, tmp_path, range(2))
-    for attempt in (0, 1):
-        replace(store, attempt=attempt).write_note(TRAINED, text="it trained for 660 s, and no checkpoint came here")
-    replace(store, attempt=1).record_attempt_end(StoppedError("SIGTERM", step=0))
-    with pytest.raises(UserError, match="the last one: it trained for 660 s, and no checkpoint came here"):
-        begun(replace(store, attempt=2), tmp_path / "2")
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_the_store_records_that_an_attempt_had_time_to_save(
-    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
-) -> None:
-    """From its own first step on: the metrics of the checkpoint that it goes on from say that training began before."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(retries, "time", clock)
-    start, folder = b'{"kind": "start"}\n', tmp_path / FOLDER
-    write(folder / SLOTS[0], 4, start)
-    (tmp_path / METRICS).write_bytes(start)
-    settings = Settings(timeout=600.0, checkpoint_seconds=60.0)
-    uploader = retries.CheckpointUploader(store, folder, settings, verify_checkpoints(folder)[0])
-    noted = []
-    for now in (0.0, 5000.0, 5001.0, 5661.5):
-        clock.now = now
-        uploader.upload_changed_checkpoints()
-        uploader.record_missing_checkpoint()
-        noted.append(names(base, TRAINED))
-        if now == 5000.0:
-            (tmp_path / METRICS).write_bytes(2 * start)
-        if now == 5001.0 and saves:
-            write(folder / SLOTS[1], 5, 2 * start)
-    assert noted == [[], [], [], [] if saves else ["one 0 0"]]
-    assert names(base) == (["one 0 5"] if saves else [])
-
-
 def test_of_two_saves_of_a_step_the_next_attempt_gets_the_later_one(tmp_path: Path) -> None:
     """Both are sent in one round; the later one is in the first file."""
     store, folder = CheckpointStore(str(tmp_path / "store/run"), "one"), tmp_path / "run" / FOLDER
-    uploader = retries.CheckpointUploader(store, folder, Settings(), None)
+    uploader = retries.CheckpointUploader(store, folder)
     for name, metrics in ((SLOTS[1], b"earlier\n"), (SLOTS[0], b"later\n")):
         write(folder / name, 5, metrics)
     uploader.upload_changed_checkpoints()

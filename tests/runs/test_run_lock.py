@@ -17,19 +17,10 @@ from locks import held_by_another_process, is_free
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.launch import single
-from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.run_folder import (
-    METRICS,
-    OUTPUTS,
-    hold_run_folder,
-    release_reserved_folders,
-    release_run_folder,
-    reserve_run_folder,
-)
+from flyte_ddp.runs.run_folder import OUTPUTS, hold_run_folder
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from tasks import flyte
 
 HP = Hyperparameters(num_ranks=1, max_steps=2)
 QUIET = Settings(progress="off", wandb_mode="disabled")
@@ -41,12 +32,9 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize(
-    ("ends_in", "reserved"),
-    [(None, False), (None, True), (UserError("mine"), True), (StoppedError("SIGTERM"), True)],
-)
+@pytest.mark.parametrize("ends_in", [None, StoppedError("SIGTERM")])
 def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
-    digits: Path, tmp_path: Path, elsewhere: ThreadPoolExecutor, ends_in: BaseException | None, reserved: bool
+    digits: Path, tmp_path: Path, elsewhere: ThreadPoolExecutor, ends_in: BaseException | None
 ) -> None:
     folder = tmp_path / "run"
 
@@ -58,7 +46,6 @@ def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
             raise ends_in
         single.launch(work)
 
-    assert not reserved or reserve_run_folder(folder)
     with suppress(*([] if ends_in is None else [type(ends_in)])):
         run_training(HP, digits, folder, QUIET, launch=launch)
     assert all((folder / name).exists() == (ends_in is None) for name in OUTPUTS)
@@ -67,22 +54,16 @@ def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
 
 def test_neither_threads_nor_processes_share_a_folder(tmp_path: Path, elsewhere: ThreadPoolExecutor) -> None:
     folder = tmp_path / "run"
-    with held_by_another_process(folder):
-        assert not reserve_run_folder(folder)
-    assert reserve_run_folder(folder)
-    assert reserve_run_folder(folder), "the same thread, whose run did not begin"
-    assert not elsewhere.submit(reserve_run_folder, folder).result()
-    elsewhere.submit(release_reserved_folders).result()
-    with hold_run_folder(folder):
-        assert not reserve_run_folder(folder)
-        with pytest.raises(UserError, match="another run is writing into it"), hold_run_folder(folder):
+
+    def hold() -> None:
+        with hold_run_folder(folder):
             pass
-        release_reserved_folders()
-        assert not is_free(folder)
-    for release in (lambda: release_run_folder(folder), release_reserved_folders):
-        assert elsewhere.submit(reserve_run_folder, folder).result()
-        elsewhere.submit(release).result()
-        assert is_free(folder)
+
+    with held_by_another_process(folder), pytest.raises(UserError, match="another run is writing into it"):
+        hold()
+    with hold_run_folder(folder), pytest.raises(UserError):
+        elsewhere.submit(hold).result()
+    elsewhere.submit(hold).result()
 
 
 def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
@@ -121,28 +102,6 @@ def test_a_fork_of_a_run_that_was_killed_keeps_nothing(tmp_path: Path) -> None:
         assert is_free(tmp_path / "run")
 
 
-def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that the cache answers lets go of nothing; one that fails does."""
-    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))
-    assert reserve_run(flyte.PLATFORM, "new") == "new"
-    assert not is_free(tmp_path / "new")
-    with pytest.raises(UserError, match="no data"), flyte.translate_errors_for_flyte():
-        raise UserError("no data")
-    assert is_free(tmp_path / "new")
-    folder = tmp_path / "old"
-    folder.mkdir()
-    for name in (*OUTPUTS, METRICS):
-        (folder / name).touch()
-    assert reserve_run(flyte.PLATFORM, "old") == "old"
-    assert is_free(folder)
-    for name, value in (("FLYTE_LOCAL_CACHE_OVERWRITE", "true"), ("FLYTE_LOCAL_CACHE_ENABLED", "false")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert reserve_run(flyte.PLATFORM, "old") == "old"
-        assert not is_free(folder)
-        release_run_folder(folder)
-
-
 def run_cells(workflow: str, cells: Connection) -> None:
     """Run the workflow whenever asked to; send where its result is."""
     run = getattr(import_module(f"workflows.{workflow}"), f"{workflow}_wf")
@@ -152,7 +111,7 @@ def run_cells(workflow: str, cells: Connection) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workflow", ["training", pytest.param("elastic_training", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("workflow", ["training"])
 def test_a_notebook_that_has_trained_is_in_nobodys_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workflow: str
 ) -> None:

@@ -17,11 +17,12 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
+from flyte_ddp.machine import Request
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, add_failure_details
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
@@ -147,7 +148,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     """And no error says that there is none."""
     (work / FOLDER / SLOTS[0]).unlink()
     cut(work / FOLDER / SLOTS[1])
-    lost = Work("", None, World(num_ranks=1), work, IDENTITY, timeout=1.0, save_seconds=1.0, quiet=True)
+    lost = Work("", None, Request(1), work, IDENTITY, timeout=1.0, save_seconds=1.0, quiet=True)
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         resume_from_newest_checkpoint(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)

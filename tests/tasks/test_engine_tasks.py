@@ -141,27 +141,6 @@ def test_recorded_pods_of_ray_are_as_the_profile_says() -> None:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_recorded_pods_of_ray_are_as_the_plugin_is_told_today(made: Packages) -> None:
-    job, profile = recorded("ray-gpu.yaml"), PROFILES["gpu-a100"]
-    [group] = job["rayClusterSpec"]["workerGroupSpecs"]
-    package = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_NODES="2")
-    sent, heads = custom(package, "ray")["rayCluster"], job["rayClusterSpec"]["headGroupSpec"]["template"]
-    for found, now in ((heads, sent["headGroupSpec"]), (group["template"], sent["workerGroupSpec"][0])):
-        spec = now["k8sPod"]["podSpec"]
-        assert found["spec"]["containers"][0]["resources"] == spec["containers"][0]["resources"]
-        for field in ("nodeSelector", "volumes"):
-            assert found["spec"].get(field) == spec.get(field)
-        assert found["spec"]["tolerations"][1:] == spec.get("tolerations", [])
-        assert now["k8sPod"].get("metadata", {}).get("labels", {}).items() <= found["metadata"]["labels"].items()
-    assert group["replicas"] == sent["workerGroupSpec"][0]["replicas"]
-    assert task(package, "ray").metadata.pod_template_name == profile.pod_template
-    small = {each.name: each.value for each in packaged.container(task(package, "ray")).resources.limits}
-    [submitter] = job["submitterPodTemplate"]["spec"]["containers"]
-    assert sorted(small.values()) == sorted(container_resources(submitter).values())
-
-
 @pytest.mark.parametrize(
     "others",
     [(ray.HEAD, ray.SUBMITTER), (dask.SCHEDULER, dask.RUNNER)],

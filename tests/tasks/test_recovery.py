@@ -1,8 +1,7 @@
-"""What outlives a pod: checkpoints in a real S3 server; and what Flyte is told of failures and of evicted pods."""
+"""What outlives a pod: checkpoints in a real S3 server; and what Flyte is told of failures."""
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flytekit import FlyteContextManager, Resources, task
+from flytekit import FlyteContextManager
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -198,30 +197,3 @@ def test_what_flyte_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnreachableError("no answer")
     with pytest.raises(UserError, match="wrong"), translate_errors_for_flyte():
         raise UserError("wrong")
-
-
-@task(limits=Resources(cpu="1", mem="1Gi", ephemeral_storage="1Mi"))
-def fetch() -> None:
-    """Writes into the pod's folder, and is told to stop."""
-
-
-@pytest.mark.parametrize(
-    ("folder", "size", "seconds", "told"),
-    [("root", 2**20 + 1, 60, True), ("tmp", 2**20 + 1, 60, True), ("tmp", 2**19, 60, False), ("tmp", 2**21, 0, False)],
-)
-def test_a_pod_that_is_stopped_because_of_its_disk_says_so(
-    folder: str, size: int, seconds: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its files are in the working directory or in the temporary folder; it has no time to count many of them."""
-    (tmp_path / "root/data").mkdir(parents=True)
-    (tmp_path / "tmp/data").mkdir(parents=True)
-    monkeypatch.setattr(retries, "COUNT_SECONDS", seconds)
-    monkeypatch.chdir(tmp_path / "root")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
-    monkeypatch.setenv("FLYTE_INTERNAL_TASK_NAME", f"{__name__}.fetch")
-    (tmp_path / folder / "data/file").write_bytes(b"x" * size)
-    with pytest.raises(FlyteRecoverableException) as error, translate_errors_for_flyte():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert STOPPED in str(error.value)
-    assert ("; its files take more than its 1Mi of disk (ephemeral-storage)" in str(error.value)) == told

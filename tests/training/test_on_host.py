@@ -14,8 +14,8 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.machine import Request
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.job import Training
 from flyte_ddp.training.on_host import find_or_fetch_data, read_prepared_digest
@@ -54,9 +54,9 @@ def host_has(tmp_path: Path) -> HostHas:
         launcher = launcher or fetch(dataset, source, folder, progress="off")
         hp = Hyperparameters(dataset=dataset, data_source=source, num_ranks=1)
         settings = Settings(cache_folder=tmp_path / "cache")
-        training = Training(hp, detect_hardware(hp), settings, data=Path("/nowhere"))
+        training = Training(hp, settings, data=Path("/nowhere"))
         identity = replace(IDENTITY, data=read_prepared_digest(launcher))
-        work = Work("", training, World(num_ranks=1), tmp_path, identity, timeout=1.0, save_seconds=1.0)
+        work = Work("", training, Request(1), tmp_path, identity, timeout=1.0, save_seconds=1.0)
         found = find_or_fetch_data(work)
         assert found == replace(work, arguments=replace(training, data=found.arguments.data))
         return found.arguments.data

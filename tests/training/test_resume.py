@@ -15,7 +15,6 @@ from training_runs import QUIET, Train, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result, checkpoint_identity, run_training
 from flyte_ddp.runs import checkpoint
@@ -105,11 +104,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         faults.inject(monkeypatch, tmp_path / f"marker{ranks}", **fault)
         with pytest.raises(RankError, match="killed"):
             train(replace(hp, num_ranks=ranks))
-    elsewhere = Hardware(1, "cpu", "gloo", "shared_memory", "fp64", channels_last=True, threads=2)
-    result = run_training(replace(hp, num_ranks=1), digits, tmp_path / "run", QUIET, hardware=elsewhere)
+    result = run_training(replace(hp, num_ranks=1), digits, tmp_path / "run", QUIET, threads=2)
     assert resumed_steps(result) == [0, 21, 36]
     assert "up to rounding, because these changed: ranks 2 and 3, now 1; " in went_on(result)
-    assert "channels last off, now on" in went_on(result)
+    assert "threads of each rank 1, now 2" in went_on(result)
     for name, value in weights(expected).items():
         torch.testing.assert_close(weights(result)[name], value, rtol=0, atol=1e-9)
 

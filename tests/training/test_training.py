@@ -18,6 +18,7 @@ from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.machine import World
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.run import Result, run_training
@@ -163,20 +164,20 @@ def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hardware.choose_strategy(BASE, "cpu") == "shared_memory"
-    assert hardware.choose_strategy(BASE, "cuda") == "ddp"
+    assert hardware.choose_strategy(BASE, World(2)) == "shared_memory"
+    assert hardware.choose_strategy(BASE, World(2, "cuda")) == "ddp"
     with pytest.raises(UserError, match=r"strategy='shared_memory': needs CPU ranks on Linux.*use strategy='ddp'"):
-        hardware.choose_strategy(replace(BASE, strategy="shared_memory"), "cuda")
+        hardware.choose_strategy(replace(BASE, strategy="shared_memory"), World(2, "cuda"))
     monkeypatch.setattr("sys.platform", "darwin")
-    assert hardware.choose_strategy(BASE, "cpu") == "ddp"
+    assert hardware.choose_strategy(BASE, World(2)) == "ddp"
 
 
 def test_shared_memory_is_for_ranks_of_one_host() -> None:
-    named, found = replace(BASE, strategy="shared_memory"), hardware.detect_hardware(replace(BASE, backend="gloo"))
-    assert hardware.adapt_to_hosts(found, named, ["a", "a"]) == found
-    assert hardware.adapt_to_hosts(found, BASE, ["a", "b"]) == replace(found, strategy="ddp")
+    named = replace(BASE, strategy="shared_memory")
+    assert hardware.choose_strategy(named, World(2, hosts=("a", "a"))) == "shared_memory"
+    assert hardware.choose_strategy(BASE, World(2, hosts=("a", "b"))) == "ddp"
     with pytest.raises(UserError, match="strategy='shared_memory': needs all ranks on one host, and these are on a, b"):
-        hardware.adapt_to_hosts(found, named, ["b", "a"])
+        hardware.choose_strategy(named, World(2, hosts=("b", "a")))
 
 
 @pytest.mark.slow

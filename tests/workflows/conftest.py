@@ -1,14 +1,21 @@
 """A cluster for the package's tasks, and what the first of them hands on."""
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import click
 import packaged
 import pytest
+from cli import ROOT
 from engine_rules import resolved
 from packaged import Package
 from pod import Cluster, PodEnded
 from pod_inputs import CHECK, SMOKE, VERSION, Inputs, check_inputs, from_console
 from s3_server import s3_server
+
+from tasks.command_line import show_errors_in_panels
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +51,24 @@ def train_inputs(cluster: Cluster, checked: PodEnded) -> Inputs:
     assert checked.outputs, checked.log
     [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes
     return resolved(train.inputs, {check.id: checked.outputs})
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Call ``pyflyte run`` of this process in an empty folder; return the text of its panel."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import's, of rich_click's version
+        from flytekit.clis.sdk_in_container.run import run
+
+    def run_and_fail(file: str, name: str, *arguments: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        words = [str(ROOT / f"workflows/{file}.py"), name, *arguments]
+        monkeypatch.setattr("sys.argv", ["pyflyte", "run", *words])
+        with pytest.raises(click.ClickException) as raised, show_errors_in_panels(click.Context(run)):
+            run(words, standalone_mode=False)
+        return raised.value.format_message()
+
+    yield run_and_fail
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a temporary folder that flytekit leaves to the collection
+        gc.collect()

@@ -1,7 +1,6 @@
 """Bad input to ``pyflyte run``: one panel that names the value, the rule and the fix, and nothing like a result."""
 
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import pytest
 from cli import TINY, Ended, pyflyte, train
 from mounts import ALONE, need_mounts
 
-from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.pods.elastic import refuse_unresolvable_host_name
-from flyte_ddp.runs.run_folder import add_failure_details
+from flyte_ddp.errors import UserError
 from flyte_ddp.settings import check_wandb_settings, read_settings
 
 RESULTS = ("model.pt", "model.json", "report.html", "predictions*")  # patterns of what looks like a result
@@ -80,29 +77,8 @@ def test_a_setting_that_wandb_would_refuse_is_in_nobody_elses_way(tmp_path: Path
     package = ("--pkgs", "workflows", "package", "--image", "image:1", "--output", str(tmp_path / "package.tgz"))
     for ended in (pyflyte(*package, home=tmp_path, **setting), train(TINY, home=tmp_path, **setting)):
         assert_refused(ended, tmp_path, "WANDB_PROJECT='team/project'", "WANDB_ENTITY")
-    shown = pyflyte("run", "tasks/shards.py", "show_shards", "--index", "nowhere.json", home=tmp_path, **setting)
-    assert_refused(shown, tmp_path, "nowhere.json: cannot be read")
-
-
-HIDES = "select.py hides Python's own module 'select', which may be the cause: rename it"
-
-
-@pytest.mark.slow
-@pytest.mark.cold
-@pytest.mark.exhaustive
-def test_a_module_of_the_users_that_hides_pythons(tmp_path: Path) -> None:
-    """Interpreters of ranks look for modules in the working directory first."""
-    (tmp_path / "select.py").write_text("def best(models): return max(models)")
-    ended = train({**TINY, "num_ranks": 2}, home=tmp_path / "home", directory=tmp_path)
-    assert HIDES in ended.panel
-
-
-def test_a_rank_that_does_not_begin_where_such_a_module_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "select.py").touch()
-    error = RankError("rank 0 ended with exit code 1")
-    add_failure_details(error, tmp_path)
-    assert error.remark == f"; {HIDES}"
+    shown = pyflyte("run", "tasks/shards.py", "pack_shards", "--source", "nowhere", home=tmp_path, **setting)
+    assert_refused(shown, tmp_path, "nowhere")
 
 
 @pytest.mark.slow
@@ -112,16 +88,6 @@ def test_a_file_in_place_of_the_runs_folder(tmp_path: Path) -> None:
     ended = train(TINY, home=tmp_path)
     assert_refused(ended, tmp_path, str(runs), "FLYTE_DDP_RUNS")
     assert runs.read_text() == "not a folder"
-
-
-def test_elastic_where_the_machines_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> None:
-        raise socket.gaierror
-
-    monkeypatch.setattr("socket.getfqdn", lambda: "nowhere")
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    with pytest.raises(UserError, match=r"'nowhere' has no address .* add a line '127\.0\.0\.1 nowhere' to /etc/hosts"):
-        refuse_unresolvable_host_name()
 
 
 @pytest.mark.parametrize(

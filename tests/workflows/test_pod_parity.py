@@ -16,7 +16,6 @@ import pytest
 import torch
 from engine_rules import packed, resolved, value_of
 from flyteidl.core.execution_pb2 import ExecutionError
-from flyteidl.core.literals_pb2 import Literal
 from image_folders import write_files
 from mnist_files import sums, tiny_files
 from pod import Cluster, PodEnded, unpacked
@@ -91,18 +90,11 @@ def cache_key(cluster: Cluster, checked: PodEnded) -> dict[str, bytes]:
     return {name: literal.SerializeToString() for name, literal in found.items() if name not in ignored}
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        packed({**SMOKE, "epochs": 1.0}),
-        pytest.param(packed(SMOKE), marks=again),
-        pytest.param(from_console(Hyperparameters(**SMOKE).to_dict()), marks=again),
-    ],
-    ids=["a whole number as a float", "as they are", "with all defaults, by the console"],
-)
-def test_the_same_hyperparameters_are_the_same_to_the_cache(cluster: Cluster, checked: PodEnded, form: Literal) -> None:
+def test_the_same_hyperparameters_are_the_same_to_the_cache(cluster: Cluster, checked: PodEnded) -> None:
+    """With all defaults as the console sends them, and a whole number as a float."""
     expected = cache_key(cluster, checked)
     assert expected.keys() == {"hp", "run_version"}
+    form = from_console({**Hyperparameters(**SMOKE).to_dict(), "epochs": 1.0})
     assert cache_key(cluster, cluster.run(CHECK, check_inputs(cluster, form))) == expected
 
 
@@ -158,8 +150,6 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
 @pytest.mark.parametrize(
     ("task", "encoded", "values", "message"),
     [
-        pytest.param(CHECK, packed, {"epoch": 1}, "hyperparameter 'epoch': did you mean 'epochs'", marks=again),
-        pytest.param(CHECK, from_console, {"epochs": "4"}, "epochs='4': must be a whole number", marks=again),
         (TRAIN, from_console, {"learning_rate": "1e-1"}, "learning_rate='1e-1': must be a finite number"),
         pytest.param(pod_inputs.ELASTIC, packed, {"keep": "ema"}, "keep='ema': there is no moving", marks=again),
         pytest.param(pod_inputs.DASK, packed, {"epochs": 0}, "epochs=0: must be at least 1", marks=again),
@@ -169,8 +159,7 @@ def test_bad_hyperparameters_are_the_users_mistake(
     cluster: Cluster, train_inputs: Inputs, task: str, encoded: Any, values: dict[str, Any], message: str
 ) -> None:
     hp = encoded({**SMOKE, **values})
-    ended = cluster.run(task, check_inputs(cluster, hp) if task == CHECK else {**train_inputs, "hp": hp})
-    assert message in refused(ended)
+    assert message in refused(cluster.run(task, {**train_inputs, "hp": hp}))
 
 
 @pytest.mark.cold
@@ -190,6 +179,7 @@ def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_
     assert "lower learning_rate (now 1000)" in message
 
 
+@again
 def test_a_pod_with_another_library_is_refused(cluster: Cluster, train_inputs: Inputs, tmp_path: Path) -> None:
     image = unpacked(cluster.package, tmp_path / "image")
     (image / "flyte_ddp/__init__.py").write_text('__version__ = "stale"\n')

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import packaged
@@ -12,7 +12,6 @@ from cli import ROOT, Ended, pyflyte
 from image_folders import image_files, write_files
 from packaged import Package
 from s3_server import S3Server, s3_server
-from test_cli_errors import also
 
 pytestmark = pytest.mark.slow
 RELEASE = str(ROOT / "workflows/release.py")
@@ -78,16 +77,15 @@ def test_promoted_and_back(tmp_path: Path, s3: S3Server) -> None:
     ("workflow", "arguments", "said"),
     [
         ("release_wf", (), "model_name is empty: give the name of the model in the registry, such as digits"),
-        also("release_wf", ("--model_name", "../x"), "model name '../x': must be letters, digits"),
-        also("rollback_wf", ("--model_name", "../x", "--reason", "y"), "model name '../x': must be letters, digits"),
+        ("rollback_wf", ("--model_name", "../x", "--reason", "y"), "model name '../x': must be letters, digits"),
         ("promote_wf", ("--model_name", "x", "--version", "1", "--reason", "y"), "version '1': must be the SHA-256"),
-        also("release_wf", ("--model_name", "x", "--policy", '{"alpha": 2}'), "alpha=2.0: must be below 0.5"),
+        ("release_wf", ("--model_name", "x", "--policy", '{"alpha": 2}'), "alpha=2.0: must be below 0.5"),
     ],
 )
-def test_mistakes_are_one_panel(workflow: str, arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    ended = pyflyte("run", RELEASE, workflow, *arguments, home=tmp_path)
-    assert ended.exit_code == 1
-    assert said in ended.panel, ended.output
+def test_mistakes_are_refused(
+    refusal: Callable[..., str], workflow: str, arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    assert said in refusal("release", workflow, *arguments)
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").glob("*/model.pt")], "before any training"
     assert not (tmp_path / "runs/registry").exists()
 

@@ -7,7 +7,7 @@ import packaged
 import pytest
 import yaml
 from cli import ROOT, WORKFLOWS, Ended, pyflyte
-from fake_flyte_admin import FakeFlyteAdmin, fake_flyte_admin, slow
+from fake_flyte_admin import FakeFlyteAdmin, fake_flyte_admin
 
 pytestmark = pytest.mark.slow
 
@@ -52,22 +52,6 @@ def test_other_settings_are_another_version(admin: FakeFlyteAdmin) -> None:
         variables = packaged.variables(request.spec.template)
         assert "FLYTE_DDP_SETTINGS" in variables
         assert "FLYTE_DDP_RUNS" not in variables
-
-
-@pytest.mark.exhaustive
-@pytest.mark.canary
-def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from flytekit.clients.grpc_utils import deadline_interceptor as flytekits\n"
-        "set_to = flytekits.scoped_grpc_deadline\n"
-        "flytekits.scoped_grpc_deadline = lambda seconds: set_to(seconds / 100)\n"
-    )
-    with fake_flyte_admin() as slow_admin:
-        slow_admin.faults["CreateExecution"] = slow
-        ended = run(slow_admin, tmp_path, FLYTE_DDP_PROFILE="sandbox", PYTHONPATH=str(tmp_path))
-    assert ended.exit_code == 1
-    assert f"{slow_admin.endpoint} is too slow: a call had no answer in time" in " ".join(ended.output.split())
-    assert "Traceback" not in ended.output
 
 
 def test_retraining_reaches_the_pod(admin: FakeFlyteAdmin) -> None:

@@ -11,6 +11,7 @@ from flyte_ddp import machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods.profiles import PROFILES
+from flytekitplugins.ddp.flyte import translate_errors_for_flyte
 from tasks.preparation import check_inputs
 
 
@@ -63,7 +64,7 @@ def test_a_pod_that_does_not_see_its_gpus_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FLYTE_DDP_GPUS", "2")
     monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     with pytest.raises(UserError, match=r"0 GPU\(s\) visible but 2 requested"):
-        machine.detect_capacity(machine.Request())
+        machine.detect_world(machine.Request())
 
 
 def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(
@@ -76,3 +77,10 @@ def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(
     first, retry, next_night = (version("runs", day).partition("@")[0] for day in (2, 2, 3))
     assert first == retry != next_night
     assert version("runs", 2) != version("of another clone", 2), "which may have the same home, and so the same cache"
+
+
+def test_a_pod_with_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
+    monkeypatch.setenv("FLYTE_DDP_CODE", "other")
+    with pytest.raises(UserError, match="this pod runs library sources"), translate_errors_for_flyte():
+        pass

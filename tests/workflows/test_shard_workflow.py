@@ -1,15 +1,14 @@
 """Shards as a user of ``pyflyte`` gets to know them: packed, looked at, and trained on."""
 
-import json
 from pathlib import Path
 
 import pytest
 from cli import Ended, pyflyte, train
 from encoded_runs import labelled
+from flytekit.types.directory import FlyteDirectory
 
-from tasks.shards import sample_shards, show_shards
-
-SHARD_TASKS = "tasks/shards.py"
+from flyte_ddp.errors import UserError
+from tasks.shards import verify_packed
 
 
 def run(home: Path, file: str, name: str, **arguments: object) -> Ended:
@@ -21,18 +20,11 @@ def run(home: Path, file: str, name: str, **arguments: object) -> Ended:
 
 
 @pytest.mark.slow
-def test_from_a_folder_of_images_to_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
     source = labelled(tmp_path / "images", 60)
     run(tmp_path, "workflows/shards.py", "shards_wf", source=source, samples_per_shard=10)
     (index,) = (tmp_path / "runs").glob("shards-*/train.json")
     assert len(list(index.parent.glob("*.tar"))) == 6
-
-    request = json.dumps({"index": str(index), "ranks": 2})
-    assert "1 nodes x 2 = 2" in run(tmp_path, SHARD_TASKS, "plan_shards", request=request).output
-    assert "60 (10 a shard)" in show_shards(index=str(index))
-    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))
-    sample_shards(index=str(index), number=3)
-    assert {path.suffix for path in (tmp_path / "runs").glob("sample-*/*")} == {".jpg", ".cls"}
 
     hp = {"dataset": f"shards:{index}", "image_size": 16, "epochs": 8, "batch_size": 8, "num_ranks": 2}
     trained = train(hp, home=tmp_path)
@@ -52,6 +44,5 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path, monkeypatch: pytest.
     damaged = bytearray((index.parent / "train-000002.tar").read_bytes())
     damaged[600] ^= 1
     (index.parent / "train-000002.tar").write_bytes(damaged)
-    verified = pyflyte("run", SHARD_TASKS, "verify_shards", "--index", str(index), home=tmp_path)
-    assert verified.exit_code == 1
-    assert "train-000002.tar" in verified.panel
+    with pytest.raises(UserError, match=r"train-000002\.tar"):
+        verify_packed(packed=FlyteDirectory(str(index.parent)), name="train")

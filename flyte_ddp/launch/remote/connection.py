@@ -67,10 +67,7 @@ def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
 
 
 def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
-    """Connect to the launcher by one of the ticket's addresses, trying each for up to 20 s, and return the pipe.
-
-    Raises OSError, EOFError or AuthenticationError of the last address if none leads to the launcher.
-    """
+    """Connect to the launcher by one of the ticket's addresses, trying each for up to 20 s, and return the pipe."""
     failure: Exception = OSError("the launcher has no address")
     for host in ticket.hosts:
         try:
@@ -87,10 +84,7 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
 
 
 def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
-    """Write the files that come before the work into ``folder``; return the work, and this host's address for ranks.
-
-    Waits without a limit. Raises RunOverError if the run has ended; EOFError or OSError if the launcher is gone.
-    """
+    """Write the files that come before the work into ``folder``; return the work, and this host's address for ranks."""
     while (message := pipe.recv())["kind"] != "work":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
@@ -122,10 +116,7 @@ class WorkerConnection:
 
 @contextmanager
 def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], list[WorkerConnection]]]:
-    """Yield a function that returns newly connected agents, and waits up to 0.1 s for the first.
-
-    ``server``, which listens, becomes non-blocking. At the end closes the connections that were not returned.
-    """
+    """Yield a function that returns newly connected agents, and waits up to 0.1 s for the first."""
     server.setblocking(False)
     pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")  # so that a slow peer delays no other
     unproved: dict[Future[WorkerConnection], socket.socket] = {}
@@ -170,8 +161,7 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, second
     """Yield a pipe to a peer after both sides have proved by an HMAC of random bytes that they know the key.
 
     ``role`` is this side's: LAUNCHER or AGENT. Ends the connection if proof and block take longer than ``seconds``. The
-    pipe stays open after the block, unless proof or block raises. Raises AuthenticationError for a wrong proof;
-    EOFError or OSError if the peer leaves or the time is over.
+    pipe stays open after the block, unless proof or block raises.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

@@ -67,7 +67,7 @@ class WorkerLink(Link):
             os._exit(1)
 
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
-        """Return the run's error, None if the run has completed; wait without a limit, with ``own_error`` up to 45 s.
+        """Return the run's error, None if the run has completed; with ``own_error`` wait at most 45 s for the outcome.
 
         If none comes, return ``own_error``, or for a failed collective operation its likely cause: rank 0 is lost.
         """

@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import hold_lock, list_files
+from flyte_ddp.files import file_version, hold_lock, list_files
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -20,10 +20,7 @@ CHECKPOINTS = [f"{FOLDER}/{name}" for name in SLOTS]
 
 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one; the last one has ``last`` True.
-
-    ``name`` is the file's name for the receiver. Leaves out bytes that are appended meanwhile.
-    """
+    """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one; the last has ``last`` True."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(start)
@@ -36,10 +33,7 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write one message of :func:`read_file_as_messages` into a folder; until its last piece a file is ``.NAME.tmp``.
-
-    Pieces of metrics.jsonl and results/events.jsonl are written at once. Raises UserError; OSError for events.jsonl.
-    """
+    """Write a message of :func:`read_file_as_messages` into a folder; until its last piece a file is ``.NAME.tmp``."""
     path = folder / message["name"]
     if message["name"] == EVENTS:
         with hold_lock(path.parent, path.name) as file:
@@ -131,11 +125,6 @@ class FileSender:
         finally:
             over.set()
             thread.join()
-
-
-def file_version(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def size_or_zero(path: Path) -> int:

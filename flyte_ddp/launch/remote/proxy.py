@@ -30,10 +30,7 @@ def detect_lost_launcher() -> Iterator[None]:
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
-    """Relay messages until the run is over and return True; return False if the launcher is lost before.
-
-    Asks the launcher to stop all ranks on SIGTERM and Ctrl-C. Does not end the rank.
-    """
+    """Relay messages until the run is over and return True; return False if the launcher is lost before."""
     with connection.open_local_run_folder(ticket) as folder:
         try:
             pipe = connection.connect_to_launcher(ticket, folder)

@@ -41,8 +41,8 @@ def open_rendezvous(
 ) -> Iterator[Rendezvous]:
     """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers them.
 
-    ``hosts`` are this process's addresses for agents; listens at ``listen`` ("": all addresses; None: the first host).
-    ``secret`` derives the run's key (None: random). ``only_once``: nobody restarts agents, so a failure ends the run.
+    ``hosts`` are this process's addresses; listens at ``listen`` ("": all addresses; None: the first host). ``secret``
+    derives the run's key (None: random). ``only_once``: nobody restarts agents, so a failure ends the run.
     """
     # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
     mark = f".shared-{secrets.token_hex(16)}.tmp"
@@ -76,8 +76,8 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure, gathers the agents that the engine has restarted, and resumes from the newest
-        checkpoint. ``check_engine`` raises if an agent will not come. Raises the launchers' errors.
+        After a recoverable failure, gathers the agents that the engine has restarted. ``check_engine`` raises if one
+        will not come.
         """
         failure: BaseException | None = None
         num_ranks = self.work.world.num_ranks

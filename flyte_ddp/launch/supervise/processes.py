@@ -4,7 +4,6 @@ import math
 import os
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.launch.supervise.rank_process import RankInfo, start_rank
+from flyte_ddp.launch.supervise.rank_process import PipeEnd, RankInfo, start_rank
 from flyte_ddp.process import count_out_of_memory_kills, spawn_context
 
 HOST = "127.0.0.1"
@@ -21,14 +20,14 @@ JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the k
 STACK_SECONDS = 1.0
 
 
-class RankHandle:
+class RankHandle(PipeEnd):
     """What a launcher knows of a rank, and how it talks to it; ``pipe`` leads to the rank or to its agent."""
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
-        self.rank, self.pipe = rank, pipe
+        super().__init__(pipe)
+        self.rank = rank
         self.host = host  # the address at which other ranks reach the rank
         self.network = ""  # address of the interface over which the rank should talk to other ranks; empty: any
-        self.sending = threading.Lock()
         self.listening = True  # whether more may come through the pipe
         self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
@@ -69,11 +68,6 @@ class RankHandle:
     def send_work(self, work: Any) -> None:
         self.resumes_after = work.checkpoint.step if work.checkpoint else 0
         self.send("work", work=pickle.dumps(work), saved=self.resumes_after, network=self.network)
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Send the rank a message, from any thread, unless it is gone; wait, without a limit, for room in the pipe."""
-        with self.sending, suppress(OSError):
-            self.pipe.send({"kind": kind, **values})
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that have come from the rank, for up to 0.1 s, or all if it has ended."""

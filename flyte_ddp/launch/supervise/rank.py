@@ -32,8 +32,7 @@ NO_LIMIT = timedelta(days=365)
 class Rank:
     """One rank of a run: its place, its work, and what the function of the work may ask for.
 
-    ``offer_saving`` takes the function that saves a checkpoint for the launcher. ``link`` leads to the launcher; None
-    for a single rank in the launcher's own process. Methods raise CollectiveTimeoutError after the work's time limit.
+    ``link`` leads to the launcher; None for a single rank in the launcher's own process.
     """
 
     def __init__(
@@ -55,7 +54,11 @@ class Rank:
     def join(self) -> None:
         """Join torch's process group, and wait for all ranks, which must all call this, unless there is only one."""
         if self.info.world_size > 1:
-            self.store = open_file_store(self.info, self.work.timeout) if self.info.store else self.open_store()
+            if self.info.store:  # a TCPStore looks up names of hosts, and would wait for a resolver that is down
+                self.store = FileStore(self.info.store, self.info.world_size)
+                self.store.set_timeout(timedelta(seconds=self.work.timeout))
+            else:
+                self.store = self.open_store()
             self.join_by(self.store)
 
     def leave(self) -> None:
@@ -75,14 +78,9 @@ class Rank:
 def run_rank(
     work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
 ) -> None:
-    """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it.
-
-    Sets torch's, glibc's and cuBLAS's process-wide settings. Reports by ``link`` only collectives that hang on a GPU.
-    """
+    """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it."""
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
-    if work.world.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products on a GPU
     if info.world_size > 1:
         distributed.timeout_seconds = work.timeout
         patch_collective_wait()
@@ -105,22 +103,14 @@ def load_function(name: str) -> Callable[..., Any]:
     return found
 
 
-def open_file_store(info: RankInfo, timeout: float) -> Store:
-    # A TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
-    file = FileStore(info.store, info.world_size)
-    file.set_timeout(timedelta(seconds=timeout))
-    return file
-
-
 def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:
-    """Return a TCPStore of rank 0, common to the ranks, at a free port, which rank 0 sends to the launcher.
-
-    Other ranks wait up to ``timeout`` for the port. ``link`` None: there is only one rank.
-    """
+    """Return the ranks' common TCPStore, at a free port that rank 0 sends to the launcher, if there are other ranks."""
     if info.rank != 0 and link is not None:
         host, port = link.receive_address(timeout.total_seconds())
         return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
-    with open_listener() as listener:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
             "127.0.0.1",
@@ -137,18 +127,8 @@ def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCP
     return store
 
 
-def open_listener() -> socket.socket:
-    """Listen at a free port of all addresses."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual)
-
-
 def join_process_group(work: Work, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
-    """Join torch's process group, with the work's backend and timeout; waits for all ranks, which must all call it.
-
-    On a GPU, first starts a thread that calls ``report_error`` if a collective operation exceeds FLYTE_DDP_TIMEOUT.
-    """
+    """Join torch's process group; on a GPU, report to the launcher a collective operation that takes too long."""
     on_gpu = work.world.device_type == "cuda"
     if on_gpu:
         watch_collectives(work.timeout, report_error, torch.cuda.Event)

@@ -40,25 +40,31 @@ class RankInfo:
     store: str = ""  # a file by which ranks that are all on one host find each other
 
 
-class Link:
+class PipeEnd:
+    """One end of the pipe between a rank and its launcher."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self._sending = pipe, threading.Lock()
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Send a message, from any thread, unless the other side is gone; wait, without a limit, for the pipe."""
+        with self._sending, suppress(OSError):
+            self.pipe.send({"kind": kind, **values})
+
+
+class Link(PipeEnd):
     """A rank's connection to its launcher, with a thread that handles messages whatever the rank is doing.
 
     ``resumed_step`` is the step of the checkpoint that the run resumes from; 0 without one, or before the work comes.
     """
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
-        self._pipe = pipe
-        self._sending = threading.Lock()
+        super().__init__(pipe)
         self._received: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
             kind: queue.SimpleQueue() for kind in ("work", "address")
         }
         self._save: SaveFunction = lambda _: resumed_step
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Send the launcher a message, from any thread, unless it is gone; wait, without a limit, for the pipe."""
-        with self._sending, suppress(OSError):
-            self._pipe.send({"kind": kind, **values})
 
     def report_error(self, error: BaseException) -> None:
         self.send(**describe_error(error))
@@ -85,7 +91,7 @@ class Link:
     def _listen(self) -> None:
         try:
             while True:
-                self.handle_message(self._pipe.recv())
+                self.handle_message(self.pipe.recv())
         except (EOFError, OSError):
             self.handle_lost_launcher()
         except Exception as error:  # nobody else would notice that this rank hears nothing any more
@@ -106,10 +112,10 @@ class Link:
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
-    """Run the rank's work to its end, report to the launcher, and exit this process; never return.
+    """Run the rank's work to its end, report to the launcher, and exit this process: a rank's first function.
 
-    It is the first function of a rank's process. Call it with SIGTERM and SIGINT blocked; it unblocks them. On SIGUSR1
-    writes the Python stack to ``stacks``, even in C code. Linux kills the process when its parent ends.
+    Call it with SIGTERM and SIGINT blocked; it unblocks them. On SIGUSR1 writes the Python stack to ``stacks``, even in
+    C code.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")
@@ -178,7 +184,7 @@ def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
     It is "mistake", "unreachable", "machine", "timeout" (a collective waited for FLYTE_DDP_TIMEOUT), "peer" (one failed
-    before that) or "own". What gloo raises inside torch is known by its text alone.
+    before that) or "own".
     """
     for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
         if isinstance(error, kind):

@@ -20,8 +20,7 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
     """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
 
-    After a failure first waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``. ``timeout``
-    is the ranks' time limit, for messages. Raises RankLostError if a rank has not started within 300 s.
+    Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``.
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
@@ -47,10 +46,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
 def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
-    """Wait until a rank sends or ends, or ``seconds`` (None: no limit) have passed; handle the messages so far.
-
-    With ``stop_ends_wait``, a stop that is or was requested ends the wait, too.
-    """
+    """Wait up to ``seconds`` until a rank sends or ends, or a stop is requested; handle the messages so far."""
     if not any(handle.early for handle in group):
         waitables = [waitable for handle in group for waitable in handle.waitables()]
         connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)

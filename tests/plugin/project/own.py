@@ -73,8 +73,6 @@ def fail(how: str) -> int:
             raise ValueError("rank 1 cannot do that")
         if how == "recoverable":
             raise FlyteRecoverableException("try that again")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
     return None if how == "nothing" else 1
 
 
@@ -104,7 +102,7 @@ def learn(steps: int, note: str = "") -> list[int]:
     for step in range(state["step"] + 1, steps + 1):
         dist.barrier()
         rank.save(step, {"step": step})
-        rank.load()  # waits until it is written
+        rank._checkpoints.wait_until_written()
         done.append(step)
         if step == 3 and ATTEMPT == 0 and rank.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

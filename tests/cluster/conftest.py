@@ -25,6 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--domain", default="staging")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def isolated_environment() -> None:
+    """Replace the other tests' fixture: the cluster is reached by this user's own home and variables."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_interpreters() -> None:
+    """Replace the other tests' fixture: commands start as users start them."""
+
+
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yield the cluster, with a version of this run's own to register; end its launch plans and executions after."""

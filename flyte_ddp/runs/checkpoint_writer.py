@@ -1,0 +1,132 @@
+"""A run's checkpoints, written by a thread of rank 0: of trainings and of users' functions."""
+
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
+from flyte_ddp.runs.run_folder import METRICS
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a run's state after a step, on the CPU."""
+
+    epoch: int
+    step: int
+    metrics_bytes: int  # of metrics.jsonl
+    values: dict[str, Any]
+    trained_in: tuple[Arithmetic, ...] = ()
+
+
+class CheckpointWriter:
+    """Writes snapshots to the run folder's two files in turn; a new snapshot replaces one that waits.
+
+    ``found`` is the checkpoint that the attempt begins with. A subclass says by :meth:`take_snapshot` what is written
+    every ``seconds`` (None: only what :meth:`put` gets).
+    """
+
+    def __init__(
+        self, run_folder: Path, identity: Identity, found: Checkpoint | None, seconds: float | None = None
+    ) -> None:
+        self.run_folder, self.identity, self.seconds = run_folder, identity, seconds
+        self.newest = found
+        self.slots = checkpoint.alternate_slots(run_folder / checkpoint.FOLDER, found.path if found else None)
+        self.slot = next(self.slots)  # the older of the two files
+        self.write_lock = threading.Lock()  # held while a snapshot is taken by the thread, and written
+        self.changed = threading.Condition()  # of the attributes below, and newest
+        self.waiting: Snapshot | None = None
+        self.puts = self.handled = 0  # calls of put, and the number of the last one whose snapshot was written
+        self.closed = self.failure_printed = False
+        self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
+
+    def take_snapshot(self) -> Snapshot | None:
+        """Return a copy of the current state; None if it is saved already, or not to be saved."""
+        return None
+
+    def is_resumable(self, snapshot: Snapshot) -> bool:
+        """Return whether a run may go on from the snapshot; others are not written."""
+        del snapshot
+        return True
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint, 0 if there is none."""
+        return self.newest.step if self.newest else 0
+
+    def start(self) -> None:
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Let the thread write a snapshot, unless the next one comes before."""
+        with self.changed:
+            self.waiting, self.puts = snapshot, self.puts + 1
+            self.changed.notify_all()
+        self.start()
+
+    def wait_until_written(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.waiting is None)
+
+    def refuse_more(self) -> None:
+        """Write nothing from now on."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Write the waiting snapshot, and end the thread."""
+        self.wait_until_written()
+        self.refuse_more()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    def write_newest(self, waiting: Snapshot | None, *, now: bool) -> None:
+        """Write the current state if ``now``, else the waiting snapshot; print the first failure. Hold write_lock."""
+        position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
+        try:
+            for snapshot in (self.take_snapshot() if now else None, waiting):
+                if snapshot and (snapshot.step, snapshot.epoch) >= position and self.is_resumable(snapshot):
+                    self._write_snapshot(snapshot)
+                    break
+        except Exception as error:
+            if not self.failure_printed:
+                print(f"checkpoint could not be written: {error}; the run continues", file=sys.stderr, flush=True)
+            self.failure_printed = True
+
+    def _write_until_closed(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closed or self.waiting is not None, self.seconds)
+                waiting, number = self.waiting, self.puts
+            with self.write_lock:
+                if self.closed:
+                    return
+                self.write_newest(waiting, now=waiting is None)
+            with self.changed:
+                if waiting is not None:
+                    self.handled = number
+                if self.waiting is waiting:
+                    self.waiting = None
+                self.changed.notify_all()
+
+    def _write_snapshot(self, snapshot: Snapshot) -> None:
+        with (self.run_folder / METRICS).open("rb") as file:
+            metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
+        description = {
+            "epoch": snapshot.epoch,
+            "step": snapshot.step,
+            "trained_in": [asdict(each) for each in snapshot.trained_in],
+            "time": time.time(),
+        }
+        self.newest = checkpoint.write_checkpoint(
+            self.slot, description, self.identity, metrics, lambda file: torch.save(snapshot.values, file)
+        )
+        self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two
