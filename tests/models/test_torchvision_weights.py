@@ -22,7 +22,7 @@ from surroundings import clean
 from torchvision.models import get_model, get_model_weights
 from torchvision.models.googlenet import GoogLeNet
 
-from flyte_ddp import catalog, torchvision_weights
+from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
@@ -153,8 +153,9 @@ def publish(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> Publish:
 
     def serve(model: str, content: bytes) -> str:
         name = f"{model}-{hashlib.sha256(content).hexdigest()[:8]}.pth"
-        table = torchvision_weights.TABLE.replace(weights_of(model).file, name)
-        monkeypatch.setattr(torchvision_weights, "TABLE", table)
+        known = catalog.TORCHVISION_WEIGHTS[model]
+        best, (_, *sides) = next(iter(known.items()))
+        monkeypatch.setitem(known, best, (name, *sides))
         monkeypatch.setattr(get_model_weights(model)["DEFAULT"].value, "url", f"{server.url}/{name}")
         server.files[name] = content
         return name
