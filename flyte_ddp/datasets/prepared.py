@@ -210,9 +210,7 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
     """Return the targets of all training samples [N, ...]; None if they are not in one array."""
     if isinstance(data, EncodedSet):
         return data.train.labels if isinstance(data.train, ImageList) else None
-    if isinstance(data, ImageArrays):
-        return data.train_labels
-    targets = data.train_targets if isinstance(data, SampleArrays) else None
+    targets = getattr(data, "train_targets", None)
     return targets if isinstance(targets, np.ndarray) else None
 
 

@@ -17,7 +17,7 @@ from flyte_ddp.datasets.columns import (
     require_same_columns,
 )
 from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
-from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
+from flyte_ddp.datasets.prepared_folder import ArraySet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
@@ -60,7 +60,7 @@ class Ragged:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleArrays(StoredSet):
+class SampleArrays(ArraySet):
     """A data set of arrays, made by :func:`arrays` or opened by :func:`open_sample_arrays`, which sets ``digest``.
 
     Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them.
@@ -79,14 +79,6 @@ class SampleArrays(StoredSet):
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
     preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
-
-    @property
-    def train_samples(self) -> int:
-        return len(next(iter(name_leaves(self.train_inputs).values())))
-
-    @property
-    def test_samples(self) -> int:
-        return len(next(iter(name_leaves(self.test_inputs).values())))
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their files' names: of a leaf ``train_inputs.NAME``, of a ragged one also its ends."""

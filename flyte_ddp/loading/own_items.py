@@ -54,9 +54,7 @@ class OnDemandItems:
         samples = getattr(self.data.sets, self.side)
         wrapped, seeded = samples, list[Any]()
         while wrapped is not None:
-            attributes = getattr(wrapped, "__dict__", {}).values()
-            seeded += find_seeded_transforms(type(wrapped).__getitem__)
-            seeded += [each for each in attributes if callable(getattr(each, "set_random_seed", None))]
+            seeded += find_seeded_transforms(wrapped, "__getitem__")
             wrapped = getattr(wrapped, "dataset", None)  # of torch's Subset
         return samples, seeded
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,20 @@ WANTED = frozenset(TRAINED_ON)  # extensions of the members of a shard's sample 
 
 
 class ShardImages(ImageReader):
-    """Reads images and labels from shards."""
+    """Reads samples in shards: image and label, or with ``members`` all members, for users' own decoding."""
 
-    def __init__(self, reader: ShardReader) -> None:
-        self.reader, self.fetches_files = reader, bool(reader.index.remote.any())
+    def __init__(self, reader: ShardReader, *, members: bool = False) -> None:
+        self.reader, self.members = reader, members
+        self.fetches_files = bool(reader.index.remote.any())
 
     def read_sample(self, sample: int) -> Encoded:
-        key, contents = self.reader.read_sample(sample, WANTED)
-        if len(contents) < 2:  # read all members, because the error of find_image_and_label() lists them
+        key, contents = self.reader.read_sample(sample, None if self.members else WANTED)
+        if len(contents) < 2 and not self.members:  # read all, because the error of find_image_and_label() lists them
             key, contents = self.reader.read_sample(sample)
         shard, _ = self.reader.index.locate(sample)
         name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        if self.members:
+            return Encoded(b"", 0, name, key, {**contents, "__key__": key})
         image, label = find_image_and_label(name, contents)
         return Encoded(contents[image], parse_class_number(name, contents[label]), name, key)
 
@@ -49,44 +53,28 @@ class ShardImages(ImageReader):
         self.reader.close()
 
 
-class ShardMembers(ShardImages):
-    """Reads all members of samples in shards, for users' own decoding."""
-
-    def read_sample(self, sample: int) -> Encoded:
-        key, contents = self.reader.read_sample(sample)
-        shard, _ = self.reader.index.locate(sample)
-        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
-        return Encoded(b"", 0, name, key, {**contents, "__key__": key})
-
-
 class FileReader(ImageReader):
-    """Reads the images of an ImageList. Keeps no copies. Has 32 threads for remote images."""
+    """Reads the images of an ImageList, with ``members`` as samples of one member, by 32 threads if they are remote."""
 
-    def __init__(self, images: ImageList) -> None:
-        self.images = images
+    def __init__(self, images: ImageList, *, members: bool = False) -> None:
+        self.images, self.members = images, members
         remote = storage.local_path(images.address) is None
         self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.images,)
+        return partial(type(self), members=self.members), (self.images,)
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
         return super().start_read(sample) if self.pool is None else self.pool.submit(self.read_sample, sample).result
 
     def read_sample(self, sample: int) -> Encoded:
-        content = self.images.read_image(sample)
-        name, label = str(self.images.names[sample]), int(self.images.labels[sample])
-        return Encoded(content, label, f"image {self.images.image_address(sample)}", name)
+        content, key = self.images.read_image(sample), str(self.images.names[sample])
+        name = f"image {self.images.image_address(sample)}"
+        if self.members:
+            stem, dot, extension = key.rpartition(".")
+            return Encoded(b"", 0, name, key, {f"{dot}{extension}": content, "__key__": stem})
+        return Encoded(content, int(self.images.labels[sample]), name, key)
 
     def close(self) -> None:
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-class FileMembers(FileReader):
-    """Reads image files as samples of one member, for users' own decoding."""
-
-    def read_sample(self, sample: int) -> Encoded:
-        encoded = super().read_sample(sample)
-        stem, dot, extension = encoded.key.rpartition(".")
-        return Encoded(b"", 0, encoded.name, encoded.key, {f"{dot}{extension}": encoded.content, "__key__": stem})
