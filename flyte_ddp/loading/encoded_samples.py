@@ -95,7 +95,6 @@ class EncodedSamples(SampleLoader):
     def load_read(
         self, sample: int, epoch: int | None, read: Callable[[], Encoded], draws: NDArray[np.float64] | None
     ) -> Sample:
-        """Return a sample that was read; ``draws`` of its random part, None for the middle."""
         image, target, name = self.load_image_or_substitute(sample, read(), epoch)
         loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
         if self.augment is not None and epoch is not None:
@@ -127,7 +126,6 @@ class EncodedSamples(SampleLoader):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
-        """Return pixels and target of a sample, or None for a damaged one, which is recorded in ``bad``."""
         if encoded.name in self.bad.names:
             return None
         try:

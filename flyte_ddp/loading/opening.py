@@ -20,11 +20,10 @@ from flyte_ddp.datasets.prepared import (
     order_training,
 )
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading.encoded import BadSamples, ImageReader
+from flyte_ddp.loading.encoded import BadSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening_items import open_item_splits
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
-from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.split import Split, Splits, make_splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.threads import LoaderThreads
@@ -69,7 +68,6 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
-    """Return the splits of encoded images, loaded by ``threads`` threads or processes, see :func:`choose_pool`."""
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE

@@ -16,8 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, name_leaves
 from flyte_ddp.loading.arrays import open_array_batches, open_array_images
 from flyte_ddp.loading.collate import PADDED, STACKED
-from flyte_ddp.loading.own_images import ItemImages
-from flyte_ddp.loading.own_items import ArrayItems, ItemLoader, Items, OnDemandItems
+from flyte_ddp.loading.own_items import ArrayItems, ItemImages, ItemLoader, Items, OnDemandItems
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading, target_spec
 from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages

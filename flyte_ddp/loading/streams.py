@@ -24,8 +24,7 @@ from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_checked_sample
-from flyte_ddp.loading.readers import ShardImages
+from flyte_ddp.loading.encoded import BadSamples, Encoded, ShardImages, decode_checked_sample
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.images import EVALUATION_SHARE

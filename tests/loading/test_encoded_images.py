@@ -19,10 +19,9 @@ from tars import shard_bytes
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader
+from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import choose_pool
-from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, make_pool

@@ -25,9 +25,8 @@ from processes import children_of, wait_until
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import MachineError, StoppedError, UserError
 from flyte_ddp.loading import workers
-from flyte_ddp.loading.encoded import BadSamples, Encoded
+from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.readers import FileReader
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool

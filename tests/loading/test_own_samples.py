@@ -15,8 +15,7 @@ from cli import HELPERS, ROOT
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
 from flyte_ddp.loading.arrays import open_array_images
-from flyte_ddp.loading.own_images import ItemImages
-from flyte_ddp.loading.own_items import ArrayItems
+from flyte_ddp.loading.own_items import ArrayItems, ItemImages
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages

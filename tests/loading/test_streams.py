@@ -26,7 +26,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import RankLostError, UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.loading.readers import ShardImages
+from flyte_ddp.loading.encoded import ShardImages
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
