@@ -20,7 +20,7 @@ from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
-from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
+from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
@@ -185,7 +185,6 @@ def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:
 
 
 OBJECTS = np.array([object()] * N)
-TEXTS = Frame(np.array([[1, "x"]] * N, object))
 MASKED = np.ma.masked_less(NUMBERS, 0)
 
 
@@ -201,7 +200,6 @@ MASKED = np.ma.masked_less(NUMBERS, 0)
         (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by pandas.fac"),
         ([*TOKENS[:5], "a"], TOKENS, r"train_inputs\[5\]: must be numbers or truth values, got texts"),
         (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)"),
-        (TEXTS, NUMBERS, "train_inputs: column 1 has texts, and must be numbers; make whole numbers of them by"),
         ([NUMBERS[:2, :2], NUMBERS[:3]], NUMBERS, r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the"),
         ([[[1], [1, 2]], [[1]]], NUMBERS, r"train_inputs\[0\]: is no array .*inhomogeneous"),
         (torch.ones(N, requires_grad=True), NUMBERS, "train_inputs: is no array .*requires grad"),
@@ -301,31 +299,6 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data/train_inputs.ends.npy").unlink()
     with pytest.raises(UserError, match=r"train_inputs\.ends\.npy"):
         open_prepared(tmp_path / "data")
-
-
-def test_orders_of_training() -> None:
-    """Drawn by weights, or each class as often; the validation split stays whole, and apart."""
-    samples, classes = 4000, (np.arange(4000) % 10 == 0).astype(np.int64)
-    weights = np.where(np.arange(samples) < 400, 9.0, 1.0)
-    numbers = np.arange(samples, dtype=np.float32)
-    data = arrays((numbers, classes), (numbers, classes), name="own:data", sample_weights=weights)
-    orders = order_splits(data, validation_fraction=0.25, seed=3, shuffle_shards=1)
-    training, validation = (orders[split].samples(slice(None)) for split in ("training", "validation"))
-    assert (len(training), len(validation), len(orders["test"])) == (3000, 1000, samples)
-    assert sorted([*training, *validation]) == [*range(samples)]
-    order = orders["training"]
-    assert isinstance(order, ListedOrder)
-    drawn = {name: order_training(data, order, name).batches(0, samples) for name in ("weighted", "balanced")}
-    found = {name: np.concatenate([*batches]) for name, batches in drawn.items()}
-    for draws in found.values():
-        assert len(draws) == 3000
-        assert not {*draws} & {*validation}
-    assert (found["weighted"] < 400).mean() == pytest.approx(0.5, abs=0.03)
-    assert classes[found["balanced"]].mean() == pytest.approx(0.5, abs=0.03)
-    with pytest.raises(UserError, match="has no single class for each sample; give sample_weights"):
-        order_training(replace(data, train_targets=(classes, classes)), order, "balanced")
-    with pytest.raises(UserError, match=r"'own:data' has no sample_weights; give them to arrays\(\.\.\.\)"):
-        order_training(replace(data, sample_weights=None), order, "weighted")
 
 
 def test_balanced_class_weights_are_scikit_learns() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from encoded_runs import BASE, labelled, quiet, train, weights
+from encoded_runs import BASE, labelled, quiet, train
 from faulty_runs import when
 from image_folders import stored, write_files
 from mounts import ALONE, file_size_limit, need_mounts
@@ -171,13 +171,11 @@ def test_a_slow_picture_is_waited_for_and_the_others_keep_their_places(opened: O
 def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:
-    """The run that goes on waits for the picture again, and ends as one without slow pictures."""
     folder = labelled(tmp_path / "pictures", 60)
     hp = replace(BASE, dataset=f"image_folder:{folder}", sample="own_loading:wait_for_go", num_classes=3, batch_size=10)
     hp = replace(hp, model="faults:model", image_size=8)
     waits, go = (temporary / name for name in ("waits", "go"))
     go.touch()
-    undisturbed = train(hp, tmp_path / "undisturbed", quiet(tmp_path, loaders=2))
     step, done = training.train_step, list[int]()
 
     def slow_after_three_steps(*args: Any) -> None:
@@ -195,9 +193,3 @@ def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(
     stopping.join()
     assert caught.value.step >= 3
     assert children_of(os.getpid()) == []
-    waits.unlink()
-    going = when(waits, go.touch)
-    resumed = train(hp, tmp_path, quiet(tmp_path, loaders=2))
-    going.join()
-    for name, value in weights(undisturbed).items():
-        assert torch.equal(value, weights(resumed)[name])

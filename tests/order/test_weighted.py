@@ -15,7 +15,7 @@ from training_runs import cut_off, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
-from flyte_ddp.datasets.prepared_folder import arrays_sha256, write_prepared_set
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
@@ -200,37 +200,3 @@ IMAGES = np.zeros((4, 8, 8), np.uint8)
 def test_wrong_weights_are_refused(weights: Any, words: str) -> None:
     with pytest.raises(UserError, match=f"sample_weights.*{words}"):
         image_arrays(IMAGES, [0, 1] * 2, IMAGES, [0, 1] * 2, ["a", "b"], sample_weights=weights)
-
-
-def test_weights_count_in_the_digest_of_sets_that_have_them_alone(tmp_path: Path) -> None:
-    arrays = (IMAGES, [0, 1] * 2, IMAGES, [0, 1] * 2, ["a", "b"])
-    made = [image_arrays(*arrays, sample_weights=weights) for weights in (None, [1, 2, 3, 4], [1, 2, 3, 5])]
-    assert len({arrays_sha256(each) for each in made}) == 3
-    for number, each in enumerate(made):
-        (folder := tmp_path / str(number)).mkdir()
-        write_prepared_set(each, folder, {})
-        opened = open_arrays(folder)
-        assert opened.digest == arrays_sha256(each) == arrays_sha256(opened)
-        assert (opened.sample_weights is None) == (number == 0) != (folder / "train_weights.npy").exists()
-
-
-OWN_SET = """
-import numpy as np
-
-class Set(list):
-    pass
-
-def make(source):
-    train = Set([(np.full((8, 8), n, np.uint8), n % 2) for n in range(6)])
-    train.sample_weights = [n / 2 for n in range(6)]
-    return train, train
-"""
-
-
-def test_an_own_map_style_set_may_have_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "weighted_set.py").write_text(OWN_SET)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    opened = open_arrays(fetch("weighted_set:make", "", tmp_path / "data", progress="off"))
-    assert opened.sample_weights is not None
-    np.testing.assert_array_equal(opened.sample_weights, np.arange(6) / 2)
