@@ -181,14 +181,14 @@ def limit_threads() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decode_content(encoded: Encoded) -> Pixels:
-    return decode_image(encoded.content)
+def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
+    return decode_with_or_refetch(lambda read: decode_image(read.content), reader, sample, encoded)
 
 
-def decode_or_refetch(
-    reader: ImageReader, sample: int, encoded: Encoded, decode: Callable[[Encoded], Result] = decode_content
+def decode_with_or_refetch(
+    decode: Callable[[Encoded], Result], reader: ImageReader, sample: int, encoded: Encoded
 ) -> tuple[Result, Encoded]:
-    """Return what ``decode`` makes of a sample, by default its pixels, and the sample as it was read last.
+    """Return what ``decode`` makes of a sample, and the sample as it was read last.
 
     After a DecodingError removes the file's cached copy if it is damaged, and reads and decodes the sample once more.
     """

@@ -19,7 +19,7 @@ from flyte_ddp.loading.encoded import (
     Encoded,
     ImageReader,
     decode_checked_sample,
-    decode_or_refetch,
+    decode_with_or_refetch,
     name_decoder,
     require_valid_label,
 )
@@ -151,7 +151,7 @@ class EncodedSamples(SampleLoader):
                 raise DecodingError(str(error)) from error
 
         try:
-            (image, target, _), _ = decode_or_refetch(self.reader, sample, encoded, decode_members)
+            (image, target, _), _ = decode_with_or_refetch(decode_members, self.reader, sample, encoded)
         except DecodingError as error:
             if self.bad.allowed or error.__cause__ is None:
                 raise

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyte_ddp.catalog import ENCODED_SIDE, encoded_kind
+from flyte_ddp.catalog import ENCODED_SIDE
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
@@ -89,7 +89,7 @@ def open_encoded_splits(
     sources = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
     inputs = InputSpec(3, side, side, data.mean, data.std)
     splits = make_splits(orders, sources, {}, inputs, targets)
-    if encoded_kind(hp.dataset) == "stream":
+    if data.is_stream:
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
         shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples

@@ -227,7 +227,7 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
     create_index([f"{tmp_path}/train.tar"], tmp_path / "train.json", classes=LABELS, progress="off")
     hp = replace(
         BASE, dataset=f"shards:{tmp_path}/train.json", sample="own_loading:class_of", batch_size=20,
-        model="faults:model", image_size=8, num_ranks=2, bad_samples=2,
+        model="faults:model", image_size=8, num_ranks=2, bad_samples=2, epochs=1,
     )  # fmt: skip
     result = train(hp, tmp_path / "out", quiet(tmp_path, loaders=2))
     assert any("2 samples could not be decoded and were replaced" in note for note in notes(result))

@@ -108,6 +108,15 @@ def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_
     assert path.stat().st_size < parameters + 10_000
 
 
+def test_equal_weights_are_equal_files_wherever_they_are_in_memory(tmp_path: Path) -> None:
+    state = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "a.half": torch.ones(2).half()}
+    other = {"".join([*name]): value.clone() for name, value in [*state.items()][::-1]}
+    other["b.weight"] = other["b.weight"].to(memory_format=torch.channels_last)
+    one = artifacts.save_model(tmp_path / "one", state, {"model": "m"})
+    again = artifacts.save_model(tmp_path / "again", {name: other[name] for name in state}, {"model": "m"})
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in again]
+
+
 @pytest.mark.slow
 @pytest.mark.canary
 def test_a_run_of_a_model_whose_modules_have_versions(digits: Path, tmp_path: Path) -> None:
