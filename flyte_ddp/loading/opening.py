@@ -95,7 +95,10 @@ def open_encoded_splits(
         shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
         ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-        stream = RankStream(ours, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
+        of_hp = {name: getattr(hp, name) for name in ("shuffle_buffer", "seed", "bad_samples")}
+        stream = RankStream(
+            ours, cache, rank(), threads, **of_hp, crop=hp.augment, size=side, share=share, classes=classes
+        )
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         return replace(splits, training=Split(StreamImages(stream, device), StreamOrder(samples)))
     return splits

@@ -40,11 +40,9 @@ def shards(many_shards: Path) -> Path:
 
 
 def options_of(shards: Path, **changes) -> RankStream:
-    index = read_index(str(shards / "train.json"))
-    of_hp = {name: value for name, value in changes.items() if hasattr(BASE, name)}
-    hp = replace(BASE, **{"shuffle_buffer": 50, **of_hp})
-    options = RankStream(index, ShardCache(shards / "no cache"), hp, rank=0, workers=0, size=8, classes=10)
-    return replace(options, **{name: value for name, value in changes.items() if name not in of_hp})
+    options = {"workers": 0, "shuffle_buffer": 50, "seed": 0, "bad_samples": 0, "crop": "none", "size": 8, **changes}
+    index = options.pop("index", None) or read_index(str(shards / "train.json"))
+    return RankStream(index, ShardCache(shards / "no cache"), rank=0, **{"classes": 10, **options})
 
 
 def reader_of(options: RankStream) -> ShardImages:
