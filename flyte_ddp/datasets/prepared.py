@@ -18,6 +18,7 @@ from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_dem
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import join_first
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
@@ -27,7 +28,6 @@ from flyte_ddp.user_code import load_callable
 
 ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
 PreparedSet: TypeAlias = ImageArrays | ItemSet | EncodedSet
-MOST_NAMED = 5  # classes in a text
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
@@ -158,8 +158,7 @@ def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str
         missing = {number: name for number, name in missing.items() if not (mask == number).any()}
         if not missing:
             return []
-    names = ", ".join(map(repr, [*missing.values()][:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")
-    text = f"warning: no pixel of the training masks has the class {names}"
+    text = f"warning: no pixel of the training masks has the class {join_first(map(repr, missing.values()))}"
     if len(missing) >= len(classes) - 1 and any((mask == IGNORED).any() for mask in masks):
         text += f", and pixels that are {IGNORED} are ignored; of masks painted 0 and 255 make classes by masks // 255"
     return [text]
