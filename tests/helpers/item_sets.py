@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +116,6 @@ def leave_one_out(samples: Samples) -> Any:
 
 def fail_to_collate(samples: Samples) -> Any:
     raise KeyError("the collate's own words")
-
-
-def killed(samples: Samples) -> Any:
-    if len(samples) > 1 and any(inputs["row"] == 17 for inputs, _ in samples):  # not alone, as the rank looks at it
-        os.kill(os.getpid(), signal.SIGKILL)
-    return collate(samples)
 
 
 def out_of_memory(samples: Samples) -> Any:
