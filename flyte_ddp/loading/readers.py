@@ -27,16 +27,14 @@ class ShardImages(ImageReader):
         key, contents = self.reader.read_sample(sample, WANTED)
         if len(contents) < 2:  # read all members, because the error of find_image_and_label() lists them
             key, contents = self.reader.read_sample(sample)
-        shard, _ = self.reader.index.locate(sample)
-        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        number, _ = self.reader.index.locate(sample)
+        shard = self.reader.index.shards[number]
+        name, copy = f"sample {key!r} in shard {shard.url}", self.reader.cache.describe_copy(shard)
         image, label = find_image_and_label(name, contents)
-        return Encoded(contents[image], parse_class_number(name, contents[label]), name, key)
+        return Encoded(contents[image], parse_class_number(name, contents[label]), name, key, copy=copy)
 
     def skip_read(self, samples: Indices) -> None:
         self.reader.skip_read(np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist())
-
-    def refetch_if_damaged(self, sample: int) -> None:
-        self.reader.remove_damaged_shard(sample)
 
     def prefetch_files(self, samples: Indices) -> None:
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))

@@ -23,10 +23,7 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader
-from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import open_splits
-from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import Splits
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -295,27 +292,6 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=text):
             Hyperparameters(**values)
-
-
-class Healing(ImageReader):
-    """Its one sample is damaged until it has been fetched again."""
-
-    content = b"no image"
-
-    def read_sample(self, sample: int) -> Encoded:
-        return Encoded(b"", 0, "sample 'x'", "x", {".png": self.content, ".json": b'{"labels": [0, 1]}'})
-
-    def refetch_if_damaged(self, sample: int) -> None:
-        self.content = png_of(np.full((SIDE, SIDE, 3), 7, np.uint8))
-
-
-def test_a_damaged_file_is_fetched_again() -> None:
-    own = OwnFunction("sample", "own_loading:class_of")
-    options = {"size": SIDE, "share": 1.0, "crop": "none", "seed": 0, "classes": 2}
-    samples = EncodedSamples(Healing(), [], BadSamples(0), decode=own, augment=None, **options)
-    image, target, name = samples.start_loads([0], 0)[0]()
-    assert (image == 7).all()
-    assert (target, name, samples.bad.names) == (1, "x", {})
 
 
 def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_path: Path) -> None:
