@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,7 +88,8 @@ class ShardCache:
                 mark.parent.mkdir(exist_ok=True)
             if not mark.exists():  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
-                    found = hash_open_file(file, kind)
+                    make = partial(hashlib.new, kind, usedforsecurity=False)
+                    found = hashlib.file_digest(file, make).hexdigest()  # type: ignore[arg-type]
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
@@ -262,10 +264,6 @@ class ShardCache:
 
 def name_digest(identity: str) -> str:
     return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
-
-
-def hash_open_file(file: BinaryIO, kind: str) -> str:
-    return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
 
 def mark_as_used(file: int) -> None:

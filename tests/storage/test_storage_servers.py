@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import trustme
-from faulty_proxy import faulty_proxy
+from faulty_proxy import faulty_proxy, locking_proxy
 from file_server import file_server
 from image_folders import write_files
-from locking_proxy import locking_proxy
 from s3_server import AT_ONCE, S3Server, s3_server
 from surroundings import object_stores, s3_environment, set_variables
 
