@@ -21,8 +21,7 @@ from torchvision.transforms import v2
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
-from flyte_ddp.loading.own_images import ItemImages
-from flyte_ddp.loading.own_items import ArrayItems
+from flyte_ddp.loading.own_items import ArrayItems, ItemImages
 from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages

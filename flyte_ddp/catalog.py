@@ -3,6 +3,9 @@
 Written down here, because importing torch and torchvision takes over 2 s. Tests compare them with torchvision's own.
 """
 
+import json
+from pathlib import Path
+
 from flyte_ddp.errors import UserError
 
 # Each data set with the side of its square images, in pixels.
@@ -74,22 +77,16 @@ SMALLEST_SIDES: dict[str, int] = {
 }  # fmt: skip
 ANY_SIDE = 8  # pixels: least side for models that take any size; smaller images show nothing
 
-TORCHVISION_CLASSIFIERS = """
-    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201
-    efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4 efficientnet_b5 efficientnet_b6
-    efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
-    mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf
-    regnet_x_32gf regnet_x_3_2gf regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf regnet_y_1_6gf
-    regnet_y_32gf regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34
-    resnet50 resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
-    shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11 vgg11_bn
-    vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32 wide_resnet101_2
-    wide_resnet50_2
-    """.split()  # noqa: SIM905
+# torchvision's image classifiers, each with its published weights by name, the best first: the file, whose name ends
+# with the first digits of its SHA-256; the side in pixels of the model's square; and the shorter side of the image from
+# whose middle the square is cut.
+TORCHVISION_WEIGHTS: dict[str, dict[str, tuple[str, int, int]]] = json.loads(
+    Path(__file__).with_name("torchvision_weights.json").read_bytes()
+)
 # torchvision's image classifiers, each with its smallest image side.
 TORCHVISION_MODELS: dict[str, int] = {
     model: next((side for family, side in SMALLEST_SIDES.items() if model.startswith(family)), ANY_SIDE)
-    for model in TORCHVISION_CLASSIFIERS
+    for model in TORCHVISION_WEIGHTS
 }
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
 MODELS_PAGE = "https://docs.pytorch.org/vision/stable/models.html"  # lists torchvision's

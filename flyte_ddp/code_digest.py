@@ -23,7 +23,7 @@ DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
     *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "leaves.py", "machine.py", "pictures.py"),
-    "torchvision_weights.py",
+    *("torchvision_weights.json", "torchvision_weights.py"),
 )
 PARSING = threading.Lock()
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none
@@ -51,13 +51,13 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the library's Python and TOML files."""
+    """Return 16 hexadecimal digits of a SHA-256 over the library's Python, TOML and JSON files."""
     return hash_files(root, list_package_files(root), bytes)
 
 
 def list_package_files(root: Path) -> list[Path]:
-    """Return the library's Python and TOML files, all that its code reads when it trains."""
-    return [*list_python_files(root), *sorted(root.rglob("*.toml"))]
+    """Return the library's Python, TOML and JSON files, all that its code reads when it trains."""
+    return [*list_python_files(root), *sorted(root.rglob("*.toml")), *sorted(root.rglob("*.json"))]
 
 
 def list_python_files(place: Path) -> list[Path]:

@@ -1,8 +1,8 @@
-"""Format numbers for people."""
+"""Format numbers and lists for people."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def format_percent(share: float | None) -> str:
@@ -70,3 +70,9 @@ def format_duration(seconds: float | None) -> str:
 
 def format_moment(unix: float | None) -> str:
     return "at an unknown time" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))
+
+
+def join_first(texts: Iterable[str], most: int = 5) -> str:
+    """Return the first texts, up to ``most``, with commas between them, and dots for the others."""
+    listed = [*texts]
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")

@@ -9,7 +9,6 @@ import numpy as np
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.datasets.images import (
-    ARRAYS,
     ImageArrays,
     Images,
     Targets,
@@ -72,20 +71,14 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     [d], or a mask [H, W]. Other inputs become leaves, as those of ``arrays``. The training set's attribute ``classes``
     names the classes (default: "0", "1", "2", ...), and ``sample_weights`` is for ``sampling`` "weighted".
     """
-    if not isinstance(result, (ImageArrays, SampleArrays)) and not (
-        isinstance(result, (tuple, list)) and len(result) == 2
-    ):
+    if isinstance(result, (ImageArrays, SampleArrays)):
+        return replace(result, name=spec)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise UserError(
             f"dataset={spec!r}: returned {type(result).__name__}; must return arrays(...), image_arrays(...) or "
             "on_demand(...) of flyte_ddp, or a pair (training set, test set)"
         )
     try:
-        if isinstance(result, SampleArrays):
-            return replace(result, name=spec)
-        if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
-            parts = {name: getattr(result, name) for name in ARRAYS}
-            weights = result.sample_weights
-            return image_arrays(**parts, classes=result.classes, name=spec, sample_weights=weights)
         if not has_images("training set", result[0]):
             sides = (read_leaves(name, each, progress) for name, each in zip(SETS, result, strict=True))
             about = {name: getattr(result[0], name, None) for name in ("classes", "sample_weights")}

@@ -32,6 +32,11 @@ class EncodedSet:
     test: ShardIndex | ImageList | None
     mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet: torchvision's pretrained models expect it
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
+    pictures: ClassVar[bool] = True
+
+    @property
+    def is_stream(self) -> bool:
+        return encoded_kind(self.name) == "stream"
 
     @property
     def test_source(self) -> ShardIndex | ImageList:

@@ -13,7 +13,7 @@ from flyte_ddp.catalog import IMAGES
 from flyte_ddp.class_names import normalize_class_name
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import format_count
+from flyte_ddp.formatting import format_count, join_first
 from flyte_ddp.settings import runs_folder
 from flyte_ddp.storage.digest_list import SUMS
 
@@ -164,5 +164,4 @@ def file_kind(name: str) -> str:
 
 def join_kinds(kinds: Mapping[str, int]) -> str:
     most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
-    listed = ", ".join(f"{count:,} {kind}" for kind, count in most[:LISTED])
-    return listed + (", ..." if len(most) > LISTED else "")
+    return join_first((f"{count:,} {kind}" for kind, count in most), LISTED)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
+from flyte_ddp.datasets.prepared_folder import ArraySet, open_folder, read_array
 from flyte_ddp.errors import UserError
 
 Images = NDArray[np.uint8]
@@ -21,7 +21,7 @@ CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount 
 
 
 @dataclass(frozen=True, eq=False)
-class ImageArrays(StoredSet):
+class ImageArrays(ArraySet):
     """A data set of images as arrays; only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``."""
 
     name: str
@@ -35,13 +35,13 @@ class ImageArrays(StoredSet):
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
 
-    @property
-    def train_samples(self) -> int:
-        return len(self.train_images)
+    pictures = True
 
-    @property
-    def test_samples(self) -> int:
-        return len(self.test_images)
+    # What sets of other samples call these.
+    train_inputs = property(lambda self: self.train_images)
+    train_targets = property(lambda self: self.train_labels)
+    test_inputs = property(lambda self: self.test_images)
+    test_targets = property(lambda self: self.test_labels)
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         return {name: getattr(self, name) for name in ARRAYS}

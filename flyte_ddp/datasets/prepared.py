@@ -18,6 +18,7 @@ from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_dem
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import join_first
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
@@ -27,7 +28,6 @@ from flyte_ddp.user_code import load_callable
 
 ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
 PreparedSet: TypeAlias = ImageArrays | ItemSet | EncodedSet
-MOST_NAMED = 5  # classes in a text
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
@@ -45,16 +45,19 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
     """Return the order of the test set; without one, of a tenth of the encoded images (whole shards of a stream)."""
     if not isinstance(data, EncodedSet):
         return ListedOrder(np.arange(data.test_samples, dtype=np.int32))
-    if isinstance(data.test_source, ImageList):
-        number = len(data.test_source.names)
+    source = data.test_source
+    if isinstance(source, ImageList):
         if data.test is not None:
-            return ListedOrder(np.arange(number, dtype=np.int64))
-        return ListedOrder(split_indices(number, TEST_FRACTION, 0, TEST)[1])
-    counts = data.test_source.counts
+            return ListedOrder(np.arange(len(source.names), dtype=np.int64))
+        return ListedOrder(split_indices(len(source.names), TEST_FRACTION, 0, TEST)[1])
     if data.test is not None:
-        return ShardOrder(ShardSplits(counts, 0.0, 0.0, 0), "training", np.ones(len(counts)))
-    kind = WholeShardSplits if encoded_kind(data.name) == "stream" else ShardSplits
-    return ShardOrder(kind(counts, 0.0, TEST_FRACTION, 0), "test", np.ones(len(counts)))
+        return ShardOrder(ShardSplits(source.counts, 0.0, 0.0, 0), "training")
+    return ShardOrder(divide_shards(data, source.counts, 0.0, 0), "test")
+
+
+def divide_shards(data: EncodedSet, counts: NDArray[np.int64], validation_fraction: float, seed: int) -> ShardSplits:
+    kind = WholeShardSplits if data.is_stream else ShardSplits
+    return kind(counts, validation_fraction, TEST_FRACTION if data.test is None else 0.0, seed)
 
 
 def order_splits(
@@ -65,9 +68,7 @@ def order_splits(
     if not isinstance(data, EncodedSet):
         samples = np.arange(data.train_samples, dtype=np.int32)
     elif isinstance(data.train, ShardIndex):
-        kind = WholeShardSplits if encoded_kind(data.name) == "stream" else ShardSplits
-        test_fraction = TEST_FRACTION if data.test is None else 0.0
-        splits = kind(data.train.counts, validation_fraction, test_fraction, seed)
+        splits = divide_shards(data, data.train.counts, validation_fraction, seed)
         weighted = ShardOrder(splits, "training", data.train.weights, shuffle_shards)
         return {"training": weighted, "validation": ShardOrder(splits, "validation"), "test": tests}
     else:
@@ -138,7 +139,7 @@ def check_prepared_set(
         return describe_missing_classes(data, hp)
     if isinstance(data.train, ImageList):
         return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
-    if encoded_kind(hp.dataset) == "stream":
+    if data.is_stream:
         assert isinstance(orders["training"], ShardOrder)
         left = int(np.count_nonzero(orders["training"].available))
         refuse_unusable_stream(data.train, hp.dataset, left, ranks, max(1, workers))
@@ -157,8 +158,7 @@ def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str
         missing = {number: name for number, name in missing.items() if not (mask == number).any()}
         if not missing:
             return []
-    names = ", ".join(map(repr, [*missing.values()][:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")
-    text = f"warning: no pixel of the training masks has the class {names}"
+    text = f"warning: no pixel of the training masks has the class {join_first(map(repr, missing.values()))}"
     if len(missing) >= len(classes) - 1 and any((mask == IGNORED).any() for mask in masks):
         text += f", and pixels that are {IGNORED} are ignored; of masks painted 0 and 255 make classes by masks // 255"
     return [text]
@@ -210,9 +210,7 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
     """Return the targets of all training samples [N, ...]; None if they are not in one array."""
     if isinstance(data, EncodedSet):
         return data.train.labels if isinstance(data.train, ImageList) else None
-    if isinstance(data, ImageArrays):
-        return data.train_labels
-    targets = data.train_targets if isinstance(data, SampleArrays) else None
+    targets = getattr(data, "train_targets", None)
     return targets if isinstance(targets, np.ndarray) else None
 
 
@@ -224,7 +222,7 @@ def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
     if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
         raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")
-    if not isinstance(data, ItemSet) or has_pictures(data):
+    if data.pictures:
         if hp.collate != "stacked":
             what = f"dataset={data.name!r} has images, which have one size"
             raise UserError(f"collate={hp.collate!r}: {what}; leave it out")

@@ -17,9 +17,10 @@ from flyte_ddp.datasets.columns import (
     require_same_columns,
 )
 from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
-from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
+from flyte_ddp.datasets.prepared_folder import ArraySet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import join_first
 from flyte_ddp.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
@@ -27,7 +28,6 @@ IDS = ("train_ids", "test_ids")
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
 COMPARED_ROWS, LEAST_KEPT = 10_000, 0.99  # the second: share of different numbers that stay different
-LISTED = 5  # names in a text
 # Types that torch does not compute with, and those that they become.
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
@@ -60,7 +60,7 @@ class Ragged:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleArrays(StoredSet):
+class SampleArrays(ArraySet):
     """A data set of arrays, made by :func:`arrays` or opened by :func:`open_sample_arrays`, which sets ``digest``.
 
     Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them.
@@ -79,14 +79,6 @@ class SampleArrays(StoredSet):
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
     preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
-
-    @property
-    def train_samples(self) -> int:
-        return len(next(iter(name_leaves(self.train_inputs).values())))
-
-    @property
-    def test_samples(self) -> int:
-        return len(next(iter(name_leaves(self.test_inputs).values())))
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their files' names: of a leaf ``train_inputs.NAME``, of a ragged one also its ends."""
@@ -272,8 +264,8 @@ def describe_lost_digits(name: str, values: NDArray[Any], columns: Sequence[Any]
     if not found:
         return []
     place = int(np.flatnonzero(changed[:, found[0]])[0]), found[0]
-    listed = [str(each if columns is None else columns[each]) for each in found[:LISTED]]
-    where = f" column {', '.join(listed)}{', ...' if len(found) > LISTED else ''}" if values.ndim > 1 else ""
+    names = (str(each if columns is None else columns[each]) for each in found)
+    where = f" column {join_first(names)}" if values.ndim > 1 else ""
     note = f"{name}{where}: floats are kept as float32, in which {rows[place]:.17g} is {kept[place]:.17g}; subtract"
     return [f"{note} what all have in common, such as the first time, or give ids as whole numbers"]
 

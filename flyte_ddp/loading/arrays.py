@@ -41,7 +41,6 @@ class ArrayImages(BatchSource):
 
 
 def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    """Return rows [n, ...] of a tensor, both on the device or on the CPU, as a tensor on the device. Does not wait."""
     taken = values.index_select(0, rows)  # much faster than ``values[rows]`` on a CPU
     return taken if values.device == device else copy_to_device(taken, device)
 
@@ -118,7 +117,6 @@ class ArrayBatches(BatchSource):
 def open_array_images(
     device: torch.device, images: NDArray[np.uint8], targets: NDArray[Any], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
-    """Return an ArrayImages of these arrays, stored where :func:`choose_store` says."""
     store = choose_store(device, images.nbytes + targets.nbytes)
     return ArrayImages(to_device(images, store), to_device(targets, store), device, augment, seed)
 
@@ -130,7 +128,6 @@ def open_array_batches(
     masked: str | None,
     ids: NDArray[np.str_] | None = None,
 ) -> ArrayBatches:
-    """Return an ArrayBatches of these arrays, stored where :func:`choose_store` says."""
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
 

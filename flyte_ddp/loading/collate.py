@@ -20,7 +20,6 @@ Samples = Sequence[tuple[Leaves, Leaves]]
 
 
 def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of samples as one batch: each leaf a tensor [n, ...]; ``names`` are for errors."""
 
     def stack_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         shape = leaves[0].shape

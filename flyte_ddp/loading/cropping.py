@@ -55,7 +55,6 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
 
 
 def middle_crop(height: int, width: int, share: float = EVALUATION_SHARE) -> Crop:
-    """Return the square in the middle, with ``share`` of the shorter side."""
     side = max(1, round(min(height, width) * share))
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 

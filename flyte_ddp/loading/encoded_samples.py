@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from flyte_ddp.loading.own_samples import (
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.order.sampling import Indices, Order
+from flyte_ddp.order.sampling import Indices
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class EncodedSamples(SampleLoader):
     """
 
     reader: ImageReader
-    orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
+    orders: Sequence[SampleOrder]  # of the splits that the reader's samples make up, without common samples
     bad: BadSamples
     _: KW_ONLY
     size: int  # side of the squares, in pixels
@@ -56,13 +56,14 @@ class EncodedSamples(SampleLoader):
     seed: int = 0  # of the random parts
     decode: OwnFunction | None = None  # returns image and target of a sample's members; None: an image file and a class
     augment: OwnFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
+    like: TargetSpec | None = None  # None: of ``decode`` the targets are like that of the first sample of ``orders``
 
     def __post_init__(self) -> None:
         self.sizes = ((self.size, self.size, 3),)
-        self.targets = TargetSpec(np.dtype(np.int64), (), self.classes)
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
         self.fetched = Counter[str]()  # by other processes, by the shards' addresses
+        self.targets = self.like or self.find_target_spec()
         self.reported = self.count_found()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,10 +73,10 @@ class EncodedSamples(SampleLoader):
     def count_found(self) -> tuple[int, int, Counter[str]]:
         return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
-    def find_target_spec(self, order: Order) -> TargetSpec:
-        """Return what all targets are, given the first sample of an order, which this process decodes."""
-        assert self.decode is not None
-        first = int(order.samples(slice(0, 1))[0])
+    def find_target_spec(self) -> TargetSpec:
+        if self.decode is None:
+            return TargetSpec(np.dtype(np.int64), (), self.classes)
+        first = int(self.orders[0].samples(slice(0, 1))[0])
         with keep_random_state():
             image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first), None)
         where = f"sample {name!r}"
@@ -93,7 +94,6 @@ class EncodedSamples(SampleLoader):
     def load_read(
         self, sample: int, epoch: int | None, read: Callable[[], Encoded], draws: NDArray[np.float64] | None
     ) -> Sample:
-        """Return a sample that was read; ``draws`` of its random part, None for the middle."""
         image, target, name = self.load_image_or_substitute(sample, read(), epoch)
         loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
         if self.augment is not None and epoch is not None:
@@ -125,7 +125,6 @@ class EncodedSamples(SampleLoader):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
-        """Return pixels and target of a sample, or None for a damaged one, which is recorded in ``bad``."""
         if encoded.name in self.bad.names:
             return None
         try:

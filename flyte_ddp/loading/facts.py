@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import join_first
 from flyte_ddp.parallel.distributed import gather_objects
 
 FEW = 5  # names that a text lists at most
@@ -59,5 +60,4 @@ def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
 
 
 def join_few(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")
+    return join_first(sorted(names), FEW)

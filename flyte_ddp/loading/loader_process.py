@@ -134,7 +134,6 @@ def tensor_to_array(value: Any) -> Any:
 
 
 def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
-    """Load samples into the memory of their batch, from place ``first`` on."""
     targets, names = layout.targets(memory), []
     shapes = set[tuple[int, ...]]()
     for place, load in enumerate(loads, first):

@@ -7,26 +7,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyte_ddp.catalog import ENCODED_SIDE, encoded_kind
+from flyte_ddp.catalog import ENCODED_SIDE
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import (
     PreparedSet,
     SampleOrder,
-    has_pictures,
     no_samples_error,
     order_splits,
     order_test_split,
     order_training,
 )
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading.encoded import BadSamples, ImageReader
+from flyte_ddp.loading.encoded import BadSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.opening_items import open_image_splits, open_leaf_splits
+from flyte_ddp.loading.opening_items import open_item_splits
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
-from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
 from flyte_ddp.loading.split import Split, Splits, make_splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.threads import LoaderThreads
@@ -59,9 +56,7 @@ def open_splits(
     threads = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))
     if isinstance(data, EncodedSet):
         return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
-    if isinstance(data, ImageArrays) or has_pictures(data):
-        return open_image_splits(data, orders, hp, device, threads)
-    return open_leaf_splits(data, orders, hp, device, threads)
+    return open_item_splits(data, orders, hp, device, threads)
 
 
 def open_encoded_splits(
@@ -73,7 +68,6 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
-    """Return the splits of encoded images, loaded by ``threads`` threads or processes, see :func:`choose_pool`."""
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
@@ -82,28 +76,29 @@ def open_encoded_splits(
     streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
     decode, augment = import_own_loading(hp)
     options: dict[str, Any] = {"size": side, "share": share, "seed": hp.seed, "classes": classes, "decode": decode}
-    bad, loaders = BadSamples(hp.bad_samples), dict[str, EncodedSamples]()
+    bad, members = BadSamples(hp.bad_samples), decode is not None
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    training: dict[str, Any] = {"augment": augment, "crop": "none" if augment else hp.augment}
-    for part, source, of, own in (("train", data.train, in_train, training), ("test", data.test, [orders["test"]], {})):
-        if source is not None:
-            reader = open_image_reader(source, settings, streams, members=decode is not None)
-            loaders[part] = EncodedSamples(reader, of, bad, **options, **own)
-    if decode:
-        targets = loaders["train"].find_target_spec(orders["training"])
-        for loader in loaders.values():
-            loader.targets = targets
+    reader = open_image_reader(data.train, settings, streams, members=members)
+    crop = "none" if augment else hp.augment
+    loaders = {"train": EncodedSamples(reader, in_train, bad, **options, augment=augment, crop=crop)}
+    targets = loaders["train"].targets
+    if data.test is not None:
+        reader = open_image_reader(data.test, settings, streams, members=members)
+        loaders["test"] = EncodedSamples(reader, [orders["test"]], bad, **options, like=targets)
     pool = choose_pool([*loaders.values()], threads, device)
     sources = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
     inputs = InputSpec(3, side, side, data.mean, data.std)
-    splits = make_splits(orders, sources, {}, inputs, loaders["train"].targets)
-    if encoded_kind(hp.dataset) == "stream":
+    splits = make_splits(orders, sources, {}, inputs, targets)
+    if data.is_stream:
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
         shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
         ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-        stream = RankStream(ours, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
+        of_hp = {name: getattr(hp, name) for name in ("shuffle_buffer", "seed", "bad_samples")}
+        stream = RankStream(
+            ours, cache, rank(), threads, **of_hp, crop=hp.augment, size=side, share=share, classes=classes
+        )
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         return replace(splits, training=Split(StreamImages(stream, device), StreamOrder(samples)))
     return splits
@@ -132,8 +127,6 @@ def open_encoded_test_split(
     loader = EncodedSamples(
         reader, [order], bad, size=spec.height, share=spec.crop_share, classes=classes, decode=decode
     )
-    if decode:
-        loader.targets = loader.find_target_spec(order)
     pool = choose_pool([loader], settings.loaders or count_cores(), device)
     return Split(WorkerImages(loader, pool, device), order), loader
 
@@ -153,7 +146,7 @@ def open_image_reader(
 ) -> ImageReader:
     """Return a reader of image files, or of shards: of images and labels, or of all ``members``. Reads nothing yet."""
     if isinstance(source, ImageList):
-        return (FileMembers if members else FileReader)(source)
+        return FileReader(source, members=members)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
     reader = ShardReader(source, cache, most_open=2 * streams, most_ahead=streams)
-    return (ShardMembers if members else ShardImages)(reader)
+    return ShardImages(reader, members=members)

@@ -10,18 +10,17 @@ import torch
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.prepared import ItemSet, has_pictures, order_test_split
+from flyte_ddp.datasets.prepared import ItemSet, order_test_split
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, name_leaves
 from flyte_ddp.loading.arrays import open_array_batches, open_array_images
 from flyte_ddp.loading.collate import PADDED, STACKED
-from flyte_ddp.loading.own_images import ItemImages
-from flyte_ddp.loading.own_items import ArrayItems, ItemLoader, Items, OnDemandItems
-from flyte_ddp.loading.own_samples import import_own_loading, target_spec
+from flyte_ddp.loading.own_items import ArrayItems, ItemImages, ItemLoader, Items, OnDemandItems
+from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading, target_spec
 from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
-from flyte_ddp.loading.workers import make_pool
+from flyte_ddp.loading.workers import LoaderPool, make_pool
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
@@ -34,65 +33,39 @@ TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by 
 
 
 class ItemFacts(NamedTuple):
-    """What the samples of a data set of any leaves have in common."""
+    """What the samples of a data set have in common."""
 
-    inputs: LeavesSpec
+    inputs: ModelInput
     targets: TargetSpec | None  # None: they are several leaves, or none
     masked: str | None = None  # name of the input whose mask the model also gets, if ``collate`` is "padded"
 
 
-def open_image_splits(
-    data: ImageArrays | OnDemandSet,
-    orders: Mapping[str, Order],
-    hp: Hyperparameters,
-    device: torch.device,
-    workers: int,
+def open_item_splits(
+    data: ImageArrays | ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
 ) -> Splits:
-    """Return the splits of images in arrays, or of pictures on demand; ``workers`` processes run the user's code."""
+    """Return the splits of arrays, or of a set on demand; ``workers`` processes load what needs the user's own code."""
     _, augment = import_own_loading(hp)
+    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, num_classes=hp.num_classes)
+    if hp.mixup and isinstance(facts.inputs, LeavesSpec):
+        mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
+        if hp.collate == PADDED or not mixed:
+            inputs = facts.inputs.describe() + (", padded" if hp.collate == PADDED else "")
+            raise UserError(
+                f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
+            )
     crop = "none" if augment else hp.augment
-    inputs, targets = describe_images(data, "train", orders["training"], hp.seed, hp.num_classes)
-    direct: dict[str, BatchSource] = {}
-    if isinstance(data, ImageArrays):
-        direct["train"] = open_array_images(device, data.train_images, data.train_labels, crop, hp.seed)
-        direct["test"] = open_array_images(device, data.test_images, data.test_labels)
-    own_augment = {"train": augment, "test": None}
+    direct = dict[str, BatchSource]()
+    if not isinstance(data, OnDemandSet) and ":" not in hp.collate:
+        crops = {"augment": crop, "seed": hp.seed} if data.pictures else {}
+        direct["train"] = open_side_of_arrays(data, "train", facts, device, **crops)
+        direct["test"] = open_side_of_arrays(data, "test", facts, device)
     loaders = {
-        side: make_image_loader(data, side, inputs, targets, hp.seed, augment=own, image_size=hp.image_size)
-        for side, own in own_augment.items()
+        side: make_loader(data, side, facts, hp.collate, hp.seed, augment=own, image_size=hp.image_size)
+        for side, own in (("train", augment), ("test", None))
         if own or not direct
     }
     pool = make_pool([*loaders.values()], workers)
-    by_processes = {side: WorkerImages(loader, pool, device, crop, hp.seed) for side, loader in loaders.items()}
-    return make_splits(orders, direct, by_processes, inputs, targets)
-
-
-def open_leaf_splits(
-    data: ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
-) -> Splits:
-    """Return the splits of samples of any leaves; ``workers`` processes load what needs the user's own code."""
-    _, augment = import_own_loading(hp)
-    items = open_items(data)
-    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed)
-    mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
-    if hp.mixup and (hp.collate == PADDED or not mixed):
-        inputs = facts.inputs.describe() + (", padded" if hp.collate == PADDED else "")
-        raise UserError(
-            f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
-        )
-    direct = {
-        side: open_array_batches(device, each.inputs, each.targets, facts.masked, each.ids)
-        for side, each in items.items()
-        if isinstance(each, ArrayItems) and ":" not in hp.collate
-    }
-    own_augment = {"train": augment, "test": None}
-    loaders = {
-        side: ItemLoader(items[side], side, hp.collate, hp.seed, augment=own, masked=facts.masked)
-        for side, own in own_augment.items()
-        if own or not direct
-    }
-    pool = make_pool([*loaders.values()], workers)
-    by_processes = {side: ItemBatches(loader, pool, device) for side, loader in loaders.items()}
+    by_processes = {side: load_by_processes(loader, pool, device, crop) for side, loader in loaders.items()}
     return make_splits(orders, direct, by_processes, facts.inputs, facts.targets)
 
 
@@ -110,69 +83,75 @@ def open_item_test_split(
     Reads up to LOOKED_AT (16) samples here if the user's own code reads or collates them. ``collate`` and ``seed`` are
     the hyperparameters of the model that gets the samples, ``like`` its inputs, whose order a dict of inputs gets.
     """
-    items, order = open_items(data)["test"], order_test_split(data)
-    if isinstance(data, ImageArrays) or has_pictures(data):
-        inputs, targets = describe_images(data, "test", order, seed, 0)
-        if isinstance(data, ImageArrays):
-            return Split(open_array_images(device, data.test_images, data.test_labels), order), inputs
-        images = make_image_loader(data, "test", inputs, targets, seed)
-        return Split(WorkerImages(images, make_pool([images], workers), device), order), inputs
+    order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, like=like)
-    if isinstance(items, ArrayItems) and ":" not in collate:
-        arrays = open_array_batches(device, items.inputs, items.targets, facts.masked, items.ids)
-        return Split(arrays, order), facts.inputs
-    loader = ItemLoader(items, "test", collate, seed, masked=facts.masked)
-    return Split(ItemBatches(loader, make_pool([loader], workers), device), order), facts.inputs
+    if not isinstance(data, OnDemandSet) and (data.pictures or ":" not in collate):
+        return Split(open_side_of_arrays(data, "test", facts, device), order), facts.inputs
+    loader = make_loader(data, "test", facts, collate, seed)
+    return Split(load_by_processes(loader, make_pool([loader], workers), device), order), facts.inputs
 
 
 def open_items(data: ImageArrays | ItemSet) -> dict[str, Items]:
     if isinstance(data, OnDemandSet):
         return {side: OnDemandItems(data, side) for side in ("train", "test")}
-    if isinstance(data, ImageArrays):
-        train, test = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
-        return {"train": ArrayItems(*train), "test": ArrayItems(*test)}
     return {
         "train": ArrayItems(data.train_inputs, data.train_targets, data.train_ids),
         "test": ArrayItems(data.test_inputs, data.test_targets, data.test_ids),
     }
 
 
-def make_image_loader(
-    data: ImageArrays | OnDemandSet, side: str, inputs: InputSpec, targets: TargetSpec, seed: int, **augmentation: Any
-) -> ItemImages:
-    size = inputs.height, inputs.width, inputs.channels
-    name = f"dataset={data.name!r}: {side}"
-    return ItemImages(open_items(data)[side], name, size=size, targets=targets, seed=seed, **augmentation)
-
-
-def describe_images(
-    data: ImageArrays | OnDemandSet, side: str, order: Order, seed: int, num_classes: int
-) -> tuple[InputSpec, TargetSpec]:
-    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand.
-
-    Pictures on demand are normalised as ImageNet, because their own mean and deviation would need all of them.
-    """
+def open_side_of_arrays(
+    data: ImageArrays | SampleArrays, side: str, facts: ItemFacts, device: torch.device, **augmentation: Any
+) -> BatchSource:
+    inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
     if isinstance(data, ImageArrays):
-        _, height, width, channels = data.train_images.shape
-        targets = TargetSpec(data.train_labels.dtype, data.train_labels.shape[1:], len(data.classes))
-        return InputSpec(channels, height, width, data.mean, data.std), targets
-    first = int(order.samples(slice(0, 1))[0])
-    with keep_random_state():
-        pixels, target = open_items(data)[side].read_item(first, seed, None)
-    height, width, channels = pixels.shape
-    mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
-    classes = len(data.classes) or num_classes
-    targets = target_spec(f"dataset={data.name!r}", target, classes, f"{side} sample {first}")
-    return InputSpec(channels, height, width, mean, std), targets
+        return open_array_images(device, inputs, targets, **augmentation)
+    return open_array_batches(device, inputs, targets, facts.masked, ids)
+
+
+def make_loader(
+    data: ImageArrays | ItemSet,
+    side: str,
+    facts: ItemFacts,
+    collate: str,
+    seed: int,
+    *,
+    augment: OwnFunction | None = None,
+    image_size: int = 0,
+) -> ItemImages | ItemLoader:
+    items = open_items(data)[side]
+    if not isinstance(facts.inputs, InputSpec):
+        return ItemLoader(items, side, collate, seed, augment=augment, masked=facts.masked)
+    assert facts.targets is not None
+    size = facts.inputs.height, facts.inputs.width, facts.inputs.channels
+    name = f"dataset={data.name!r}: {side}"
+    return ItemImages(items, name, size=size, targets=facts.targets, seed=seed, augment=augment, image_size=image_size)
+
+
+def load_by_processes(
+    loader: ItemImages | ItemLoader, pool: LoaderPool | None, device: torch.device, crop: str = "none"
+) -> BatchSource:
+    if isinstance(loader, ItemImages):
+        return WorkerImages(loader, pool, device, crop, loader.seed)
+    return ItemBatches(loader, pool, device)
 
 
 def describe_items(
-    data: ItemSet, side: str, order: Order, collate: str, seed: int, *, like: LeavesSpec | None = None
+    data: ImageArrays | ItemSet,
+    side: str,
+    order: Order,
+    collate: str,
+    seed: int,
+    *,
+    like: LeavesSpec | None = None,
+    num_classes: int = 0,
 ) -> ItemFacts:
-    """Return the facts of a data set, the inputs in the order of ``like``.
+    """Return the facts of a data set, leaves of inputs in the order of ``like``.
 
     On demand, or with a ``collate`` of the user's own, they are of up to 16 samples (LOOKED_AT), which are read here.
     """
+    if data.pictures:
+        return describe_images(data, side, order, seed, num_classes)
     if isinstance(data, SampleArrays) and ":" not in collate:
         inputs, targets = describe_leaves(data.train_inputs), describe_leaves(data.train_targets)
     else:
@@ -196,6 +175,25 @@ def describe_items(
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))
     return ItemFacts(inputs, single_target_spec(targets), masked if collate == PADDED else None)
+
+
+def describe_images(data: ImageArrays | ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
+    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand.
+
+    Pictures on demand are normalised as ImageNet, because their own mean and deviation would need all of them.
+    """
+    if isinstance(data, ImageArrays):
+        _, height, width, channels = data.train_images.shape
+        targets = TargetSpec(data.train_labels.dtype, data.train_labels.shape[1:], len(data.classes))
+        return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
+    first = int(order.samples(slice(0, 1))[0])
+    with keep_random_state():
+        pixels, target = open_items(data)[side].read_item(first, seed, None)
+    height, width, channels = pixels.shape
+    mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
+    classes = len(data.classes) or num_classes
+    targets = target_spec(f"dataset={data.name!r}", target, classes, f"{side} sample {first}")
+    return ItemFacts(InputSpec(channels, height, width, mean, std), targets)
 
 
 def describe_leaves(leaves: Leaves) -> LeavesSpec:

@@ -1,8 +1,8 @@
-"""Load batches of a data set's items in loader processes: read, augment and collate them with the user's code."""
+"""Load a data set's items, from arrays or by the user's code: batches of any leaves, or single images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +15,16 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, map_leaves
 from flyte_ddp.loading.collate import PADDED, Samples, pad_samples, stack_samples
-from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
+from flyte_ddp.loading.own_samples import (
+    OwnCodeError,
+    OwnFunction,
+    Sample,
+    SampleLoader,
+    augment_sample,
+    convert_target,
+)
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
+from flyte_ddp.loading.split import TargetSpec
 
 
 class Items(Protocol):
@@ -54,9 +62,7 @@ class OnDemandItems:
         samples = getattr(self.data.sets, self.side)
         wrapped, seeded = samples, list[Any]()
         while wrapped is not None:
-            attributes = getattr(wrapped, "__dict__", {}).values()
-            seeded += find_seeded_transforms(type(wrapped).__getitem__)
-            seeded += [each for each in attributes if callable(getattr(each, "set_random_seed", None))]
+            seeded += find_seeded_transforms(wrapped, "__getitem__")
             wrapped = getattr(wrapped, "dataset", None)  # of torch's Subset
         return samples, seeded
 
@@ -100,7 +106,6 @@ class ItemLoader:
         return pad_samples(loaded, names, self.masked) if self.collate == PADDED else stack_samples(loaded, names)
 
     def name_samples(self, samples: Sequence[int]) -> list[str]:
-        """Return the ids that the user has given to samples; empty if there are none."""
         ids = getattr(self.items, "ids", None)
         return [] if ids is None else ids[samples].tolist()
 
@@ -132,6 +137,42 @@ class ItemLoader:
             return inputs, targets
         augment.seed(self.seed, epoch, sample)
         return augment.call_pair(name, inputs, targets)
+
+
+@dataclass(eq=False)
+class ItemImages(SampleLoader):
+    """Images of one side, "train" or "test", of a data set, whose items are pairs of pixels and a target."""
+
+    items: Items
+    name: str  # for errors
+    _: KW_ONLY
+    size: tuple[int, ...]  # [H, W, C] of all images as the data set has them
+    targets: TargetSpec
+    seed: int
+    augment: OwnFunction | None = None  # may return images of ``size``, or of ``image_size`` unless that is 0
+    image_size: int = 0
+
+    def __post_init__(self) -> None:
+        own = (self.image_size, self.image_size, self.size[2])
+        self.sizes = (self.size, own) if self.image_size else (self.size,)
+
+    def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+        return [partial(self.load_sample, sample, epoch) for sample in samples]
+
+    def load_sample(self, sample: int, epoch: int | None) -> Sample:
+        own, where = self.name, f"sample {sample}"
+        image, target = self.items.read_item(sample, self.seed, epoch)
+        loaded = Sample(image, np.asarray(target), "")
+        if self.augment is not None and epoch is not None:
+            own = str(self.augment)
+            loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
+        if loaded.image.shape not in self.sizes:
+            sizes = " or ".join(str(list(size)) for size in self.sizes)
+            raise UserError(
+                f"{own} returned {list(loaded.image.shape)} as the image of {where}: must be {sizes}; give all "
+                "images one size and one mode, such as by resize and convert('RGB')"
+            )
+        return Sample(loaded.image, convert_target(own, loaded.target, self.targets, where), "")
 
 
 def copy_leaf(leaf: Any) -> Any:

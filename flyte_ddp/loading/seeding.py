@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import random
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,20 +32,16 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
         transform.set_random_seed(bits % 2**32)
 
 
-def find_seeded_transforms(own: Callable[..., Any]) -> list[Any]:
-    """Return the objects with a method ``set_random_seed`` that a function or object uses, each once.
+def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
+    """Return the objects with a method ``set_random_seed`` that a function, or an object's ``method``, uses, each once.
 
-    Looks at the callable, its attributes and those of its class, and the global variables and closure of its function,
+    Looks at the object, its attributes and those of its class, and the global variables and closure of the function,
     but not into lists, nor into other functions.
     """
-    function = inspect.unwrap(own if inspect.isroutine(own) else type(own).__call__)
-    found = [
-        own,
-        *getattr(own, "__dict__", {}).values(),
-        *(each for kind in type(own).__mro__ for each in vars(kind).values()),
-    ]
-    if code := getattr(function, "__code__", None):
-        found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
+    function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
+    found = [own, *(value for _, value in inspect.getmembers_static(own))]
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        found += [*used.globals.values(), *used.nonlocals.values()]
     seeded = (each for each in found if callable(getattr(each, "set_random_seed", None)) and not isinstance(each, type))
     return list({id(each): each for each in seeded}.values())

@@ -19,13 +19,11 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_checked_sample
-from flyte_ddp.loading.readers import ShardImages
+from flyte_ddp.loading.encoded import BadSamples, Encoded, ShardImages, decode_checked_sample
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.images import EVALUATION_SHARE
@@ -61,9 +59,12 @@ class RankStream:
 
     index: ShardIndex  # the shards of this rank
     cache: ShardCache
-    hp: Hyperparameters  # used: ``shuffle_buffer``, ``augment``, ``seed`` and ``bad_samples``
     rank: int
     workers: int  # processes that read and decode
+    shuffle_buffer: int
+    seed: int
+    bad_samples: int
+    crop: str  # resized_crop (a random part, mirrored half of the time) or none (the middle)
     size: int  # side of the images, in pixels
     classes: int
     share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
@@ -71,7 +72,7 @@ class RankStream:
 
     def derive_seed(self, purpose: int) -> int:
         """Return a seed that differs by rank, by the sample where the run began, and by ``purpose``."""
-        words = [self.hp.seed, self.rank, self.start, purpose]
+        words = [self.seed, self.rank, self.start, purpose]
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
@@ -135,12 +136,12 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
         persistent_workers=bool(stream.workers),
         worker_init_fn=prepare_worker,
         # Else it would draw from torch's global generator, as the model does.
-        generator=torch.Generator().manual_seed(stream.hp.seed),
+        generator=torch.Generator().manual_seed(stream.seed),
     )
     mixed = loader.compose(
         raise_forwarded_error,
         wds.filters.unbatched(),
-        wds.filters.shuffle(stream.hp.shuffle_buffer, seed=stream.derive_seed(0)),
+        wds.filters.shuffle(stream.shuffle_buffer, seed=stream.derive_seed(0)),
     ).repeat()
     return iter(mixed)
 
@@ -164,7 +165,7 @@ def make_worker_pipeline(stream: RankStream) -> Any:
     """Return a worker's endless pipeline of batches of 16 samples; a UserError comes as its last item."""
     import webdataset as wds
 
-    buffer = stream.hp.shuffle_buffer
+    buffer = stream.shuffle_buffer
     reader = ShardImages(ShardReader(stream.index, stream.cache, most_open=1))
     return wds.DataPipeline(
         partial(order_worker_shards, stream),
@@ -202,10 +203,10 @@ def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -
 
 def decode_samples(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
     """Yield images uint8 [size, size, 3] and labels of samples; leave out up to ``bad_samples`` damaged ones."""
-    bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
+    bad, failures_in_a_row = BadSamples(stream.bad_samples), 0
     number, workers = worker_number_and_count()
     # More failures in a row than this only a whole pass of bad samples can cause.
-    most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer
+    most = int(stream.index.counts[number::workers].sum()) + stream.shuffle_buffer
     for passes, encoded in samples:
         try:
             pixels, label = decode_checked_sample(encoded, stream.classes)
@@ -216,8 +217,8 @@ def decode_samples(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -
                 raise UserError(f"{encoded.name}: no sample of its worker can be decoded ({error})") from None
             continue
         failures_in_a_row, draws = 0, None
-        if stream.hp.augment == "resized_crop":
-            [draws] = cropping.draw_crops(stream.hp.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
+        if stream.crop == "resized_crop":
+            [draws] = cropping.draw_crops(stream.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
         yield np.ascontiguousarray(cropping.crop_to_square(pixels, stream.size, draws, stream.share)), label
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,26 +24,28 @@ from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
+Pool = TypeVar("Pool", bound=LoaderPool | LoaderThreads)
 
-class WorkerSource(BatchSource):
+
+class WorkerSource(BatchSource, Generic[Pool]):
     """Base class of sources whose samples processes or threads load; without a pool the rank loads them itself."""
 
     # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
     check_targets: Callable[[NDArray[Any]], None] | None = None
 
-    def __init__(self, pool: LoaderPool | LoaderThreads | None, device: torch.device) -> None:
+    def __init__(self, pool: Pool | None, device: torch.device) -> None:
         self.pool, self.device, self.loaders = pool, device, pool.number if pool else 0
         # What :meth:`submit_batch` has returned of batches that processes are loading, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
-    def submit_batch(self, samples: Indices, epoch: int | None) -> Any:
+    def submit_batch(self, pool: Pool, samples: Indices, epoch: int | None) -> Any:
         """Start to load these samples in the pool, and return what is needed to receive them."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
         key = (epoch, samples.tobytes())
         if self.pool is not None and key not in self.pending:
-            self.pending[key] = self.submit_batch(samples, epoch)
+            self.pending[key] = self.submit_batch(self.pool, samples, epoch)
 
     def take_pending(self, samples: Indices, epoch: int | None) -> Any:
         self.prefetch_batch(samples, epoch)
@@ -56,7 +58,7 @@ class WorkerSource(BatchSource):
             self.pool.close()
 
 
-class WorkerImages(WorkerSource):
+class WorkerImages(WorkerSource[LoaderPool | LoaderThreads]):
     """Source of samples of images: each process or thread loads a part of each batch."""
 
     batches_ahead = 2  # enough to keep the pool busy while load_batch() waits for a batch
@@ -71,7 +73,6 @@ class WorkerImages(WorkerSource):
     ) -> None:
         """``crop`` (none, crop or crop_flip) is done to batches of training, with random numbers by ``seed``."""
         super().__init__(pool, device)
-        self.pool: LoaderPool | LoaderThreads | None = pool
         self.loader = loader
         self.crop, self.seed = crop, seed
         self.prefetch_files = loader.prefetch_files
@@ -105,9 +106,8 @@ class WorkerImages(WorkerSource):
         kind = self.loader.targets
         return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype.str, kind.shape)
 
-    def submit_batch(self, samples: Indices, epoch: int | None) -> Any:
-        assert self.pool is not None
-        return self.pool.start_images(self.loader, samples, epoch, self.layout(samples))
+    def submit_batch(self, pool: LoaderPool | LoaderThreads, samples: Indices, epoch: int | None) -> Any:
+        return pool.start_images(self.loader, samples, epoch, self.layout(samples))
 
     def facts(self) -> Facts:
         return self.loader.facts()
@@ -117,18 +117,16 @@ class WorkerImages(WorkerSource):
         self.loader.close()
 
 
-class ItemBatches(WorkerSource):
+class ItemBatches(WorkerSource[LoaderPool]):
     """Source of batches of items, each loaded and collated by one loader process."""
 
     def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
         super().__init__(pool, device)
-        self.pool: LoaderPool | None = pool
         self.loader = loader
         self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
 
-    def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
-        assert self.pool is not None
-        return self.pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
+    def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
+        return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         if self.pool is None:

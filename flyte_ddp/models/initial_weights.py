@@ -145,7 +145,6 @@ def read_weights(path: Path, init_from: str) -> Any:
 
 
 def delete_parts(weights: Any, parts: Collection[str]) -> None:
-    """Delete the tensors and versions of ``parts`` (names of tensors or modules) from a state_dict, in place."""
     for named in (weights, weights._metadata):
         for name in [name for name in named if is_in_parts(name, parts)]:
             del named[name]
@@ -166,7 +165,6 @@ def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
 
 
 def split_part_names(names: str) -> list[str]:
-    """Return the names of modules and tensors in a list with commas, such as the hyperparameter ``init_skip``."""
     return [part.strip().rstrip(".") for part in names.split(",") if part.strip()]
 
 

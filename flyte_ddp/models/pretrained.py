@@ -50,7 +50,6 @@ def torch_hub_folder() -> Path:
 
 
 def is_writable_folder(folder: Path) -> bool:
-    """Return whether files can be made in a folder; make it if it is missing."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         return os.access(folder, os.W_OK)

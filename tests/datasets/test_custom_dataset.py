@@ -1,6 +1,5 @@
 """A user's own data set: what its callable may return, and when its fingerprint changes."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,13 +125,10 @@ def test_wrong_results_are_refused(train: Any, said: str) -> None:
         arrays_from_result("own:data", (train, [(GREY, 0)]), Progress("off"))
 
 
-def test_arrays_can_be_returned_and_are_checked() -> None:
+def test_arrays_can_be_returned() -> None:
     right = image_arrays(GREY[None], [0], GREY[None], [0], classes=["one"])
     made = arrays_from_result("own:data", right, Progress("off"))
     assert (made.name, made.classes) == ("own:data", ("one",))
-    wrong = dataclasses.replace(right, train_labels=np.array([7]))
-    with pytest.raises(UserError, match="label 7 of sample 0"):
-        arrays_from_result("own:data", wrong, Progress("off"))
     with pytest.raises(UserError, match="returned NoneType; must return arrays"):
         arrays_from_result("own:data", None, Progress("off"))
 

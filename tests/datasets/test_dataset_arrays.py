@@ -42,7 +42,6 @@ def blank(*shape: int) -> Any:
     ("changes", "said"),
     [
         ({"train_images": blank(6, 4, 5, 3).astype(np.float32)}, "train_images: must be uint8.*float32"),
-        ({"train_images": [blank(4, 5, 3), blank(4, 6, 3)]}, "train_images: is no array .*inhomogeneous"),
         ({"train_images": blank(6, 4)}, r"\[N, H, W, C\].*got \[6, 4\]"),
         ({"test_images": blank(4, 0, 5, 3)}, r"test_images:.*got \[4, 0, 5, 3\]"),
         ({"train_images": blank(6, 3, 32, 32)}, r"looks like \[N, C, H, W\]"),
@@ -51,12 +50,10 @@ def blank(*shape: int) -> Any:
         ({"train_labels": [0] * 5}, r"one label for each of the 6 images, got shape \[5\]"),
         ({"train_labels": [0, 1, 2, 3, 0, 0]}, r"label 3 of sample 3 .*must be 0\.\.2"),
         ({"test_labels": [0, -1, 0, 0]}, r"test_labels: label -1 of sample 1 .*must be 0\.\.2"),
-        ({"test_labels": [[0], [0, 1], [0], [0]]}, "test_labels: is no array .*inhomogeneous"),
         ({"train_images": np.ma.masked_equal(blank(6, 4, 5, 3), 0)}, "train_images: has masked values, and the mask"),
         ({"test_labels": np.ma.masked_equal([0, 1, 2, 0], 0)}, "test_labels: has masked values, and the mask"),
         ({"test_labels": np.full(4, 2**63, np.uint64)}, "test_labels: has 9223372036854775808: whole numbers must"),
         ({"classes": []}, "a name for each class"),
-        ({"classes": np.array([])}, "a name for each class"),
     ],
 )
 def test_wrong_arrays_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -3,7 +3,6 @@
 import base64
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -21,7 +20,7 @@ from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
-from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
+from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
@@ -165,29 +164,19 @@ def test_attributes_of_a_set_are_kept() -> None:
     assert found.sample_weights.tolist() == [1, 2, 3, 0, 0, 0]
 
 
-ITEMS: dict[str, tuple[list[Any], str]] = {
-    "another form": (
-        [((1, 2), 0), ([1, 2], 0)],
-        "the inputs of item 1 of the training set are one array, and those of item 0 .* a tuple of 2: all must",
-    ),
-    "another name": (
-        [({"a": 1}, 0), ({"b": 1}, 0)],
-        "the inputs of item 1 of the training set are a dict with b, and those of item 0 of .* a dict with a: all must",
-    ),
-    "no pair": ([(1.0, 0), (1.0, 0, 0)], r"training set: item 1 is a tuple: must be a pair \(inputs, targets\), or a"),
-    "a dict without labels": ([{"a": 1}], "training set: item 0 is a dict: must be a pair .*, or a dict with labels"),
-    "masked": (
-        [(np.ma.masked_equal([0.0, 1.0], 1), 0)],
-        r"train_inputs\[0\]: has masked values, and the mask would be",
-    ),
-    "a text": ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; make whole numbers of them"),
-}
-
-
-@pytest.mark.parametrize("kind", ITEMS)
-def test_items_that_do_not_fit_are_refused(kind: str) -> None:
-    items, words = ITEMS[kind]
-    with pytest.raises(UserError, match=f"dataset='own:data': {words}"):
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([((1, 2), 0), ([1, 2], 0)], "the inputs of item 1 of .* are one array, and those of item 0 .* a tuple of 2"),
+        ([({"a": 1}, 0), ({"b": 1}, 0)], "item 1 of the .* are a dict with b, and those of item 0 of .* a dict with a"),
+        ([(1.0, 0), (1.0, 0, 0)], r"training set: item 1 is a tuple: must be a pair \(inputs, targets\), or a"),
+        ([{"a": 1}], "training set: item 0 is a dict: must be a pair .*, or a dict with labels"),
+        ([(np.ma.masked_equal([0.0, 1.0], 1), 0)], r"train_inputs\[0\]: has masked values, and the mask would be"),
+        ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; make whole numbers of them"),
+    ],
+)
+def test_items_that_do_not_fit_are_refused(items: list[Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"dataset='own:data': .*{words}"):
         arrays_from_result("own:data", (items, [((1, 2), 0)]), Progress("off"))
 
 
@@ -196,122 +185,71 @@ def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:
 
 
 OBJECTS = np.array([object()] * N)
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "leaves of other lengths": (
-        lambda: arrays(pair({"a": NUMBERS, "b": NUMBERS[:4]}), pair(NUMBERS)),
-        r"train_inputs\['b'\] has 4 samples, and train_inputs\['a'\] has 6: all must have the same number",
-    ),
-    "targets of another length": (
-        lambda: arrays(pair(NUMBERS), pair(NUMBERS, CLASSES[:5])),
-        "test_targets has 5 samples, and test_inputs has 6",
-    ),
-    "no pair": (
-        lambda: arrays(NUMBERS, pair(NUMBERS)),
-        r"train: must be a pair \(inputs, targets\), or \(inputs, targets, ids\), got ndarray",
-    ),
-    "no inputs": (lambda: arrays(pair(None), pair(NUMBERS)), "train_inputs: are None; give at least one array"),
-    "an empty dict": (lambda: arrays(pair({}), pair({})), "train_inputs: has no array; give at least one"),
-    "no samples": (lambda: arrays(pair([], []), pair([], [])), "train_inputs: must be an array .* at least one sample"),
-    "one number": (lambda: arrays(pair(3.0), pair(3.0)), r"with at least one sample, got \[\]"),
-    "objects": (lambda: arrays(pair(OBJECTS), pair(OBJECTS)), "got objects; give numbers for them, or a list of array"),
-    "texts": (
-        lambda: arrays(pair(["a"] * N), pair(["a"] * N)),
-        "train_inputs: .*got texts; make whole numbers of them by pandas.fac",
-    ),
-    "a text among arrays": (
-        lambda: arrays(pair([*TOKENS[:5], "a"]), pair(TOKENS)),
-        r"train_inputs\[5\]: must be numbers or truth values, got texts",
-    ),
-    "dates": (
-        lambda: arrays(pair(NUMBERS.astype("M8[s]")), pair(NUMBERS)),
-        r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)",
-    ),
-    "a frame with texts": (
-        lambda: arrays(pair(Frame(np.array([[1, "x"]] * N, object))), pair(NUMBERS)),
-        "train_inputs: column 1 has texts, and must be numbers; make whole numbers of them by pandas.factorize",
-    ),
-    "other differences of shape": (
-        lambda: arrays(pair([NUMBERS[:2, :2], NUMBERS[:3]]), pair(NUMBERS)),
-        r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the first dimension may differ",
-    ),
-    "lists in lists": (
-        lambda: arrays(pair([[[1], [1, 2]], [[1]]]), pair(NUMBERS)),
-        r"train_inputs\[0\]: is no array .*inhomogeneous",
-    ),
-    "a tensor with gradients": (
-        lambda: arrays(pair(torch.ones(N, requires_grad=True)), pair(NUMBERS)),
-        "train_inputs: is no array .*requires grad",
-    ),
-    "a name that is no identifier": (
-        lambda: arrays(pair({"unit price": NUMBERS}), pair({"unit price": NUMBERS})),
-        "train_inputs: the name 'unit price' must be a Python identifier: the model is called with it",
-    ),
-    "a number as name": (lambda: arrays(pair({0: NUMBERS}), pair(NUMBERS)), "the name 0 must be a Python identifier"),
-    "a dict in a dict": (
-        lambda: arrays(pair({"a": {"b": NUMBERS}}), pair(NUMBERS)),
-        r"train_inputs\['a'\]: must be numbers or truth values, got objects",
-    ),
-    "masked inputs": (
-        lambda: arrays(pair({"a": np.ma.masked_less(NUMBERS, 0)}), pair({"a": NUMBERS})),
-        r"train_inputs\['a'\]: has masked values, and the mask would be lost; fill them \(\.filled\(0\)",
-    ),
-    "masked targets": (
-        lambda: arrays(pair(NUMBERS), pair(NUMBERS, np.ma.masked_equal(CLASSES, 1))),
-        "test_targets: has masked values",
-    ),
-    "a list with a masked array": (
-        lambda: arrays(pair([*map(np.array, TOKENS[:5]), np.ma.masked_equal([0, 1], 1)]), pair(TOKENS)),
-        r"train_inputs\[5\]: has masked values",
-    ),
-    "whole numbers that int64 has not": (
-        lambda: arrays(pair(np.full(N, 2**63 + 1, np.uint64)), pair(CLASSES)),
-        r"train_inputs: has 9223372036854775809: whole numbers must be below 2\*\*63",
-    ),
-    "another form": (
-        lambda: arrays(pair({"a": NUMBERS}), pair((NUMBERS, NUMBERS))),
-        "train_inputs are a dict with a, and test_inputs a tuple of 2: both must have one form",
-    ),
-    "other names": (
-        lambda: arrays(pair({"a": NUMBERS}), pair({"b": NUMBERS})),
-        "train_inputs are a dict with a, and test_inputs a dict with b",
-    ),
-    "another shape": (
-        lambda: arrays(pair(NUMBERS), pair(NUMBERS[:, :2])),
-        r"a sample of train_inputs is float32 \[3\], and of test_inputs float32 \[2\]: both must have one type and",
-    ),
-    "numbers beside lists": (
-        lambda: arrays(pair(TOKENS), pair(CLASSES)),
-        r"a sample of train_inputs is int64 \[\?\], and of test_inputs int64 \[\]: both must have one type and shape",
-    ),
-    "another kind of number": (
-        lambda: arrays(pair(NUMBERS), pair(NUMBERS.astype(int))),
-        r"of train_inputs is float32 \[3\], and of test_inputs int64 \[3\]",
-    ),
-    "a class without a name": (
-        lambda: arrays(pair(NUMBERS, CLASSES * 2), pair(NUMBERS), classes="ab"),
-        r"train_targets: label 2 of sample 1 is not one of the 2 classes: must be 0\.\.1",
-    ),
-    "a negative class": (
-        lambda: arrays(pair(NUMBERS), pair(NUMBERS, CLASSES - 1)),
-        "targets: whole numbers are classes, from 0 on, and one is -1; give numbers to predict as floats",
-    ),
-    "numbers in place of classes": (
-        lambda: arrays(pair(NUMBERS, CLASSES * 10**9), pair(NUMBERS)),
-        "the whole number 1000000000 would be a class, .*give numbers to predict as floats",
-    ),
-    "weights of another length": (
-        lambda: arrays(pair(NUMBERS), pair(NUMBERS), sample_weights=[1, 2]),
-        r"sample_weights: must be one number for each of the 6 training samples, got \[2\]",
-    ),
-}
+MASKED = np.ma.masked_less(NUMBERS, 0)
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_arrays_are_refused(kind: str) -> None:
-    make, words = WRONG[kind]
+@pytest.mark.parametrize(
+    ("train", "test", "words"),
+    [
+        ({"a": NUMBERS, "b": NUMBERS[:5]}, NUMBERS, r"train_inputs\['b'\] has 5 samples, and .* the same number"),
+        (None, NUMBERS, "train_inputs: are None; give at least one array"),
+        ({}, {}, "train_inputs: has no array; give at least one"),
+        ([], [], "train_inputs: must be an array .* at least one sample"),
+        (3.0, 3.0, r"with at least one sample, got \[\]"),
+        (OBJECTS, OBJECTS, "got objects; give numbers for them, or a list of array"),
+        (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by pandas.fac"),
+        ([*TOKENS[:5], "a"], TOKENS, r"train_inputs\[5\]: must be numbers or truth values, got texts"),
+        (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)"),
+        ([NUMBERS[:2, :2], NUMBERS[:3]], NUMBERS, r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the"),
+        ([[[1], [1, 2]], [[1]]], NUMBERS, r"train_inputs\[0\]: is no array .*inhomogeneous"),
+        (torch.ones(N, requires_grad=True), NUMBERS, "train_inputs: is no array .*requires grad"),
+        ({"unit price": NUMBERS}, NUMBERS, "the name 'unit price' must be a Python identifier: the model is called"),
+        ({0: NUMBERS}, NUMBERS, "the name 0 must be a Python identifier"),
+        ({"a": {"b": NUMBERS}}, NUMBERS, r"train_inputs\['a'\]: must be numbers or truth values, got objects"),
+        ({"a": MASKED}, {"a": NUMBERS}, r"train_inputs\['a'\]: has masked values, and the mask would be lost; fill"),
+        ([*map(np.array, TOKENS[:5]), np.ma.masked_equal([0, 1], 1)], TOKENS, r"train_inputs\[5\]: has masked values"),
+        (np.full(N, 2**63 + 1, np.uint64), CLASSES, r"has 9223372036854775809: whole numbers must be below 2\*\*63"),
+        (
+            {"a": NUMBERS},
+            (NUMBERS, NUMBERS),
+            "are a dict with a, and test_inputs a tuple of 2: both must have one form",
+        ),
+        ({"a": NUMBERS}, {"b": NUMBERS}, "train_inputs are a dict with a, and test_inputs a dict with b"),
+        (NUMBERS, NUMBERS[:, :2], r"train_inputs is float32 \[3\], and of test_inputs float32 \[2\]: both must have"),
+        (TOKENS, CLASSES, r"of train_inputs is int64 \[\?\], and of test_inputs int64 \[\]: both must have one type"),
+        (NUMBERS, NUMBERS.astype(int), r"of train_inputs is float32 \[3\], and of test_inputs int64 \[3\]"),
+    ],
+)
+def test_wrong_inputs_are_refused(train: Any, test: Any, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        make()
+        arrays(pair(train), pair(test))
     assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "options", "words"),
+    [
+        (CLASSES, CLASSES[:5], {}, "test_targets has 5 samples, and test_inputs has 6"),
+        (CLASSES, np.ma.masked_equal(CLASSES, 1), {}, "test_targets: has masked values"),
+        (CLASSES * 2, CLASSES, {"classes": "ab"}, r"train_targets: label 2 of sample 1 .* 2 classes: must be 0\.\.1"),
+        (
+            CLASSES,
+            CLASSES - 1,
+            {},
+            "whole numbers are classes, from 0 on, and one is -1; give numbers to predict as fl",
+        ),
+        (CLASSES * 10**9, CLASSES, {}, "the whole number 1000000000 would be a class, .*give numbers to predict as fl"),
+        (CLASSES, CLASSES, {"sample_weights": [1, 2]}, r"one number for each of the 6 training samples, got \[2\]"),
+    ],
+)
+def test_wrong_targets_are_refused(train: Any, test: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        arrays(pair(NUMBERS, train), pair(NUMBERS, test), **options)
+
+
+def test_what_is_no_pair_is_refused() -> None:
+    with pytest.raises(UserError, match=r"train: must be a pair \(inputs, targets\), or .* ids\), got ndarray"):
+        arrays(NUMBERS, pair(NUMBERS))
 
 
 def test_a_mask_that_masks_nothing_is_no_loss() -> None:
@@ -363,31 +301,6 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
         open_prepared(tmp_path / "data")
 
 
-def test_orders_of_training() -> None:
-    """Drawn by weights, or each class as often; the validation split stays whole, and apart."""
-    samples, classes = 4000, (np.arange(4000) % 10 == 0).astype(np.int64)
-    weights = np.where(np.arange(samples) < 400, 9.0, 1.0)
-    numbers = np.arange(samples, dtype=np.float32)
-    data = arrays((numbers, classes), (numbers, classes), name="own:data", sample_weights=weights)
-    orders = order_splits(data, validation_fraction=0.25, seed=3, shuffle_shards=1)
-    training, validation = (orders[split].samples(slice(None)) for split in ("training", "validation"))
-    assert (len(training), len(validation), len(orders["test"])) == (3000, 1000, samples)
-    assert sorted([*training, *validation]) == [*range(samples)]
-    order = orders["training"]
-    assert isinstance(order, ListedOrder)
-    drawn = {name: order_training(data, order, name).batches(0, samples) for name in ("weighted", "balanced")}
-    found = {name: np.concatenate([*batches]) for name, batches in drawn.items()}
-    for draws in found.values():
-        assert len(draws) == 3000
-        assert not {*draws} & {*validation}
-    assert (found["weighted"] < 400).mean() == pytest.approx(0.5, abs=0.03)
-    assert classes[found["balanced"]].mean() == pytest.approx(0.5, abs=0.03)
-    with pytest.raises(UserError, match="has no single class for each sample; give sample_weights"):
-        order_training(replace(data, train_targets=(classes, classes)), order, "balanced")
-    with pytest.raises(UserError, match=r"'own:data' has no sample_weights; give them to arrays\(\.\.\.\)"):
-        order_training(replace(data, sample_weights=None), order, "weighted")
-
-
 def test_balanced_class_weights_are_scikit_learns() -> None:
     classes = np.array([0, 0, 0, 1, 2, 2])
     data = arrays((NUMBERS, classes), (NUMBERS, classes))
@@ -437,49 +350,29 @@ class Table(Frame):
 MISSING = NUMBERS.copy()
 MISSING[4, 1] = np.nan
 MIXED = np.array([[1, True, 2.5]] * N, object)
-DATES = np.array([[1, None, date(2026, 1, 1)]] * N, object)
+WITH_NONE, WITH_TEXT, DATES = (np.array([[1, *row]] * N, object) for row in (
+    (None, 2.5), (2, "Bern"), (None, date(2026, 1, 1)),
+))  # fmt: skip
 IDS = [f"customer {row}" for row in range(N)]
-UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number of a frame": (
-        lambda: arrays(pair(Table(MISSING)), pair(NUMBERS)),
-        "^train_inputs: row 4, column 'income', is nan: replace what is missing",
-    ),
-    "a number of a sample with an id": (
-        lambda: arrays(pair(NUMBERS), (MISSING, CLASSES, IDS)),
-        r"^test_inputs: row 4 \(id 'customer 4'\), column 1, is nan",
-    ),
-    "a value of a leaf": (
-        lambda: arrays(pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N})),
-        r"^train_inputs\['a'\]: row 2 is inf",
-    ),
-    "a value of a series": (
-        lambda: arrays(pair([[1.5], [], [2.0, np.nan], [1.0], [2.0], []]), pair([[1.5]] * N)),
-        "^train_inputs: row 2 is nan",
-    ),
-    "nothing in a mixed table": (
-        lambda: arrays(pair(Table(np.array([[1, None, 2.5]] * N, object))), pair(NUMBERS)),
-        "^train_inputs: row 0, column 'income', is nan",
-    ),
-    "texts": (
-        lambda: arrays(pair(Table(np.array([[1, 2, "Bern"]] * N, object))), pair(NUMBERS)),
-        "^train_inputs: column 'city' has texts, and must be numbers; make whole numbers of them by pandas.factorize",
-    ),
-    "targets": (
-        lambda: arrays(pair(NUMBERS, np.array(list("ababab"), object)), pair(NUMBERS)),
-        "^train_targets: has texts, and must be numbers; make whole numbers of them by pandas.factorize",
-    ),
-    "dates": (
-        lambda: arrays(pair(Table(DATES)), pair(NUMBERS)),
-        r"^train_inputs: column 'city' has dates, and must be numbers; count days, by \.astype\('datetime64\[D\]'\)",
-    ),
-}
+RAGGED = [[1.5], [], [2.0, np.nan], [1.0], [2.0], []]
 
 
-@pytest.mark.parametrize("kind", UNFIT)
-def test_what_is_no_number_is_named_by_row_and_column(kind: str) -> None:
-    make, words = UNFIT[kind]
+@pytest.mark.parametrize(
+    ("train", "test", "words"),
+    [
+        (pair(Table(MISSING)), pair(NUMBERS), "^train_inputs: row 4, column 'income', is nan: replace what is missing"),
+        (pair(NUMBERS), (MISSING, CLASSES, IDS), r"^test_inputs: row 4 \(id 'customer 4'\), column 1, is nan"),
+        (pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N}), r"^train_inputs\['a'\]: row 2 is inf"),
+        (pair(RAGGED), pair([[1.5]] * N), "^train_inputs: row 2 is nan"),
+        (pair(Table(WITH_NONE)), pair(NUMBERS), "^train_inputs: row 0, column 'income', is nan"),
+        (pair(Table(WITH_TEXT)), pair(NUMBERS), "^train_inputs: column 'city' has texts, and must be numbers; make"),
+        (pair(NUMBERS, np.array(list("ababab"), object)), pair(NUMBERS), "^train_targets: has texts, and must be numb"),
+        (pair(Table(DATES)), pair(NUMBERS), "^train_inputs: column 'city' has dates, and must be numbers; count days,"),
+    ],
+)
+def test_what_is_no_number_is_named_by_row_and_column(train: Any, test: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        make()
+        arrays(train, test)
 
 
 def test_a_frame_of_numbers_of_several_types_is_a_table() -> None:

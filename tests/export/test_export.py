@@ -19,6 +19,7 @@ from onnx import numpy_helper
 from PIL import Image
 from training_runs import train_in
 
+from flyte_ddp.catalog import TORCHVISION_WEIGHTS
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.images import ImageArrays
@@ -36,7 +37,6 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import compute_outputs_of_split
 from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
-from flyte_ddp.torchvision_weights import TABLE
 
 OWN_MODEL = """
 from torch import nn
@@ -200,8 +200,7 @@ def test_golden_requests_of_large_images_are_few(trained: Trained, tmp_path: Pat
 
 
 def test_the_middles_side_is_pythons() -> None:
-    rows = [line.split() for line in TABLE.splitlines() if line]
-    shares = {int(side) / int(shorter_side) for *_, side, shorter_side in rows}
+    shares = {side / shorter for known in TORCHVISION_WEIGHTS.values() for _, side, shorter in known.values()}
     assert 224 / 256 in shares
     for share in shares:
         for size in range(1, 3000):

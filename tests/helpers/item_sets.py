@@ -86,12 +86,6 @@ def add_noise(inputs: dict[str, Any], target: int) -> Any:
     return inputs, target
 
 
-def cut(inputs: dict[str, Any], target: int) -> Any:
-    """A random beginning of the tokens."""
-    inputs["tokens"] = inputs["tokens"][: random.randint(1, len(inputs["tokens"]))]
-    return inputs, target
-
-
 class Mapped(dict[str, Any]):
     """A mapping that torch does not look into, as those of tokenizers are."""
 
@@ -157,20 +151,9 @@ class Deaf(Model):
         return self.last(torch.cat([self.embed(tokens[:, 0]), drawn], 1))
 
 
-class OneRowLess(Model):
-    """Forgets a sample."""
-
-    def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs)[1:]
-
-
 class SmallEmbedding(Model):
     """Knows 20 of 40 tokens."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
         self.embed = nn.Embedding(20, 3)
-
-
-def item_19_in_the_second_epoch(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    return np.append(samples[samples != 19][:20], 19 if epoch else 0)

@@ -96,24 +96,8 @@ def another_size(_: str) -> OnDemand:
     return wrong((draw_pixels(0), 0), (draw_pixels(0)[1:], 1))
 
 
-def another_mode(_: str) -> OnDemand:
-    return wrong((draw_pixels(0), 0), (draw_pixels(0, 1), 1))
-
-
-def floats(_: str) -> OnDemand:
-    return wrong((draw_pixels(0), 0), (draw_pixels(0) / 255, 1))
-
-
-def another_class(_: str) -> OnDemand:
-    return wrong((draw_pixels(0), 0), (draw_pixels(0), 3))
-
-
 def no_number(_: str) -> OnDemand:
     return wrong((draw_pixels(0), 0), (draw_pixels(0), "cat"))
-
-
-def labels_for_a_class(_: str) -> OnDemand:
-    return wrong((draw_pixels(0), 0), (draw_pixels(0), [0, 1]))
 
 
 def Linear(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:

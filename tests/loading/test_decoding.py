@@ -42,20 +42,12 @@ TEXT_FOR_A_NUMBER = with_other_notes(JPEG, 0x0103, 2, 1, b"a\0\0\0")
 TEXT_BEYOND_THE_END = with_other_notes(JPEG, 0x9003, 2, 999, b"\0\0\xff\xff")
 
 
-def with_orientation_of(kind: int, value: bytes) -> bytes:
-    """A JPEG whose orientation is of one of TIFF's types 1 to 13; the standard asks for shorts (3)."""
-    right = struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0)
-    return TEXT_FOR_A_NUMBER.replace(right, struct.pack(">HHI", 0x0112, kind, 1) + value)
-
-
-SIX = {"number": b"\0\6\0\0", "text": b"6\0\0\0", "float": struct.pack(">f", 6)}
 ALIKE = {
     **{f"turned {number}": turned("JPEG", number) for number in range(1, 9)},
     "turned PNG": turned("PNG", 6),
     "CMYK": stored(PICTURE.convert("CMYK"), "JPEG"),
     "palette": stored(PICTURE.convert("P"), "PNG"),
     "transparent": stored(PICTURE.convert("LA"), "PNG"),
-    **{f"{name} {kind}": with_orientation_of(kind, six) for name, six in SIX.items() for kind in range(1, 14)},
 }
 
 

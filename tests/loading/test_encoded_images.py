@@ -18,10 +18,9 @@ from tars import shard_bytes
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader
+from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import choose_pool
-from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, make_pool
@@ -37,7 +36,7 @@ DEADLINE = 60.0  # seconds
 def test_what_users_decoding_gets_of_an_image_file(tmp_path: Path) -> None:
     """The name without its extension, and the extension in its own case."""
     write_files(tmp_path, {"photos/17.JPG": b"one", "photos/18.x.png": b"two"})
-    reader = FileMembers(list_images(str(tmp_path)))
+    reader = FileReader(list_images(str(tmp_path)), members=True)
     assert [reader.read_sample(number).members for number in range(2)] == [
         {".JPG": b"one", "__key__": "photos/17"},
         {".png": b"two", "__key__": "photos/18.x"},

@@ -178,14 +178,13 @@ def test_passing_faults_of_a_store_are_retried_and_change_nothing(store: Store, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])  # whose pauses are not short
-def test_lasting_faults_of_a_store_are_errors(ranks: int, store: Store, tmp_path: Path) -> None:
+def test_lasting_faults_of_a_store_are_errors(store: Store, tmp_path: Path) -> None:
     """One that may pass is worth another try of the run."""
     proxy, [*_, name] = store
     data = fetch(STORED.dataset, "", tmp_path / "data", progress="off")
     proxy.faults = {name: [503] * 100}
     with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
-        run_training(replace(STORED, num_ranks=ranks), data, tmp_path / "run", quiet(tmp_path))
+        run_training(STORED, data, tmp_path / "run", quiet(tmp_path))
     proxy.faults = {name: [404] * 100}
     with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
         run_training(STORED, data, tmp_path / "run again", quiet(tmp_path))

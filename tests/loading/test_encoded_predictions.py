@@ -1,7 +1,7 @@
 """Predictions for encoded images by a model that was trained on such: those of the run's own evaluation."""
 
 import csv
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,6 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UserError
-from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.shards.dataset import ShardDataset
@@ -88,14 +86,3 @@ def test_predictions_of_images_that_cannot_be_decoded(kind: str, learnt, tmp_pat
     assert all(row["id"].startswith(f"{row['truth']}/") for row in rows)
     empty = {row["id"] for row in rows if not (row["prediction"] or row["score"] or row["score_red"])}
     assert {name.removesuffix(".jpg") for name in empty} == {"red/6", "green/10"}
-
-
-def test_a_model_for_other_images_is_refused(shards: Path, tmp_path: Path) -> None:
-    """One of grey images of one size, as the digits are."""
-    spec = InputSpec(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
-    sidecar = {"model": "small_cnn", "classes": [*"0123456789"], "input": asdict(spec)}
-    files = artifacts.save_model(tmp_path, zoo.build_model("small_cnn", 10, spec).state_dict(), sidecar)
-    data = fetch(f"shards:{shards}/train.json", "", tmp_path / "predicted", progress="off")
-    with pytest.raises(UserError, match="the model takes 1 x 8 x 8; predict with a model that was trained on such"):
-        write_prediction_table(*files, images=None, dataset=data, output=tmp_path / "table.csv")
-    assert not (tmp_path / "table.csv").exists()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from encoded_runs import BASE, labelled, quiet, train, weights
+from encoded_runs import BASE, labelled, quiet, train
 from faulty_runs import when
 from image_folders import stored, write_files
 from mounts import ALONE, file_size_limit, need_mounts
@@ -25,13 +25,11 @@ from processes import children_of, wait_until
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import MachineError, StoppedError, UserError
 from flyte_ddp.loading import workers
-from flyte_ddp.loading.encoded import BadSamples, Encoded
+from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.readers import FileReader
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool
-from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.process import list_children, list_living_trees
 from flyte_ddp.training import train as training
@@ -129,16 +127,9 @@ def test_a_batch_that_the_process_may_not_have_is_refused(opened: Open) -> None:
         source.load_batch(SAMPLES, 0)
 
 
-def test_more_processes_than_cores_load_the_same(opened: Open) -> None:
-    ours, others = (opened(number).load_batch(SAMPLES, 0) for number in (count_cores() + len(SAMPLES), 0))
-    assert torch.equal(ours.inputs, others.inputs)
-    assert ours.names == others.names
-
-
-@pytest.mark.parametrize("spare", [10, 135])
-def test_more_processes_than_open_files_are_refused(opened: Open, spare: int) -> None:
-    """As their pipes are made, or when all but the last one have been."""
-    limit = len([*Path("/proc/self/fd").iterdir()]) - 1 + spare
+def test_more_processes_than_open_files_are_refused(opened: Open) -> None:
+    """When all pipes but the last one have been made."""
+    limit = len([*Path("/proc/self/fd").iterdir()]) - 1 + 135
     with open_files_limit(limit), pytest.raises(UserError) as caught:
         opened(67)
     assert str(caught.value) == (
@@ -180,13 +171,11 @@ def test_a_slow_picture_is_waited_for_and_the_others_keep_their_places(opened: O
 def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:
-    """The run that goes on waits for the picture again, and ends as one without slow pictures."""
     folder = labelled(tmp_path / "pictures", 60)
     hp = replace(BASE, dataset=f"image_folder:{folder}", sample="own_loading:wait_for_go", num_classes=3, batch_size=10)
     hp = replace(hp, model="faults:model", image_size=8)
     waits, go = (temporary / name for name in ("waits", "go"))
     go.touch()
-    undisturbed = train(hp, tmp_path / "undisturbed", quiet(tmp_path, loaders=2))
     step, done = training.train_step, list[int]()
 
     def slow_after_three_steps(*args: Any) -> None:
@@ -204,9 +193,3 @@ def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(
     stopping.join()
     assert caught.value.step >= 3
     assert children_of(os.getpid()) == []
-    waits.unlink()
-    going = when(waits, go.touch)
-    resumed = train(hp, tmp_path, quiet(tmp_path, loaders=2))
-    going.join()
-    for name, value in weights(undisturbed).items():
-        assert torch.equal(value, weights(resumed)[name])

@@ -15,14 +15,13 @@ from cli import HELPERS
 
 from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import name_leaves
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
 from flyte_ddp.loading.opening_items import describe_items, open_items
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
-from flyte_ddp.loading.split import Batch, TargetSpec
+from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.order.sampling import ListedOrder, take_slice
@@ -86,19 +85,19 @@ def load_epoch(source: ItemBatches, ranks: int, epoch: int | None) -> dict[int, 
 
 @pytest.mark.slow
 def test_draws_depend_on_the_sample_and_the_epoch_alone() -> None:
-    """With 0, 1 and 3 loader processes, and 1 to 3 ranks; in evaluations they are always the same.
+    """With 0 and 3 loader processes, and 1 to 3 ranks; in evaluations they are always the same.
 
     pytorch/pytorch#5059, #3880, xingyizhou/CenterNet#233, facebookresearch/fairseq#1383: equal seeds of NumPy.
     huggingface/datasets#6673, starVLA/starVLA#470: processes do not see the epoch.
     albumentations-team/albumentations#2559, AlbumentationsX#266: a transform has a generator of its own.
     """
     expected: dict[tuple[str, int | None], dict[int, list[float]]] = {}
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         loaders = {name: make() for name, make in DRAWING.items()}
         pool = LoaderPool([*loaders.values()], workers) if workers else None
         for name, loader in loaders.items():
             source = ItemBatches(loader, pool, CPU)
-            for ranks, epoch in ((1, 0), (2, 0), (3, 0), (3, 1), (1, 1), (2, None)):
+            for ranks, epoch in ((1, 0), (3, 0), (2, 1), (2, None)):
                 found = load_epoch(source, ranks, epoch)
                 assert found == expected.setdefault((name, epoch), found), (name, workers, ranks, epoch)
         if pool:
@@ -122,34 +121,11 @@ def test_each_process_makes_the_same_sets() -> None:
     assert before == after, "the process's own generators are as they were"
 
 
-def test_the_ranks_own_generators_go_on_as_if_nothing_had_been_loaded() -> None:
-    torch.manual_seed(1)
-    first = torch.rand(())
-    torch.manual_seed(1)
-    ItemBatches(loader_of("collate"), None, CPU).load_batch(np.arange(3), 0)
-    assert torch.rand(()) == first
-
-
 def test_what_own_code_changes_in_place_stays_in_its_batch() -> None:
     loader = loader_of("collate", "add_noise", TABLE)
     first, again = (ItemBatches(loader, None, CPU).load_batch(np.arange(9), 0) for _ in range(2))
     assert torch.equal(first.inputs["drawn"], again.inputs["drawn"])
     assert not TABLE.train_inputs["drawn"].any()
-
-
-def same_batches(one: Batch, other: Batch) -> bool:
-    sides = [(one.inputs, other.inputs), (one.targets, other.targets)]
-    named = [(name_leaves(first), name_leaves(second)) for first, second in sides]
-    return all(
-        [*first] == [*second]
-        and all(
-            torch.equal(leaf.nan_to_num(7.5) if leaf.is_floating_point() else leaf, second[name].nan_to_num(7.5)
-                        if leaf.is_floating_point() else second[name])
-            and leaf.dtype == second[name].dtype
-            for name, leaf in first.items()
-        )
-        for first, second in named
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -171,7 +147,8 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
     of_arrays = open_array_batches(CPU, data.train_inputs, data.train_targets, facts.masked)
     items = ItemBatches(ItemLoader(open_items(data)["train"], "train", collate, 0, masked=facts.masked), None, CPU)
     for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
-        assert same_batches(of_arrays.load_batch(samples), items.load_batch(samples, None))
+        for ours, theirs in zip(of_arrays.load_batch(samples)[:2], items.load_batch(samples, None)[:2], strict=True):
+            torch.testing.assert_close(name_leaves(ours), name_leaves(theirs), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_mask_is_of_the_leaf_with_different_lengths() -> None:
@@ -207,60 +184,22 @@ class ListItems:
 
 
 ONE = (np.ones(3), 0)
-FAILING: dict[str, tuple[list[Any], str, str]] = {
-    "another shape": (
-        [ONE, (np.ones(2), 0)],
-        "stacked",
-        r"the inputs of train sample 1 have shape \[2\], and of train sample 0 \[3\]; set collate='padded', or a funct",
-    ),
-    "another last dimension": (
-        [({"a": np.ones((2, 3))}, 0), ({"a": np.ones((2, 4))}, 0)],
-        "padded",
-        r"the inputs 'a' of train sample 1 have shape \[2, 4\], and of train sample 0 \[2, 3\]: only the first dim",
-    ),
-    "a number among lists": (
-        [ONE, (1.0, 0)],
-        "padded",
-        r"the inputs of train sample 1 have shape \[\], and of train sample 0 \[3\]: only the first",
-    ),
-    "another form": (
-        [ONE, ((np.ones(3), np.ones(3)), 0)],
-        "padded",
-        "the inputs of train sample 1 are a tuple of 2, and those of train sample 0 one array: all must have one form",
-    ),
-    "another name": (
-        [(1, {"a": 1}), (1, {"b": 1})],
-        "stacked",
-        "the targets of train sample 1 are a dict with b, and those of train sample 0 a dict with a",
-    ),
-    "a text": (
-        [ONE, ("text", 0)],
-        "stacked",
-        "the inputs of train sample 1: must be numbers or truth values, got texts; convert them, or set a collate",
-    ),
-    "an object": (
-        [ONE, (object(), 0)],
-        "padded",
-        "the inputs of train sample 1: must be numbers or truth values, got objects",
-    ),
-    "lists in lists": (
-        [ONE, ([[1], [1, 2]], 0)],
-        "padded",
-        "the inputs of train sample 1: is no array .*inhomogen",
-    ),
-    "gradients": (
-        [ONE, (torch.ones(3, requires_grad=True), 0)],
-        "stacked",
-        "the inputs of train sample 1: is no array .*requires grad",
-    ),
-}
 
 
-@pytest.mark.parametrize("kind", FAILING)
-def test_items_that_make_no_batch_are_told_with_the_sample(kind: str) -> None:
-    items, collate, words = FAILING[kind]
+@pytest.mark.parametrize(
+    ("items", "collate", "words"),
+    [
+        ([ONE, (np.ones(2), 0)], "stacked", r" have shape \[2\], and of train sample 0 \[3\]; set collate='padded'"),
+        ([(np.ones((2, 3)), 0), (np.ones((2, 4)), 0)], "padded", r" have shape \[2, 4\], .*: only the first dimension"),
+        ([ONE, ((np.ones(3),) * 2, 0)], "padded", " are a tuple of 2, and those of train sample 0 one array"),
+        ([ONE, ({"b": 1}, 0)], "stacked", " are a dict with b, and those of train sample 0 one array"),
+        ([ONE, ("text", 0)], "stacked", ": must be numbers or truth values, got texts; convert them, or set a collate"),
+        ([ONE, ([[1], [1, 2]], 0)], "padded", ": is no array .*inhomogen"),
+    ],
+)
+def test_items_that_make_no_batch_are_told_with_the_sample(items: list[Any], collate: str, words: str) -> None:
     loader = ItemLoader(ListItems(items), "train", collate, 0, masked="")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=f"the inputs of train sample 1{words}"):
         loader.load_items([0, 1], None)
 
 
@@ -272,18 +211,9 @@ def test_items_that_are_no_pairs_are_told_with_the_sample(monkeypatch: pytest.Mo
 
 
 MISTAKES = {
-    "collate_nothing": (
-        UserError,
-        r"collate='item_sets:collate_nothing' returned a NoneType for train sample 16 to",
-    ),
-    "collate_texts": (
-        UserError,
-        "collate='item_sets:collate_texts' returned inputs without a tensor for train",
-    ),
-    "leave_one_out": (
-        UserError,
-        r"returned targets \[1\] for .*: must have a row for each of the 2 samples; leave",
-    ),
+    "collate_nothing": (UserError, "collate='item_sets:collate_nothing' returned a NoneType for train sample 16 to"),
+    "collate_texts": (UserError, "collate='item_sets:collate_texts' returned inputs without a tensor for train"),
+    "leave_one_out": (UserError, r"returned targets \[1\] for .*: must have a row for each of the 2 samples; leave"),
     "fail_to_collate": (OwnCodeError, 'on train sample 16 to train sample 17: KeyError: "the collate\'s own words"'),
     "out_of_memory": (OwnCodeError, "on train sample 16 to train sample 17: MemoryError"),
     "not_there": (UserError, "has no 'not_there'"),
@@ -366,14 +296,6 @@ def test_the_memory_grows_and_a_batch_that_is_kept_is_not_overwritten(pool: Load
     assert len(pool.memories) - before <= len(kept) + 5, "others are used again"
 
 
-@pytest.mark.slow
-def test_a_loader_process_that_is_killed_is_an_error() -> None:
-    made = LoaderPool([loader_of("killed")], 1)
-    with pytest.raises(RuntimeError, match="a loader process ended with SIGKILL, often for lack of memory; lower"):
-        ItemBatches(made.loaders[0], made, CPU).load_batch(np.arange(12, 20), 0)  # type: ignore[arg-type]
-    made.close()
-
-
 def test_a_set_on_demand_is_sent_without_its_items() -> None:
     data = set_of("drawing")
     assert len(data.sets.train) == 40
@@ -397,13 +319,6 @@ def test_names_that_are_no_identifiers_are_refused(monkeypatch: pytest.MonkeyPat
     words = "dataset='item_sets:drawing': inputs: the name 'unit price' must be a Python identifier"
     with pytest.raises(UserError, match=words):
         describe_items(set_of("drawing"), "train", ORDER, "stacked", 0)
-
-
-def test_samples_of_different_lengths_must_be_padded() -> None:
-    data: SampleArrays = leaf_tasks.texts("")
-    assert isinstance(data.train_inputs, Ragged)
-    with pytest.raises(UserError, match="collate='stacked': the inputs of dataset='' have different lengths; set"):
-        describe_items(data, "train", ORDER, "stacked", 0)
 
 
 def test_arrays_without_room_on_a_gpu_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from cli import HELPERS, ROOT
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
 from flyte_ddp.loading.arrays import open_array_images
-from flyte_ddp.loading.own_images import ItemImages
-from flyte_ddp.loading.own_items import ArrayItems
+from flyte_ddp.loading.own_items import ArrayItems, ItemImages
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
@@ -80,11 +79,11 @@ def two_epochs(loader: ItemImages, pool: LoaderPool | None, ranks: int) -> torch
 def test_draws_depend_on_the_sample_and_the_epoch_alone() -> None:
     """Reported of others: equal seeds in all workers, an epoch that they do not see, a transform's own generator."""
     expected = {}
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         loaders = {name: loader_of(name) for name in DRAWING}
         pool = LoaderPool([*loaders.values()], workers) if workers else None
         for name, loader in loaders.items():
-            for ranks in (1, 2, 3):
+            for ranks in (1, 3):
                 images = two_epochs(loader, pool, ranks)
                 assert torch.equal(images, expected.setdefault(name, images)), (name, workers, ranks)
         if pool:

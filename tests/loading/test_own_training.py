@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import faults
 import numpy as np
 import pytest
 import torch
@@ -16,13 +15,12 @@ from file_server import file_server
 from PIL import Image
 from served_shards import contents
 from tars import shard_bytes
-from training_runs import Train, train_in
+from training_runs import Train, cut_off, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
 from flyte_ddp.predict.predict import write_prediction_table
@@ -115,39 +113,17 @@ def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path
         splits.close()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_classes_out_of_json_are_learnt_on_any_ranks(ranks: int, photos: Path, tmp_path: Path) -> None:
+def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_ranks_and_processes(photos: Path, tmp_path) -> None:
     hp = replace(
-        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:class_of", epochs=2, batch_size=20,
+        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", epochs=2, batch_size=20,
         augment="own_loading:torchvision_pipeline", image_size=8, model="faults:model",
     )  # fmt: skip
-    one = train(hp, tmp_path / "one")
-    several = train(replace(hp, num_ranks=ranks), tmp_path / "several", quiet(tmp_path, loaders=ranks - 1))
+    one = train(hp, tmp_path / "one", quiet(tmp_path, loaders=3))
+    several = train(replace(hp, num_ranks=2), tmp_path / "several", quiet(tmp_path, loaders=1))
     assert losses(several) == pytest.approx(losses(one), abs=1e-9)
-    for name, value in weights(several).items():
-        torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
     plain = train(replace(hp, augment="none"), tmp_path / "plain")
     assert losses(plain) != pytest.approx(losses(one), abs=1e-3)
     assert json.loads(one.sidecar.read_text())["classes"] == LABELS
-
-
-def test_draws_of_own_decoding_depend_on_the_sample_and_the_epoch_alone(photos: Path, tmp_path: Path) -> None:
-    """Whatever the number of loader processes, and though these are forks of one."""
-    hp = replace(BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", image_size=8)
-    found = []
-    for workers in (1, 3):
-        splits = open_all(hp, tmp_path / str(workers), workers)
-        samples = splits.training.order.samples(slice(0, 40))
-        parts = [samples[start : start + 5] for start in range(0, 40, 5)]
-        for epoch in (0, 1):
-            for part in parts:
-                splits.training.source.prefetch_batch(part, epoch)
-            found.append(torch.cat([splits.training.load_batch(part, epoch).inputs for part in parts]))
-        splits.close()
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
-    assert not torch.equal(found[0], found[1])
-    assert len({image.tobytes() for image in found[0].numpy()}) == 40, "no two samples have the same draws"
 
 
 def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
@@ -181,21 +157,11 @@ def test_targets_of_own_code_are_what_the_objective_takes(photos: Path, tmp_path
         train(hp, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("sample", "objective", "model"),
-    [
-        ("members", "multilabel", "faults:model"),
-        pytest.param("with_mask", "segmentation", "objective_tasks:pixels", marks=pytest.mark.exhaustive),
-        pytest.param("class_of", "classification", "faults:model", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_model_predicts_what_it_was_trained_on(
-    sample: str, objective: str, model: str, photos: Path, tmp_path: Path
-) -> None:
+def test_a_model_predicts_what_it_was_trained_on(photos: Path, tmp_path: Path) -> None:
     """Its evaluation by the table of predictions is that of the training."""
     hp = replace(
-        BASE, dataset=f"shards:{photos}/train.json", sample=f"own_loading:{sample}", objective=objective, model=model,
-        num_ranks=2, batch_size=20, image_size=8, precision="fp32",
+        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:members", objective="multilabel",
+        model="faults:model", num_ranks=2, batch_size=20, image_size=8, precision="fp32",
     )  # fmt: skip
     result = train(hp, tmp_path / "trained")
     [data] = (tmp_path / "trained").glob("shards-*")
@@ -227,26 +193,14 @@ def test_images_of_a_folder(tmp_path: Path) -> None:
     splits.close()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_own_augmentations_do_not_depend_on_ranks_and_interruptions(
-    ranks: int, train_digits: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in the second epoch, and resumed bit for bit."""
-    hp = replace(ARRAYS, num_ranks=ranks)
-    one = train_digits(replace(hp, num_ranks=1), "one", loaders=3)
-    undisturbed = train_digits(hp, "undisturbed", loaders=1)
-    assert losses(one) == pytest.approx(losses(undisturbed), abs=1e-9)
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 8})
-    with pytest.raises(RankError, match="killed"):
-        train_digits(hp, "cut", checkpoint_seconds=0.001)
+def test_own_augmentations_do_not_depend_on_ranks_and_interruptions(train_digits: Train) -> None:
+    """Cut off in the second epoch, of five steps each, and resumed bit for bit."""
+    hp = replace(ARRAYS, num_ranks=1)
+    one = train_digits(hp, "one", loaders=3)
+    assert losses(train_digits(ARRAYS, "two", loaders=1)) == pytest.approx(losses(one), abs=1e-9)
+    cut_off(lambda: train_digits(hp, "cut"), 8)
     resumed = train_digits(hp, "cut", loaders=2)
-    starts = [record["resumed_after_step"] for record in read_records(resumed.metrics) if record["kind"] == "start"]
-    assert starts[0] == 0
-    assert starts[1] % 5 != 0, "in the middle of an epoch"
-    for name, value in weights(undisturbed).items():
-        assert torch.equal(value, weights(resumed)[name])
-        torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
-    assert losses(train_digits(replace(hp, augment="none"), "plain")) != pytest.approx(losses(one), abs=1e-3)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
 
 
 def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
@@ -273,7 +227,7 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
     create_index([f"{tmp_path}/train.tar"], tmp_path / "train.json", classes=LABELS, progress="off")
     hp = replace(
         BASE, dataset=f"shards:{tmp_path}/train.json", sample="own_loading:class_of", batch_size=20,
-        model="faults:model", image_size=8, num_ranks=2, bad_samples=2,
+        model="faults:model", image_size=8, num_ranks=2, bad_samples=2, epochs=1,
     )  # fmt: skip
     result = train(hp, tmp_path / "out", quiet(tmp_path, loaders=2))
     assert any("2 samples could not be decoded and were replaced" in note for note in notes(result))
@@ -281,17 +235,6 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
         train(replace(hp, bad_samples=0), tmp_path / "none")
     assert "sample='own_loading:class_of' on sample '" in str(raised.value)
     assert "in class_of" in raised.value.details
-
-
-def test_what_cannot_be_is_refused() -> None:
-    for values, text in (
-        ({"augment": "shapr"}, "unknown augment 'shapr'"),
-        ({"augment": "mine:f", "dataset": "stream:x.json"}, "not for a stream"),
-        ({"sample": "mine:f"}, "take shards:ADDRESS or image_folder:ADDRESS"),
-        ({"sample": "mine", "dataset": "shards:x.json"}, "package.module:callable"),
-    ):
-        with pytest.raises(UserError, match=text):
-            Hyperparameters(**values)
 
 
 def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 import itertools
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 import tarfile
 from collections import Counter
 from dataclasses import replace
@@ -15,10 +12,8 @@ import faults
 import numpy as np
 import pytest
 import torch
-from cli import HELPERS
 from encoded_runs import quiet
 from image_folders import image_bytes
-from mounts import ALONE, need_mounts
 from processes import processes_with, wait_until
 
 from flyte_ddp.config import Hyperparameters
@@ -26,7 +21,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import RankLostError, UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.loading.readers import ShardImages
+from flyte_ddp.loading.encoded import ShardImages
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
@@ -45,11 +40,9 @@ def shards(many_shards: Path) -> Path:
 
 
 def options_of(shards: Path, **changes) -> RankStream:
-    index = read_index(str(shards / "train.json"))
-    of_hp = {name: value for name, value in changes.items() if hasattr(BASE, name)}
-    hp = replace(BASE, **{"shuffle_buffer": 50, **of_hp})
-    options = RankStream(index, ShardCache(shards / "no cache"), hp, rank=0, workers=0, size=8, classes=10)
-    return replace(options, **{name: value for name, value in changes.items() if name not in of_hp})
+    options = {"workers": 0, "shuffle_buffer": 50, "seed": 0, "bad_samples": 0, "crop": "none", "size": 8, **changes}
+    index = options.pop("index", None) or read_index(str(shards / "train.json"))
+    return RankStream(index, ShardCache(shards / "no cache"), rank=0, **{"classes": 10, **options})
 
 
 def reader_of(options: RankStream) -> ShardImages:
@@ -200,23 +193,3 @@ def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
     images = StreamImages(options_of(shards, index=gone), torch.device("cpu"))
     with pytest.raises(UserError, match=r"gone\.tar: .*No such file"):
         images.load_batch(np.arange(3), 0)
-
-
-def read_with_worker(shards: str) -> None:
-    """Read 20 batches of large images from a worker."""
-    images = StreamImages(options_of(Path(shards), workers=1, size=64), torch.device("cpu"))
-    for number in range(20):
-        assert images.load_batch(np.arange(50) + 50 * number, 0)[0].shape == (50, 64, 64, 3)
-    images.close()
-
-
-@pytest.mark.slow
-def test_a_stream_needs_next_to_no_shared_memory(shards: Path, tmp_path: Path) -> None:
-    """A worker has over 0.4 MB of images under way here, and /dev/shm holds 0.1 MB."""
-    need_mounts(tmp_path)
-    small = ["sh", "-c", 'mount -t tmpfs -o size=100k none /dev/shm && exec "$@"', "sh"]
-    script = "import sys, test_streams; test_streams.read_with_worker(sys.argv[1])"
-    variables = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{HELPERS}"}
-    command = [*ALONE, *small, sys.executable, "-c", script, str(shards)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
-    assert run.returncode == 0, run.stderr

@@ -139,16 +139,6 @@ def test_the_shards_that_a_rank_keeps_open_are_enough(streams: int, ranks: int, 
         assert opened <= len(needed)
 
 
-def test_ranks_get_other_shards_in_each_epoch() -> None:
-    """In contrast to wids, where a rank keeps its part of the data for ever."""
-    order = order_of([10] * 32, streams=4)
-    halves = [
-        {int(sample) // 10 for batch in order.batches(epoch, 20) for sample in sampling.take_slice(batch, 0, 2)}
-        for epoch in range(3)
-    ]
-    assert len({frozenset(shards) for shards in halves}) == 3
-
-
 @given(
     counts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     weights=st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0]), min_size=6, max_size=6),

@@ -17,7 +17,7 @@ from wids import wids_specs
 
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.readers import ShardImages
+from flyte_ddp.loading.encoded import ShardImages
 from flyte_ddp.report.previews import render_index_preview
 from flyte_ddp.shards import scanning
 from flyte_ddp.shards.__main__ import read_class_names
