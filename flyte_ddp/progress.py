@@ -140,8 +140,7 @@ class StepProgress(Progress):
             if self._bar is None:
                 # With {bar}, which stays empty, tqdm cuts the text of a function to the width of the terminal.
                 form = BAR if self._total_steps else "{desc}{bar}"
-                options = {"bar_format": form, "file": self._stream, "mininterval": 0}
-                self._bar = tqdm(total=self._total_steps or None, desc=self._describe_bar(now), **options)
+                self._bar = tqdm(total=self._total_steps or None, bar_format=form, file=self._stream, mininterval=0)
             self._bar.set_description_str(self._describe_bar(now), refresh=not self._total_steps)
             if self._total_steps:
                 self._bar.set_postfix_str(", ".join(self._list_values()), refresh=False)
