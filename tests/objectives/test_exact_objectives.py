@@ -1,6 +1,5 @@
 """Each objective on N ranks and in parts is a plain loop without padding, ranks or parts: in fp64, after each step."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -374,28 +373,29 @@ def plain_terms(hp: Hyperparameters, _: Path) -> Steps:
     return step_plainly(hp, pair_tasks.TwoHeads, of_batch, of_tests)
 
 
-def list_cases(*, every: bool) -> dict[str, Case]:
-    """Each case in three parts, and some in other sizes; or ``every`` case in all sizes."""
-    hp = replace(BASE, batch_size=8, accumulation_steps=3)
-    found = {}
-    for name, (data, values, loss) in IMAGES.items():
-        found[name] = Case(objective_tasks, data, replace(hp, **values), partial(plain_images, loss_of=loss))
-    for name, (data, values, sample_loss) in LEAVES.items():
-        own = replace(hp, dataset=f"leaf_tasks:{data}", **values)
-        found[name] = Case(leaf_tasks, data, own, partial(plain_leaves, data=data, loss_of=sample_loss))
-    own = replace(hp, dataset="pair_tasks:two_terms", model="pair_tasks:TwoHeads", objective="pair_tasks:TwoTerms")
-    found["terms"] = Case(pair_tasks, "two_terms", own, plain_terms)
-    mixed = [*MIXED, "class weights", "own function", "segmentation"] if every else MIXED
-    small = [*found] if every else ["texts", "multilabel", "terms"]
-    sizes = {f"{name} {size}": found[name].sized(*size) for name, size in itertools.product(found, SIZES) if every}
-    found |= {f"{name} mixed": found[name].sized(8, 3, 0.4) for name in mixed}
-    found |= {f"{name} (2, 2)": found[name].sized(2, 2) for name in small} | sizes
-    pairs = Case(pair_tasks, "pairs", PAIRS, plain_pairs)
-    return found | {f"pairs {size}": pairs.sized(size, 1) for size in (8, 3)}
-
-
 PAIRS = replace(BASE, dataset="pair_tasks:pairs", model="pair_tasks:Towers", objective="pair_tasks:Contrastive")
+TERMS = replace(BASE, dataset="pair_tasks:two_terms", model="pair_tasks:TwoHeads", objective="pair_tasks:TwoTerms")
 MIXED = ("class weights and label smoothing", "multilabel", "terms")
+ALSO_MIXED = ("class weights", "own function", "segmentation")
+
+
+def list_cases(*, every: bool) -> dict[str, Case]:
+    """Each case in three parts, some in batches of two, and some with mixup; or ``every`` case in all sizes."""
+    found = {"terms": Case(pair_tasks, "two_terms", TERMS, plain_terms)}
+    for name, (data, values, loss) in IMAGES.items():
+        found[name] = Case(objective_tasks, data, replace(BASE, **values), partial(plain_images, loss_of=loss))
+    for name, (data, values, sample_loss) in LEAVES.items():
+        hp = replace(BASE, dataset=f"leaf_tasks:{data}", **values)
+        found[name] = Case(leaf_tasks, data, hp, partial(plain_leaves, data=data, loss_of=sample_loss))
+    pairs = Case(pair_tasks, "pairs", PAIRS, plain_pairs)
+    small, sizes = (found, SIZES) if every else (("texts", "multilabel", "terms"), ((2, 2),))
+    mixed = (*MIXED, *ALSO_MIXED) if every else MIXED
+    return {
+        **{name: case.sized(8, 3) for name, case in found.items()},
+        **{f"{name} {size}": found[name].sized(*size) for name in small for size in sizes},
+        **{f"{name} mixed": found[name].sized(8, 3, 0.4) for name in mixed},
+        **{f"pairs {size}": pairs.sized(size, 1) for size in (8, 3)},
+    }
 
 
 def evaluate_recall(folder: Path) -> float:
@@ -447,13 +447,10 @@ def test_every_step_is_that_of_one_process(ranks: int, every: bool, folder: Path
     pytorch/pytorch#31579, open-mmlab/mmsegmentation#578, #1409: ignored pixels weigh ranks wrongly.
     pytorch/pytorch#72047, #65329, #8062: class weights are averaged over parts.
     pytorch/pytorch#33148, #38174, Lightning-AI/pytorch-lightning#20404: uneven inputs hang.
-    pytorch/pytorch#19354, #124666: outputs in dicts, tuples and dataclasses.
     huggingface/transformers#30633, JDAI-CV/fast-reid#178, pytorch/pytorch#45325: a head that the loss does not use.
-    huggingface/transformers#34191, meta-pytorch/torchtune#1875: a mean of means of accumulated parts.
     huggingface/transformers#34242, #37474, #608: tokens are not averaged over devices.
     huggingface/transformers#46204: the count has places that the shifted loss drops; a text of one token counts 0.
     mosaicml/composer#3273, #3677: padding, then prompts, are counted.
-    pytorch/torchtitan#2206, #1759: the validation loss is divided by the accumulation steps.
     Lightning-AI/pytorch-lightning#10349, #3668, #10093: the batch size is guessed from nested batches.
     pytorch/pytorch#19354, #124666: outputs in dicts, tuples, dataclasses and objects.
     mlfoundations/open_clip#616, #894, lightly-ai/lightly#1977, ShiqiYu/OpenGait#36, huggingface/accelerate#76,
