@@ -65,120 +65,39 @@ def format_size(number: int) -> str:
 
 
 class StepProgress(Progress):
-    """Decides when a run's steps are shown; its subclasses show them. ``clock`` returns seconds from any start.
+    """Shows the newest values of a run's steps when they are due: without ``total_steps``, of a function of a user.
 
     A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
-    30 %: 12 in the first minute, 28 in the first hour.
+    30 %: 12 in the first minute, 28 in the first hour. ``clock`` returns seconds from any start.
     """
 
-    def __init__(self, mode: str, stream: TextIO | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        mode: str,
+        total_steps: int = 0,
+        steps_per_epoch: int = 1,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(mode, stream)
+        self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         self._clock, self._start = clock, clock()
         self._next = 0.0  # when the next step is shown, in seconds from the start
-        self._last_step = 0
+        self._first: tuple[float, int] | None = None  # time of the first step, in seconds from the start, and itself
+        self._last_step, self._is_shown = 0, True  # the last step, and whether it and its values were shown
+        self._values: dict[str, float | str] = {}  # the newest of each name
+        self._bar: Any = None
 
     def is_due(self) -> bool:
         """Return whether ``show_step`` would show something; if not, a loss need not be copied from the device."""
         return self._mode != "off" and self._elapsed() >= self._next
 
-    def _elapsed(self) -> float:
-        return self._clock() - self._start
+    def show_step(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Store a step, from 1, and values by name, shown as "name 0.41", or as they are if texts; show them if due.
 
-    def _schedule_next(self, now: float) -> None:
-        self._next = now + 0.1 if self._mode == "bar" else max(1.3 * now, now + 2.0)
-
-
-class TrainingProgress(StepProgress):
-    """Shows a run's optimiser steps when they are due, and a line for each evaluation."""
-
-    def __init__(
-        self,
-        mode: str,
-        total_steps: int,
-        steps_per_epoch: int,
-        *,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(mode, stream, clock)
-        self._total_steps, self._epochs = total_steps, -(-total_steps // steps_per_epoch)
-        self._first: tuple[float, int] | None = None  # time of the first line, in seconds from the start, and its step
-        self._values: dict[str, str] = {}  # the newest loss and rates, as texts
-        if self._mode == "bar":
-            with self._turn_off_on_failure():
-                label = self._name_epoch(0)
-                self._bar = tqdm(total=total_steps, desc=label, bar_format=BAR, file=self._stream, mininterval=0)
-
-    def show_step(
-        self, epoch: int, step: int, loss: float | None, samples_per_second: float | None, tokens: float | None = None
-    ) -> None:
-        """Store the values of a step, from 1; show them if :meth:`is_due`; for None shows the last known value.
-
-        ``epoch`` counts from 0; the rates, samples and ``tokens`` a second, are those of all ranks.
+        Of values of earlier steps the newest of each name are shown, up to SHOWN_VALUES (6).
         """
-        self._last_step = step
-        if loss is not None:
-            self._values["loss"] = f"loss {loss:.4f}"
-        for unit, rate in (("samples", samples_per_second), ("tokens", tokens)):
-            if rate is not None:
-                self._values[unit] = f"{rate:,.0f} {unit}/s"
-        if not self.is_due():
-            return
-        now = self._elapsed()
-        self._schedule_next(now)
-        if self._mode == "bar":
-            with self._turn_off_on_failure():
-                self._bar.set_description_str(self._name_epoch(epoch), refresh=False)
-                self._update_bar()
-            return
-        # The time left is estimated from the first line on, so that start-up and steps before a resume don't count.
-        began, first_step = self._first = self._first or (now, step)
-        parts = [f"{self._name_epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
-        parts.append(f"{tqdm.format_interval(round(now))} elapsed")
-        if step > first_step:
-            left = (now - began) / (step - first_step) * (self._total_steps - step)
-            parts.append(f"{tqdm.format_interval(round(left))} left")
-        self.print_note(", ".join(parts))
-
-    def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
-        """Print a line with a measure and the loss of an evaluation record of metrics.jsonl."""
-        self._last_step = record["step"]
-        results = []
-        for split in ("validation", "test"):
-            if f"{split}_loss" in record:
-                shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
-                rest = "" if measure == "loss" else f" (loss {shown[1]})"
-                results.append(f"{split} {name_measure(measure)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
-        epoch = self._name_epoch(record["epoch"] - 1)  # records count the epochs that are done
-        self.print_note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
-
-    def close(self) -> None:
-        """Show the last step in the bar and end its line; may be called twice."""
-        if self._mode == "bar":
-            with self._turn_off_on_failure():
-                self._update_bar()
-                self._bar.close()
-
-    def _name_epoch(self, epoch: int) -> str:
-        return f"epoch {epoch + 1}/{self._epochs}"
-
-    def _update_bar(self) -> None:
-        self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
-        self._bar.update(self._last_step - self._bar.n)
-
-
-class FunctionProgress(StepProgress):
-    """Shows the values that an own function records by step, when they are due, and the last step at :meth:`close`."""
-
-    def __init__(self, mode: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(mode, stream, clock)
-        self._first: tuple[float, int] | None = None  # time of the first step, in seconds from the start, and itself
-        self._values: dict[str, float] = {}  # the newest of each name
-        self._is_shown = True  # whether the last step and its values are
-        self._bar: Any = None
-
-    def show_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Store values of a step; show all names' newest ones, up to SHOWN_VALUES (6), if :meth:`is_due`."""
         if self._mode == "off":
             return
         self._last_step, self._is_shown = step, False
@@ -188,6 +107,17 @@ class FunctionProgress(StepProgress):
         if self.is_due():
             self._show_last_step()
 
+    def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
+        """Print a line with a measure and the loss of an evaluation record of metrics.jsonl."""
+        results = []
+        for split in ("validation", "test"):
+            if f"{split}_loss" in record:
+                shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
+                rest = "" if measure == "loss" else f" (loss {shown[1]})"
+                results.append(f"{split} {name_measure(measure)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
+        self._is_shown = self._is_shown or self._mode == "lines"
+        self.print_note(f"{self._describe_place(record['step'])}: {', '.join(results)}")
+
     def close(self) -> None:
         """Show the last step, unless that was done, and end a bar's line; may be called twice."""
         if not self._is_shown:
@@ -196,25 +126,52 @@ class FunctionProgress(StepProgress):
             with self._turn_off_on_failure():
                 self._bar.close()
 
+    def _elapsed(self) -> float:
+        return self._clock() - self._start
+
     def _show_last_step(self) -> None:
         now = self._elapsed()
-        self._schedule_next(now)
+        self._next = now + 0.1 if self._mode == "bar" else max(1.3 * now, now + 2.0)
         self._is_shown = True
-        shown = [f"{name} {format_value(value)}" for name, value in [*self._values.items()][:SHOWN_VALUES]]
-        parts = [f"step {self._last_step:,}", *shown]
-        if len(self._values) > SHOWN_VALUES:
-            parts.append(f"{len(self._values) - SHOWN_VALUES} more")
-        began, first_step = self._first or (now, self._last_step)
-        if self._last_step > first_step and now > began:  # without start-up, and steps before a resume
-            rate = (self._last_step - first_step) / (now - began)
-            parts.append(f"{rate:,.0f} steps/s" if rate >= 10 else f"{rate:.2g} steps/s")
-        text = ", ".join([*parts, f"{tqdm.format_interval(round(now))} elapsed"])
         if self._mode != "bar":
-            self.print_note(text)
+            self.print_note(self._describe_step(now))
             return
         with self._turn_off_on_failure():
             if self._bar is None:
-                # With {bar}, which stays empty, tqdm cuts the text to the width of the terminal.
-                self._bar = tqdm(desc=text, bar_format="{desc}{bar}", file=self._stream, mininterval=0)
-            else:
-                self._bar.set_description_str(text)
+                # With {bar}, which stays empty, tqdm cuts the text of a function to the width of the terminal.
+                form = BAR if self._total_steps else "{desc}{bar}"
+                self._bar = tqdm(total=self._total_steps or None, bar_format=form, file=self._stream, mininterval=0)
+            self._bar.set_description_str(self._describe_bar(now), refresh=not self._total_steps)
+            if self._total_steps:
+                self._bar.set_postfix_str(", ".join(self._list_values()), refresh=False)
+                self._bar.update(self._last_step - self._bar.n)
+
+    def _describe_bar(self, now: float) -> str:
+        return self._name_epoch(self._last_step) if self._total_steps else self._describe_step(now)
+
+    def _describe_step(self, now: float) -> str:
+        began, first_step = self._first or (now, self._last_step)
+        done, seconds = self._last_step - first_step, now - began  # without start-up, and steps before a resume
+        rate, left = [], []
+        if done > 0 and self._total_steps:
+            remaining = seconds / done * (self._total_steps - self._last_step)
+            left.append(f"{tqdm.format_interval(round(remaining))} left")
+        elif done > 0 and seconds > 0:
+            rate.append(f"{done / seconds:,.0f} steps/s" if done >= 10 * seconds else f"{done / seconds:.2g} steps/s")
+        elapsed = f"{tqdm.format_interval(round(now))} elapsed"
+        return ", ".join([self._describe_place(self._last_step), *self._list_values(), *rate, elapsed, *left])
+
+    def _describe_place(self, step: int) -> str:
+        return (
+            f"{self._name_epoch(step)}, step {step:,}/{self._total_steps:,}" if self._total_steps else f"step {step:,}"
+        )
+
+    def _name_epoch(self, step: int) -> str:
+        epoch, epochs = (-(-steps // self._steps_per_epoch) for steps in (step, self._total_steps))
+        return f"epoch {epoch}/{epochs}"
+
+    def _list_values(self) -> list[str]:
+        shown = [*self._values.items()][:SHOWN_VALUES]
+        texts = [value if isinstance(value, str) else f"{name} {format_value(value)}" for name, value in shown]
+        more = len(self._values) - len(shown)
+        return [*texts, f"{more} more"] if more else texts

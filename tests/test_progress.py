@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from flyte_ddp.progress import FunctionProgress, TrainingProgress
+from flyte_ddp.progress import StepProgress
 
 
 class Clock:
@@ -28,12 +28,12 @@ def evaluation(epoch: int, step: int, **values: float) -> dict[str, Any]:
 
 def test_the_first_lines_come_soon_and_then_ever_more_slowly() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = TrainingProgress("lines", 481, 481, stream=stream, clock=clock)
+    progress = StepProgress("lines", 481, 481, stream=stream, clock=clock)
     times = []
     for step in range(1, 482):
         clock.now = 12345.0 + (step - 1) / 8
         told, due = stream.tell(), progress.is_due()
-        progress.show_step(0, step, 1.0, 100.0)
+        progress.show_step(step, {"loss": 1.0})
         assert (stream.tell() > told) == due
         times += [clock.now - 12345.0] if due else []
     # Each the first eighth of a second at or after max(last + 2, last * 1.3), worked out by hand.
@@ -42,11 +42,11 @@ def test_the_first_lines_come_soon_and_then_ever_more_slowly() -> None:
 
 def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = TrainingProgress("lines", 1266, 422, stream=stream, clock=clock)
+    progress = StepProgress("lines", 1266, 422, stream=stream, clock=clock)
     clock.now += 10  # start-up, which must not count for the time that is left
-    progress.show_step(0, 20, 0.90123, 17000.4)
+    progress.show_step(20, {"loss": "loss 0.9012", "samples": "17,000 samples/s"})
     clock.now += 4
-    progress.show_step(1, 440, None, None)
+    progress.show_step(440, {})
     progress.print_evaluation(evaluation(2, 844, validation_loss=0.25, validation_accuracy=0.901))
     progress.print_evaluation(evaluation(3, 1266))
     assert stream.getvalue().splitlines() == [
@@ -58,18 +58,12 @@ def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
     ]
 
 
-def test_a_line_tells_the_rate_of_tokens() -> None:
-    stream = io.StringIO()
-    TrainingProgress("lines", 10, 10, stream=stream, clock=Clock()).show_step(0, 1, 0.5, 100.0, 51200.0)
-    assert stream.getvalue() == "epoch 1/1, step 1/10, loss 0.5000, 100 samples/s, 51,200 tokens/s, 00:00 elapsed\n"
-
-
 def test_without_a_terminal_there_are_lines_or_nothing() -> None:
     for mode, lines in (("auto", 2), ("off", 0)):
         stream = io.StringIO()
-        progress = TrainingProgress(mode, 10, 5, stream=stream, clock=Clock())
+        progress = StepProgress(mode, 10, 5, stream=stream, clock=Clock())
         assert progress.is_due() == (mode == "auto")
-        progress.show_step(0, 1, 1.0, 1.0)
+        progress.show_step(1, {"loss": 1.0})
         progress.print_evaluation(evaluation(1, 5))
         progress.close()
         assert stream.getvalue().count("\n") == lines
@@ -90,10 +84,10 @@ def on_terminal(show: Callable[[TextIO], object]) -> str:
 
 def show_training(mode: str, stream: TextIO) -> None:
     clock = Clock()
-    progress = TrainingProgress(mode, 40, 20, stream=stream, clock=clock)
+    progress = StepProgress(mode, 40, 20, stream=stream, clock=clock)
     for step in range(1, 41):
         clock.now += 0.02
-        progress.show_step((step - 1) // 20, step, 1 / step, 17000.0)
+        progress.show_step(step, {"loss": f"loss {1 / step:.4f}", "samples": "17,000 samples/s"})
         if step % 20 == 0:
             progress.print_evaluation(evaluation(step // 20, step))
     progress.close()
@@ -116,7 +110,7 @@ def test_a_terminal_gets_a_bar_and_the_evaluations_above_it_or_lines() -> None:
 
 def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = FunctionProgress("lines", stream, clock)
+    progress = StepProgress("lines", stream=stream, clock=clock)
     clock.now += 10
     progress.show_step(1000, {"loss": 2.30258})
     clock.now += 1  # not due
@@ -143,7 +137,7 @@ def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end
 
 def test_of_many_values_a_function_shows_some_and_slow_steps_have_a_rate_too() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = FunctionProgress("lines", stream, clock)
+    progress = StepProgress("lines", stream=stream, clock=clock)
     progress.show_step(0, {f"value_{k}": k for k in range(40)})
     clock.now += 8
     progress.show_step(2, {})
@@ -156,7 +150,7 @@ def test_of_many_values_a_function_shows_some_and_slow_steps_have_a_rate_too() -
 
 def show_function(stream: TextIO) -> None:
     clock = Clock()
-    progress = FunctionProgress("auto", stream, clock)
+    progress = StepProgress("auto", stream=stream, clock=clock)
     for step in range(1, 42):
         clock.now += 0.02
         progress.show_step(step, {"loss": 1 / step})
@@ -178,8 +172,8 @@ def test_a_function_has_a_bar_without_an_end_on_a_terminal() -> None:
 @pytest.mark.parametrize("mode", ["auto", "bar", "off"])
 def test_a_function_that_records_nothing_shows_nothing(mode: str) -> None:
     stream = io.StringIO()
-    FunctionProgress(mode, stream).close()
-    off = FunctionProgress("off", stream)
+    StepProgress(mode, stream=stream).close()
+    off = StepProgress("off", stream=stream)
     off.show_step(1, {"loss": 1.0})
     off.print_note("a note")
     off.close()
@@ -196,12 +190,12 @@ class Closed(io.StringIO):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a half-made bar, until tqdm 4.70
 @pytest.mark.parametrize("mode", ["bar", "lines"])
 def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
-    progress = TrainingProgress(mode, 10, 5, stream=Closed())
+    progress = StepProgress(mode, 10, 5, stream=Closed())
     for step in range(1, 11):
-        progress.show_step(0, step, 1.0, 100.0)
+        progress.show_step(step, {"loss": 1.0})
     progress.print_evaluation(evaluation(1, 5))
     progress.close()
-    function = FunctionProgress(mode, Closed())
+    function = StepProgress(mode, stream=Closed())
     for step in range(1, 11):
         function.show_step(step, {"loss": 1.0})
     function.print_note("a note")

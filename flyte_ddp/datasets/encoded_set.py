@@ -14,9 +14,8 @@ from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
-from flyte_ddp.shards.inspection import list_missing_checksums, refuse_unfit_samples
+from flyte_ddp.shards.inspection import refuse_unfit_samples
 
 IMAGE_FOLDER = "image_folder"
 COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file
@@ -59,9 +58,7 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     return EncodedSet(dataset, train.classes, digest_lines(digests), train, test)
 
 
-def prepare_encoded_set(
-    dataset: str, test_dataset: str, folder: Path, progress: Progress, *, decoded_by_user: bool = False
-) -> None:
+def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
     """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last."""
     data = read_encoded_set(dataset, test_dataset)
     left_out = {}
@@ -69,8 +66,6 @@ def prepare_encoded_set(
         if isinstance(source, ShardIndex):
             if not decoded_by_user:
                 refuse_unfit_samples(source)
-            for warning in list_missing_checksums(source):
-                progress.print_note(warning)
             parts = [[part.name, part.weight] for part in source.parts]
             content = {"name": source.name, "parts": parts, "shards": source.shards}
             prepared_folder.write_json(folder / f"{split}.json", content)

@@ -86,7 +86,7 @@ def fetch(
         needed, definition = "", find_dataset(dataset, source)
         try:
             if definition is None:
-                prepare_encoded_set(dataset, test_dataset, workspace, Progress(progress), decoded_by_user=bool(sample))
+                prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
             else:
                 data, called = definition.load(source, workspace, Progress(progress))
                 size = sum(array.nbytes for array in data.list_arrays().values())

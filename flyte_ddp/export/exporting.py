@@ -22,8 +22,8 @@ from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
 from flyte_ddp.loading.cropping import crop_to_square
-from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
+from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.loading.opening_items import open_items
 from flyte_ddp.machine import count_cores
@@ -152,9 +152,9 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
     order = order_test_split(data)
     with closing(open_image_reader(data.test_source, settings)) as images:
 
-        def decode_or_none(sample: int, found: Encoded) -> Pixels | None:
+        def decode_or_none(_: int, found: Encoded) -> Pixels | None:
             try:
-                return decode_or_refetch(images, sample, found)[0]
+                return decode_image(found.content)
             except DecodingError:
                 return None
 

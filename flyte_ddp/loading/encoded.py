@@ -1,4 +1,4 @@
-"""Read encoded images of shards or of single files, and decode them; a damaged file is fetched again once."""
+"""Read encoded images of shards or of single files, and decode them."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +36,7 @@ class Encoded:
     key: str = ""  # the name within the data set
     # For users' own decoding, in place of content and label: the members by their extensions, and ``__key__``.
     members: Mapping[str, Any] | None = None
+    copy: str = ""  # for errors: in brackets, the cached file that it was read from
 
 
 class ImageReader:
@@ -50,9 +51,6 @@ class ImageReader:
     def start_read(self, sample: int) -> Callable[[], Encoded]:
         """Return a function that returns the sample. A slow reader starts the read at once, in another thread."""
         return partial(self.read_sample, sample)
-
-    def refetch_if_damaged(self, sample: int) -> None:
-        """Check the cached copy of the sample's file; if it is damaged, make the next read fetch the file again."""
 
     def prefetch_files(self, samples: Indices) -> None:
         """Start to fetch the files that hold these samples."""
@@ -79,18 +77,17 @@ class ShardImages(ImageReader):
         key, contents = self.reader.read_sample(sample, None if self.members else WANTED)
         if len(contents) < 2 and not self.members:  # read all, because the error of find_image_and_label() lists them
             key, contents = self.reader.read_sample(sample)
-        shard, _ = self.reader.index.locate(sample)
-        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        number, _ = self.reader.index.locate(sample)
+        shard = self.reader.index.shards[number]
+        name = f"sample {key!r} in shard {shard.url}"
         if self.members:
             return Encoded(b"", 0, name, key, {**contents, "__key__": key})
         image, label = find_image_and_label(name, contents)
-        return Encoded(contents[image], parse_class_number(name, contents[label]), name, key)
+        copy = self.reader.cache.describe_copy(shard)
+        return Encoded(contents[image], parse_class_number(name, contents[label]), name, key, copy=copy)
 
     def skip_read(self, samples: Indices) -> None:
         self.reader.skip_read(np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist())
-
-    def refetch_if_damaged(self, sample: int) -> None:
-        self.reader.remove_damaged_shard(sample)
 
     def prefetch_files(self, samples: Indices) -> None:
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
@@ -181,32 +178,13 @@ def limit_threads() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
-    return decode_with_or_refetch(lambda read: decode_image(read.content), reader, sample, encoded)
-
-
-def decode_with_or_refetch(
-    decode: Callable[[Encoded], Result], reader: ImageReader, sample: int, encoded: Encoded
-) -> tuple[Result, Encoded]:
-    """Return what ``decode`` makes of a sample, and the sample as it was read last.
-
-    After a DecodingError removes the file's cached copy if it is damaged, and reads and decodes the sample once more.
-    """
-    try:
-        return decode(encoded), encoded
-    except DecodingError:
-        reader.refetch_if_damaged(sample)
-        again = reader.read_sample(sample)
-        if again == encoded:
-            raise  # the file was not replaced, by this call or by another thread or rank, so its source is damaged
-    return decode(again), again
-
-
-def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
+def decode_checked_sample(encoded: Encoded, classes: int) -> tuple[Pixels, int]:
     """Return a sample's pixels and label; DecodingError if damaged, UserError for a label outside 0..classes-1."""
-    require_valid_label(encoded, classes)
-    pixels, whole = decode_or_refetch(reader, sample, encoded)
-    return pixels, require_valid_label(whole, classes)
+    label = require_valid_label(encoded, classes)
+    try:
+        return decode_image(encoded.content), label
+    except DecodingError as error:
+        raise DecodingError(f"{error}{encoded.copy}") from None
 
 
 def require_valid_label(encoded: Encoded, classes: int) -> int:

@@ -19,7 +19,6 @@ from flyte_ddp.loading.encoded import (
     Encoded,
     ImageReader,
     decode_checked_sample,
-    decode_with_or_refetch,
     name_decoder,
     require_valid_label,
 )
@@ -135,27 +134,21 @@ class EncodedSamples(SampleLoader):
             return None
 
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
-        """Return image and target, the image of any size; read a sample that cannot be decoded once more.
+        """Return image and target, the image of any size.
 
         An exception of the user's function is a DecodingError if such samples are allowed, else an OwnCodeError.
         """
         own = self.decode
         if own is None:
-            return decode_checked_sample(self.reader, sample, encoded, self.classes)
+            return decode_checked_sample(encoded, self.classes)
 
-        def decode_members(read: Encoded) -> Sample:
-            own.seed(self.seed, epoch, sample)
-            try:
-                return own.call(read.name, dict(read.members or {}))
-            except OwnCodeError as error:
-                raise DecodingError(str(error)) from error
-
+        own.seed(self.seed, epoch, sample)
         try:
-            (image, target, _), _ = decode_with_or_refetch(decode_members, self.reader, sample, encoded)
-        except DecodingError as error:
-            if self.bad.allowed or error.__cause__ is None:
-                raise
-            raise error.__cause__ from error.__cause__.__cause__
+            image, target, _ = own.call(encoded.name, dict(encoded.members or {}))
+        except OwnCodeError as error:
+            if self.bad.allowed:
+                raise DecodingError(str(error)) from error
+            raise
         return image, target
 
     def fit_to_square(

@@ -171,7 +171,7 @@ def make_worker_pipeline(stream: RankStream) -> Any:
         partial(order_worker_shards, stream),
         partial(read_shard_samples, reader),
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
-        partial(decode_samples, stream, reader),
+        partial(decode_samples, stream),
         wds.filters.batched(WORKER_BATCH, partial=False),
         forward_error_as_value,
     )
@@ -187,8 +187,8 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
             yield passes, shard
 
 
-def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
-    """Yield pass, sample number and encoded sample of each (pass, shard), in order; fetch the next shard ahead."""
+def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
+    """Yield pass and encoded sample of each (pass, shard), in order; fetch the next shard ahead."""
     index = reader.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:
@@ -198,20 +198,18 @@ def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -
     for passes, shard in start_ahead(start_fetch, shards, 1):
         end = int(index.ends[shard])
         for sample in range(end - index.shards[shard].samples, end):
-            yield passes, sample, reader.read_sample(sample)
+            yield passes, reader.read_sample(sample)
 
 
-def decode_samples(
-    stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
-) -> Iterator[tuple[Pixels, int]]:
+def decode_samples(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
     """Yield images uint8 [size, size, 3] and labels of samples; leave out up to ``bad_samples`` damaged ones."""
     bad, failures_in_a_row = BadSamples(stream.bad_samples), 0
     number, workers = worker_number_and_count()
     # More failures in a row than this only a whole pass of bad samples can cause.
     most = int(stream.index.counts[number::workers].sum()) + stream.shuffle_buffer
-    for passes, sample, encoded in samples:
+    for passes, encoded in samples:
         try:
-            pixels, label = decode_checked_sample(reader, sample, encoded, stream.classes)
+            pixels, label = decode_checked_sample(encoded, stream.classes)
         except DecodingError as error:
             bad.add_sample(encoded.name, str(error))
             failures_in_a_row += 1

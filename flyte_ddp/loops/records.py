@@ -9,7 +9,7 @@ from typing import Any
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loops.checkpoints import check_step
-from flyte_ddp.progress import FunctionProgress
+from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.run_folder import METRICS
 
 TAKEN = ("kind", "time")  # keys of each record
@@ -20,7 +20,7 @@ class Records:
     """Writes a run's records to ``folder/metrics.jsonl``, and shows progress; ``first`` is the step it resumes from."""
 
     def __init__(self, folder: Path, progress: str, first: int = 0) -> None:
-        self.log, self.progress = JsonLines(folder / METRICS), FunctionProgress(progress)
+        self.log, self.progress = JsonLines(folder / METRICS), StepProgress(progress)
         self.step, self.began = first, time.monotonic()
 
     def start(self, facts: Mapping[str, Any]) -> None:

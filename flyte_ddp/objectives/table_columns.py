@@ -62,9 +62,9 @@ def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: i
     ]  # fmt: skip
     more = ", ..." if len(chosen) > SHOWN_NUMBERS else ""
     rows = zip(*chosen[:SHOWN_NUMBERS], strict=True) if chosen else [()] * samples
-    texts = (", ".join(map(describe_value, row)) + more for row in rows)
+    texts = (", ".join(map(format_cell, row)) + more for row in rows)
     return [text if len(text) <= LONGEST else f"{text[:LONGEST]}..." for text in texts]
 
 
-def describe_value(value: Any) -> str:
+def format_cell(value: Any) -> str:
     return value if isinstance(value, str) else "unknown" if math.isnan(value) else format_value(value)

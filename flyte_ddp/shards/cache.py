@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +26,6 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL, hold_lock
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.tar import DamagedShardError
 
 LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
 SPARE = 64  # of so many files one more is evicted than is necessary, so that not each fetch must look at all of them
@@ -51,8 +51,8 @@ class ShardCache:
 
         Evicts other shards for a download; waits, without a limit, while another process downloads the shard. A cached
         file is locked against eviction until it is closed or unlocked. The first time, reads a shard of this machine
-        whole to compare it with the index. Raises DamagedShardError if it differs, CacheFullError if shards in use
-        leave no room, UserError if the shard cannot be read or fetched.
+        whole to compare it with the index. Raises UserError if it differs, or cannot be read or fetched; CacheFullError
+        if shards in use leave no room.
         """
         path = storage.local_path(shard.url)
         if path is not None:
@@ -61,14 +61,14 @@ class ShardCache:
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Open a file of this machine; raise DamagedShardError if its size or digest differs from the index."""
+        """Open a file of this machine; raise UserError if its size or digest differs from the index."""
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
                 raise UserError(f"shard {shard.url}: is no plain file; check the address")
             if shard.size not in (-1, status.st_size):
                 problem = f"has {status.st_size:,} bytes and not the {shard.size:,} that the index says"
-                raise DamagedShardError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
+                raise UserError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
             self.verify_digest_once(path, status, shard)
             return path.open("rb")
         except OSError as error:
@@ -88,11 +88,12 @@ class ShardCache:
                 mark.parent.mkdir(exist_ok=True)
             if not mark.exists():  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
-                    found = hash_open_file(file, kind)
+                    make = partial(hashlib.new, kind, usedforsecurity=False)
+                    found = hashlib.file_digest(file, make).hexdigest()  # type: ignore[arg-type]
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
-                    raise DamagedShardError(f"shard {shard.url}: {problem}, {fix}")
+                    raise UserError(f"shard {shard.url}: {problem}, {fix}")
                 with suppress(OSError):
                     mark.touch()
 
@@ -117,23 +118,9 @@ class ShardCache:
         """Return whether the shard has a local address or is in the cache; does not verify it."""
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
-    def remove_damaged_shard(self, shard: Shard, *, unreadable: bool = False) -> bool:
-        """Remove a shard from the cache if damaged, even while it is read; return whether the next open downloads it.
-
-        Reads the whole file for its digest; without a digest in the index, it is damaged if ``unreadable``. Waits,
-        without a limit, for the shard's lock. Returns False for an address of this machine and for a read-only cache.
-        """
-        if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
-            return False
-        with explain_unusable_folder(self.folder), self.hold_lock(self.shard_path(shard).stem):
-            file = self.open_cached_shard(shard)
-            if file is not None:
-                with file:
-                    kind, wanted = shard.digest
-                    if hash_open_file(file, kind) == wanted if wanted else not unreadable:
-                        return False
-            self.shard_path(shard).unlink(missing_ok=True)
-            return True
+    def describe_copy(self, shard: Shard) -> str:
+        """Return in brackets where the copy of a remote shard is, for errors about its content; else ""."""
+        return "" if storage.local_path(shard.url) is not None else f" (cached in {self.shard_path(shard)})"
 
     def shard_path(self, shard: Shard) -> Path:
         identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
@@ -277,10 +264,6 @@ class ShardCache:
 
 def name_digest(identity: str) -> str:
     return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
-
-
-def hash_open_file(file: BinaryIO, kind: str) -> str:
-    return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
 
 def mark_as_used(file: int) -> None:

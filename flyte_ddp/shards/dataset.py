@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +21,7 @@ from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unu
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.samples import SampleTable, read_table_or_none, tabulate_members
-from flyte_ddp.shards.tar import BLOCK, UNKNOWN, DamagedShardError, iterate_members
+from flyte_ddp.shards.tar import iterate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the same time
@@ -83,13 +82,15 @@ class OpenShard:
             self.close = None
         with open_shard_when_room(shard, self.cache) as file:
             try:
-                members = (member for member, _ in iterate_members(file, shard.url))
-                self.table = read_table_or_none(shard) or tabulate_members(members, shard.url)
+                table = read_table_or_none(shard)
+                if table is None:
+                    table = tabulate_members((member for member, _ in iterate_members(file, shard.url)), shard.url)
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
-            if len(self.table) != shard.samples:
-                problem = f"has {len(self.table):,} samples and not the {shard.samples:,} that the index says"
+            if len(table) != shard.samples:
+                problem = f"has {len(table):,} samples and not the {shard.samples:,} that the index says"
                 raise UserError(f"shard {shard.url}: {problem}; renew the index: python -m flyte_ddp.shards create")
+            self.table = table
             self.file = os.dup(file.fileno())  # a descriptor of its own, as the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
 
@@ -112,20 +113,19 @@ def read_sample_members(
 ) -> StoredSample:
     """Return the key of a sample in a shard, and its members' contents by their extensions.
 
-    ``read_bytes(start, length)`` must return bytes of the shard; its OSErrors become UserErrors. Raises
-    DamagedShardError if the shard does not match ``table``.
+    ``read_bytes(start, length)`` must return bytes of the shard; its OSErrors become UserErrors.
     """
     contents = {}
     for member in table.sample_members(sample):
         if wanted is None or member.extension.lower() in wanted:
             try:
-                stored = read_bytes(member.offset - BLOCK, BLOCK + member.size)
+                content = read_bytes(member.offset, member.size) if member.size else b""  # a range has a byte
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
-            if len(stored) != BLOCK + member.size or member.header not in (UNKNOWN, zlib.crc32(stored[:BLOCK])):
-                problem = f"damaged at byte {member.offset:,}, where {member.key}{member.extension} should be"
-                raise DamagedShardError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
-            contents[member.extension] = stored[BLOCK:]
+            if len(content) != member.size:
+                problem = f"ends before {member.key}{member.extension}, at byte {member.offset:,}, does"
+                raise UserError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
+            contents[member.extension] = content
     return table.keys[sample], contents
 
 
@@ -172,29 +172,12 @@ class ShardReader:
     def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
         """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
-        Fetches the shard if it is not cached, and once more if it is damaged. Waits up to 60 s while the cache is full,
-        and without a limit while another process downloads the shard. Raises UserError if the shard is damaged or
-        unreadable.
+        Fetches the shard if it is not cached. Waits up to 60 s while the cache is full, and without a limit while
+        another process downloads the shard. Raises UserError if the shard is damaged or unreadable.
         """
         number, inside = self.index.locate(sample)
-
-        def read_once() -> StoredSample:
-            with self.open_shard(number) as shard:
-                return read_sample_members(shard.shard, shard.table, inside, partial(read_at, shard.file), wanted)
-
-        try:
-            return read_once()
-        except DamagedShardError:
-            self.remove_damaged_shard(sample, unreadable=True)
-        return read_once()  # also if this process removed nothing: another one may have
-
-    def remove_damaged_shard(self, sample: int, *, unreadable: bool = False) -> bool:
-        """Close a sample's shard; remove a damaged one from the cache; return whether the next read fetches it."""
-        number, _ = self.index.locate(sample)
-        removed = self.cache.remove_damaged_shard(self.index.shards[number], unreadable=unreadable)
-        with self.state.lock:  # after the removal: before it, another thread could open the damaged shard again
-            self.state.shards.pop(number, None)
-        return removed
+        with self.open_shard(number) as shard:
+            return read_sample_members(shard.shard, shard.table, inside, partial(read_at, shard.file), wanted)
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
@@ -272,14 +255,12 @@ class ShardDataset:
             raise IndexError(f"sample {number} of {len(self)}")
         number %= len(self)
         sample = make_sample(self.index, number, *self.reader.read_sample(number))
-        if not self.decode:
-            return sample
         try:
-            return decode_sample(sample)
-        except UserError:
-            if not self.reader.remove_damaged_shard(number):
-                raise
-            return decode_sample(make_sample(self.index, number, *self.reader.read_sample(number)))
+            return decode_sample(sample) if self.decode else sample
+        except UserError as error:
+            shard, _ = self.index.locate(number)
+            copy = self.reader.cache.describe_copy(self.index.shards[shard])
+            raise UserError(f"{error.message}{copy}") from None
 
     def close(self) -> None:
         self.reader.close()

@@ -1,7 +1,6 @@
 """Read single samples of an index, if possible without reading their whole shards."""
 
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from flyte_ddp.shards.cache import unusable_shard_error
 from flyte_ddp.shards.dataset import Sample, ShardDataset, make_sample, read_sample_members
 from flyte_ddp.shards.decoding import LABEL, find_image_and_label, parse_class_number
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.samples import NO_CHECKSUMS, read_table_or_none
+from flyte_ddp.shards.samples import read_table_or_none
 from flyte_ddp.shards.scanning import HashedStream
 from flyte_ddp.shards.tar import iterate_members
 
@@ -54,7 +53,11 @@ def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
 
     Reads one shard of each data set until its first sample ends; with up to 3 retries if ``patient``.
     """
-    for shard in first_shards(index):
+    first: dict[int, Shard] = {}  # shard with a sample of each part
+    for shard in index.shards:
+        if shard.samples:
+            first.setdefault(shard.part, shard)
+    for shard in first.values():
         try:
             if patient:
                 storage.retry(shard.url, refuse_unfit_first_sample)
@@ -62,21 +65,6 @@ def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
                 refuse_unfit_first_sample(shard.url)
         except storage.UnavailableError as failure:
             raise unusable_shard_error(shard, failure) from None
-
-
-def first_shards(index: ShardIndex) -> Iterable[Shard]:
-    """Return the first shard with a sample of each data set in an index."""
-    found: dict[int, Shard] = {}
-    for shard in index.shards:
-        if shard.samples:
-            found.setdefault(shard.part, shard)
-    return found.values()
-
-
-def list_missing_checksums(index: ShardIndex) -> list[str]:
-    """Return a warning about each data set in an index whose first table has no checksums of headers."""
-    tables = ((shard, read_table_or_none(shard)) for shard in first_shards(index))
-    return [f"warning: shard {shard.url}: {NO_CHECKSUMS}" for shard, table in tables if table and table.lacks_checksums]
 
 
 def refuse_unfit_first_sample(url: str) -> None:

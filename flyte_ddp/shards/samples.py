@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.tar import UNKNOWN, Member
+from flyte_ddp.shards.tar import Member
 
 SEPARATOR = "\0"  # ends each name in a stored table; no name in a tar file contains it
-COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64, "headers": np.uint32}
-
-NO_CHECKSUMS = "its index has no checksums of headers; renew the index: python -m flyte_ddp.shards create"
+COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,20 +29,14 @@ class SampleTable:
     kinds: NDArray[np.uint32]  # [members] position in ``extensions``
     offsets: NDArray[np.int64]  # [members] byte of the shard where the content begins
     sizes: NDArray[np.int64]  # [members] bytes of the content
-    headers: NDArray[np.uint32]  # [members] CRC-32 of the header block, or UNKNOWN
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
-    def lacks_checksums(self) -> bool:
-        """Whether the CRC-32 of no header is known, so that a change of the shard can go unnoticed."""
-        return len(self.headers) > 0 and bool((self.headers == UNKNOWN).all())
-
     def sample_members(self, sample: int) -> list[Member]:
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
         key = self.keys[sample]
-        columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes, self.headers))
+        columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes))
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
@@ -92,7 +84,7 @@ def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []
-    rows: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, int, int]] = []
     last_key, sample_extensions = None, set[str]()
     for member in members:
         if member.key != last_key:
@@ -108,9 +100,8 @@ def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
             raise UserError(f"shard {shard}: {problem}; pack the shard again with one of each kind")
         sample_extensions.add(member.extension)
         kind = extensions.setdefault(member.extension, len(extensions))
-        rows.append((kind, member.offset, member.size, member.header))
-    kinds, offsets, sizes, headers = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    columns = {"kinds": kinds, "offsets": offsets, "sizes": sizes, "headers": headers}
-    columns["starts"] = np.array([*starts, len(rows)])
+        rows.append((kind, member.offset, member.size))
+    kinds, offsets, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    columns = {"starts": np.array([*starts, len(rows)]), "kinds": kinds, "offsets": offsets, "sizes": sizes}
     typed = {name: np.ascontiguousarray(columns[name], dtype) for name, dtype in COLUMNS.items()}
     return SampleTable(tuple(keys), tuple(extensions), **typed)

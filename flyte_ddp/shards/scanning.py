@@ -22,7 +22,7 @@ from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
-from flyte_ddp.shards.samples import NO_CHECKSUMS, SampleTable, read_table, table_digest, tabulate_members
+from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate_members
 from flyte_ddp.shards.tar import Member, iterate_members
 
 THREADS = 8  # shards that are read at the same time
@@ -277,15 +277,11 @@ def compare_table(shard: Shard, found: SampleTable) -> list[str]:
     """Return a sentence, in a list, if the shard's stored table differs from ``found`` or cannot be read."""
     if shard.table is None:
         return []
-    problem = "the table of samples beside the index is missing or belongs to another shard"
     try:
-        table = storage.retry(shard.table[0], lambda _: read_table(shard))
-        if table.to_bytes() == found.to_bytes():
+        if storage.retry(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.to_bytes():
             return []
-        if table.lacks_checksums:
-            problem = NO_CHECKSUMS
     except (ValueError, storage.MissingError):
         pass
     except storage.UnavailableError as failure:
         return [f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
-    return [f"shard {shard.url}: {problem}"]
+    return [f"shard {shard.url}: the table of samples beside the index is missing or belongs to another shard"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,14 +18,9 @@ from flyte_ddp.storage.addresses import leads_out
 BLOCK = tarfile.BLOCKSIZE
 MOST_METADATA = 1 << 20  # bytes of a header with its pax header and long names, which tarfile reads into memory
 MOST_BYTES = 1 << 60  # of a file
-UNKNOWN = 0  # a header's CRC-32 in tables of earlier versions, made on a Python with the repair of CVE-2025-13462
 SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 # Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
-
-
-class DamagedShardError(UserError):
-    """A shard differs from its index or is not a whole tar file; another copy of the shard may be good."""
 
 
 class Member(NamedTuple):
@@ -36,7 +30,6 @@ class Member(NamedTuple):
     extension: str  # with the dot
     offset: int  # byte of the shard where the content begins
     size: int  # bytes of the content
-    header: int  # CRC-32 of the 512-byte block before the content, to find out whether the shard has changed
 
 
 def iterate_members(
@@ -46,8 +39,8 @@ def iterate_members(
 
     Reads the file, which need not be seekable, to its end; ``file.read(n)`` may return fewer bytes only there. Skips
     folders, files without an extension (as wids), names that begin with a dot (as webdataset), and ``._x.jpg``, which a
-    Mac's tar adds. Raises DamagedShardError if the file is no whole tar file; UserError if it has a link, a device, a
-    sparse file, or a name outside its folder.
+    Mac's tar adds. Raises UserError if the file is no whole tar file, or has a link, a device, a sparse file, or a name
+    outside its folder.
     """
     archive = Archive(file, shard)
     for header in archive.read_headers():
@@ -67,7 +60,7 @@ def iterate_members(
             continue
         key, extension = match.groups()
         if key.strip("./") and not (key.endswith("/") and extension.startswith("._")):
-            member = Member(key, extension, header.offset_data, header.size, zlib.crc32(archive.block))
+            member = Member(key, extension, header.offset_data, header.size)
             yield member, archive.read_content(header.size) if is_wanted(extension) else None
 
 
@@ -141,6 +134,6 @@ class Archive:
         while self.place < place:
             self.read_content(min(place - self.place, 1 << 20))
 
-    def damage_error(self, problem: str) -> DamagedShardError:
+    def damage_error(self, problem: str) -> UserError:
         why = f"not a whole, uncompressed tar file ({problem} at byte {self.place:,})"
-        return DamagedShardError(f"shard {self.shard}: {why}; unpack or copy it again")
+        return UserError(f"shard {self.shard}: {why}; unpack or copy it again")

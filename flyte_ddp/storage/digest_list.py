@@ -1,38 +1,30 @@
-"""Parse ``SHA256SUMS``: the files of a folder with their digests, as ``sha256sum`` and ``sha256sum --tag`` write it."""
+"""Parse ``SHA256SUMS``: the files of a folder with their digests, as ``sha256sum`` writes it."""
 
-import codecs
 import re
 
 SUMS = "SHA256SUMS"
-LINES = (
-    re.compile(r"(?P<escaped>\\?)(?P<digest>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)"),
-    re.compile(r"(?P<escaped>\\?)SHA256 \((?:\./)?(?P<name>.+)\) = (?P<digest>[0-9a-fA-F]{64})"),  # also BSD's command
-)
+LINE = re.compile(r"(?P<escaped>\\?)(?P<digest>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)")
 ESCAPED = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}  # in lines that begin with a backslash
 SHOWN = 60  # characters of a line in an error
 
 
 class DigestListError(ValueError):
-    """A line of a file is not a digest with a file's name, or the file's text cannot be decoded."""
+    """A line of a file is not a digest with a file's name."""
 
 
 def parse_digest_list(content: bytes) -> dict[str, str]:
     """Parse the content of a ``SHA256SUMS`` and return the SHA-256 (hex, lower case) of each file by its name.
 
-    The text is UTF-8, or UTF-16 with a byte order mark (PowerShell). Bytes that are not UTF-8 become surrogates, as in
-    ``os.fsdecode``. Skips empty lines and lines that begin with "#". Raises DigestListError for a line of another form.
+    The text is UTF-8; other bytes become surrogates, as in ``os.fsdecode``. Skips empty lines and lines that begin with
+    "#". Raises DigestListError for a line of another form.
     """
-    try:
-        utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = content.decode("utf-16") if utf_16 else content.decode("utf-8-sig", "surrogateescape")
-    except UnicodeDecodeError as error:
-        raise DigestListError(f"begins as UTF-16, but is not UTF-16 ({error.reason}); write it in UTF-8") from None
+    text = content.decode("utf-8-sig", "surrogateescape")
     digests = {}
     lines = [line.lstrip().removesuffix("\r") for line in text.split("\n")]  # not splitlines: a name may contain "\r"
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#"):
             continue
-        match = next(filter(None, (form.fullmatch(line) for form in LINES)), None)
+        match = LINE.fullmatch(line)
         if match is None:
             shown = repr(line[:SHOWN]) + ("..." if len(line) > SHOWN else "")
             raise DigestListError(

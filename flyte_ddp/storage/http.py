@@ -64,7 +64,7 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def write_file(address: str, *_: object, **__: object) -> NoReturn:
-    raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
+    raise UserError(f"address {address!r}: files of a web server can only be read; give a path, s3://, gs:// or az://")
 
 
 def delete_files(addresses: Sequence[str]) -> NoReturn:

@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anything
 VERIFIED_SAMPLES = 64
 OTHER_RESULT = "another number of ranks would give another result."
-TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
+MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
 
 
 def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> None:
@@ -246,7 +246,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
         found = tensors_of(call_with_leaves(model, state.prepare_inputs(inputs)))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
     # A model may mask classes by infinite logits: they must be equal, and are left out of the largest logit.
-    if not torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True):
+    if not torch.allclose(found, expected, rtol=0.0, atol=MOST_APART * largest, equal_nan=True):
         apart = (found - expected).abs().nan_to_num(nan=0.0, posinf=torch.inf).max().item()
         raise UserError(
             f"model {state.hp.model!r}: its file does not hold all of it: a new model with these weights gives other "

@@ -14,7 +14,7 @@ from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.machine import read_cpu
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
-from flyte_ddp.progress import TrainingProgress
+from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.checkpoint import Arithmetic
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
@@ -52,7 +52,7 @@ class Recorder:
         self.last_loss: float | None = None  # of the last training record of this process
         if self.writes:
             self.log = JsonLines(job.run_folder / "metrics.jsonl")
-            self.progress = TrainingProgress(job.settings.progress, state.total_steps, state.steps_per_epoch)
+            self.progress = StepProgress(job.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def close(self) -> None:
         if self.writes:
@@ -88,7 +88,7 @@ class Recorder:
         self.samples += sums.samples
         if step % self.job.hp.log_interval and step != self.total_steps:
             if self.writes and self.progress.is_due():
-                self.progress.show_step(epoch, step, None, None)
+                self.progress.show_step(step, {})
             return
         elapsed = self.training_time() - self.since
         self.training_seconds += elapsed
@@ -98,11 +98,12 @@ class Recorder:
             record = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
             if gradient_norm is not None:
                 record["gradient_norm"] = gradient_norm.item()
-            rate, tokens = self.samples / elapsed, None
+            rates = {"samples": self.samples / elapsed}
             if self.counts_tokens:
-                record["tokens_per_second"] = tokens = float(self.weight) / elapsed
-            self.log.write({**record, "samples_per_second": rate, "loss": loss})
-            self.progress.show_step(epoch, step, loss, rate, tokens)
+                rates["tokens"] = float(self.weight) / elapsed
+            self.log.write({**record, **{f"{unit}_per_second": rate for unit, rate in rates.items()}, "loss": loss})
+            shown = {unit: f"{rate:,.0f} {unit}/s" for unit, rate in rates.items()}
+            self.progress.show_step(step, {"loss": f"loss {loss:.4f}", **shown})
         self.loss_sum.zero_()
         self.weight = self.samples = 0
         self.since = self.training_time()

@@ -26,7 +26,7 @@ from flyte_ddp.training.evaluate import compute_columns, measure_columns
 from flyte_ddp.training.training_state import TrainingState
 
 TRIED = 8  # test samples
-TOLERANCE = 1e-3  # share of the largest output, by which padding may change it
+MOST_PADDING_CHANGES = 1e-3  # share of the largest output, by which padding may change it
 # What a measure may raise because so few samples do not define it.
 UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
@@ -95,7 +95,7 @@ def describe_padding(state: TrainingState, model: nn.Module, samples: Indices, i
     cut = [(padded[tuple(map(slice, alone.shape))], alone) for padded, alone in zip(*found, strict=True)]
     apart = max(((padded - alone).abs().max().item() for padded, alone in cut), default=0.0)
     largest = max((alone.abs().max().item() for _, alone in cut), default=0.0)
-    if not apart > TOLERANCE * largest:
+    if not apart > MOST_PADDING_CHANGES * largest:
         return ""
     return (
         f"Padding changes the outputs of model {state.hp.model!r} (by up to {apart:.2g}, where the largest is "

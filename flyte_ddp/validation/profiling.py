@@ -18,8 +18,8 @@ from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, open_prepared, ord
 from flyte_ddp.datasets.sample_arrays import name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
-from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
-from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image, open_with_pillow
+from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.facts import FEW, join_few
 from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.machine import count_cores
@@ -150,9 +150,9 @@ def measure_images(
             yield measure_pixels(f"{split} sample {number}", label, mode, pixels[number])
         return
 
-    def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
+    def decode_and_measure(_: int, encoded: Encoded) -> SampleFacts:
         try:
-            pixels, encoded = decode_or_refetch(source, number, encoded)
+            pixels = decode_image(encoded.content)
             with open_with_pillow(encoded.content) as image:
                 return measure_pixels(encoded.name, encoded.label, image.mode, pixels)
         except DecodingError as error:

@@ -5,7 +5,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler
@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from loopback import QuietHandler, serving
+from s3_server import S3Server
 
 LATENCY = 0.02  # seconds
 
@@ -125,3 +126,8 @@ def faulty_proxy(target: str, folder: Path | None = None) -> Iterator[Proxy]:
     about = {"state": state, "host": urlsplit(target).netloc, "folder": folder, "lock": threading.Lock()}
     with serving(type("Handler", (Answer,), about)) as state.url:
         yield state
+
+
+def locking_proxy(server: S3Server) -> AbstractContextManager[Proxy]:
+    """Run a proxy that keeps ``If-None-Match: *``, as S3 does and rclone does not."""
+    return faulty_proxy(server.endpoint, server.folder)

@@ -27,7 +27,7 @@ class FileServer:
     until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many), ``unannounced`` (no length) or
     ``gzip`` (a header says the content is compressed for the way). Where ``tagged`` is false files have no ETag.
     ``stalled`` is set while a request stalls. ``headers`` are those of the requests, ``answers`` some for all answers.
-    ``denial`` is the code of status 403. Lists come in pages of ``page`` entries. ``redirects`` are addresses that
+    Lists come in pages of ``page`` entries. ``redirects`` are addresses that
     files have moved to.
     """
 
@@ -44,7 +44,6 @@ class FileServer:
     page: int = 1000
     gives_parts: bool = True
     tagged: bool = True
-    denial: str = "AccessDenied"
     before_answer: threading.Barrier | None = None
     stalled: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
@@ -99,7 +98,7 @@ class Answer(QuietHandler):
 
     def refuse(self, status: int) -> None:
         """Send an error in the form of S3 and Azure."""
-        code = {404: "NoSuchKey", 403: self.state.denial}.get(status, "Other")
+        code = {404: "NoSuchKey", 403: "AccessDenied"}.get(status, "Other")
         self.start(status, f"<Error><Code>{code}</Code></Error>".encode())
 
     def serve(self, content: bytes, fault: str | None) -> None:

@@ -66,7 +66,7 @@ def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_anoth
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
     stored = itertools.islice(read_shard_samples(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
-    samples = [found.name for _, _, found in stored]
+    samples = [found.name for _, found in stored]
     assert len(set(samples)) == 2 * PER_SHARD
     assert all("train-000007" in name for name in samples[:PER_SHARD])
     assert all("train-000003" in name for name in samples[PER_SHARD:])

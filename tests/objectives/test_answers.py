@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "segmentation": ("masks", {**PIXELS, "objective": "segmentation"}),
     "in a dict": ("masks", {"model": "objective_tasks:InDict", "objective": "segmentation"}),
     "focal": ("classes", {**FLAT, "objective": "objective_tasks:focal", "options": '{"model": {"width": 4}}'}),
-    "plain": ("numbers", {**FLAT, "objective": "plain_objectives:Plain"}),
+    "plain": ("numbers", {**FLAT, "objective": "objective_tasks:Plain"}),
 }
 
 
@@ -372,7 +372,7 @@ def test_a_loss_that_came_reduced_is_said(tmp_path: Path) -> None:
 
 def test_an_own_objective_that_cannot_describe_its_predictions_loses_no_training(tmp_path: Path) -> None:
     """Its table of predictions is refused, with what to do."""
-    run = finish(tasks.numbers(""), tmp_path, {**FLAT, "objective": "plain_objectives:Mute"})
+    run = finish(tasks.numbers(""), tmp_path, {**FLAT, "objective": "objective_tasks:Mute"})
     [note] = [note for note in run.page.texts("li") if "could not describe" in note]
     assert "no words" in note
     assert len(run.page.pieces("mistake")) == 16
@@ -383,7 +383,7 @@ def test_an_own_objective_that_cannot_describe_its_predictions_loses_no_training
 
 
 def test_an_own_objectives_columns_must_have_names_of_their_own(tmp_path: Path) -> None:
-    run = finish(tasks.numbers(""), tmp_path, {**FLAT, "objective": "plain_objectives:Twice"})
+    run = finish(tasks.numbers(""), tmp_path, {**FLAT, "objective": "objective_tasks:Twice"})
     with pytest.raises(UserError, match="answers have a column 'truth_0', which the table has already"):
         run.predict(tmp_path / "table")
 

@@ -1,16 +1,17 @@
-"""Each objective on N ranks and in parts is a plain loop over whole batches: in fp64, after each step."""
+"""Each objective on N ranks and in parts is a plain loop without padding, ranks or parts: in fp64, after each step."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import leaf_tasks
 import numpy as np
-import objective_tasks as tasks
+import objective_tasks
+import pair_tasks
 import pytest
 import torch
-from cli import HELPERS
 from exact_steps import BASE, SIZES, STRATEGIES, Steps, check_steps, step_in_ranks, step_plainly
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -19,23 +20,44 @@ from training_runs import train_in
 
 from flyte_ddp import machine
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays, open_arrays
+from flyte_ddp.datasets import open_arrays, open_prepared
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.loading import workers
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
+from flyte_ddp.order.sampling import Indices
+from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training import parts as loaded_parts
+from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
 pytestmark = pytest.mark.slow
 
+
+class Case(NamedTuple):
+    """A training, and what its steps are in a plain loop."""
+
+    tasks: Any  # module with the data set
+    data: str  # its name there
+    hp: Hyperparameters
+    plain: Callable[[Hyperparameters, Path], Steps]  # of the hyperparameters and the folder of the prepared data
+
+    @property
+    def folder(self) -> str:
+        return f"{self.tasks.__name__}.{self.data}"
+
+    def sized(self, batch_size: int, parts: int, mixup: float = 0.0) -> "Case":
+        return self._replace(hp=replace(self.hp, batch_size=batch_size, accumulation_steps=parts, mixup=mixup))
+
+
 FLAT, PIXELS = "objective_tasks:flat", "objective_tasks:pixels"
 WEIGHTS = torch.tensor([0.5, 2.0, 3.25], dtype=torch.float64)
-# The data set, the hyperparameters, and what the loss of a whole batch is: the sum of the losses, and of the weights.
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor | int]]
+# What the loss of a whole batch of images is: the sum of the losses, and of the weights.
+BatchLoss = Callable[[Any, Tensor], tuple[Tensor, Tensor | int]]
 
 
 def binary(outputs: Tensor, targets: Tensor, weights: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
@@ -96,7 +118,7 @@ def focal(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     return (-((1 - logs.exp()) ** 3) * logs).sum(), len(targets)
 
 
-CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
+IMAGES: dict[str, tuple[str, dict[str, Any], BatchLoss]] = {
     "class weights": ("classes", {"model": FLAT, "class_weights": "0.5,2,3.25"}, weighted),
     "class weights and label smoothing": (
         "classes",
@@ -132,28 +154,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
         focal,
     ),
 }
-MIXED = {
-    name: (data, {**values, "mixup": 0.4}, loss)
-    for name, (data, values, loss) in CASES.items()
-    if name in ("class weights", "class weights and label smoothing", "own function", "multilabel", "segmentation")
-}
-
-
-def cases() -> Iterator[tuple[str, str, Hyperparameters, Loss]]:
-    for (name, (data, values, loss)), (batch_size, parts) in itertools.product(CASES.items(), SIZES):
-        hp = replace(BASE, batch_size=batch_size, accumulation_steps=parts, **values)
-        yield f"{name}-{batch_size}-{parts}", data, hp, loss
-    for name, (data, values, loss) in MIXED.items():
-        yield f"{name}-mixed", data, replace(BASE, batch_size=8, accumulation_steps=3, **values), loss
-
-
-def train_in_ranks(folder: Path) -> None:
-    named = ((name, data, hp) for name, data, hp, _ in cases())
-    step_in_ranks(folder, [*named], STRATEGIES[torch.distributed.get_world_size()])
 
 
 def mixed_loss(
-    hp: Hyperparameters, model: nn.Module, images: Tensor, targets: Tensor, batch: Any, step: int, loss_of: Loss
+    hp: Hyperparameters, model: nn.Module, images: Tensor, targets: Tensor, batch: Any, step: int, loss_of: BatchLoss
 ) -> tuple[Tensor, Tensor]:
     """The loss of mixed images, sample by sample; of the library only the draws of partners and shares."""
     partners, shares = choose_partners(batch, hp.seed, step), draw_shares(batch, hp.mixup, hp.seed, step)
@@ -166,8 +170,9 @@ def mixed_loss(
     return total, weight
 
 
-def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> Steps:
+def plain_images(hp: Hyperparameters, folder: Path, loss_of: BatchLoss) -> Steps:
     """Of the library only the order of samples and the model."""
+    arrays = open_arrays(folder)
     outputs = len(arrays.classes) or max(1, int(np.prod(arrays.train_labels.shape[1:])))
     images, tests = (
         (torch.tensor(np.array(part)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]) / arrays.std[0]
@@ -179,7 +184,7 @@ def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> Steps
         spec, options = InputSpec(1, 8, 8, arrays.mean, arrays.std), hp.parse_options().get("model", {})
         return zoo.build_model(hp.model, outputs, spec, options)
 
-    def loss_of_batch(model: nn.Module, batch: sampling.Indices, step: int) -> tuple[Tensor, Tensor | float]:
+    def loss_of_batch(model: nn.Module, batch: Indices, step: int) -> tuple[Tensor, Tensor | float]:
         if hp.mixup:
             return mixed_loss(hp, model, images, targets, batch, step, loss_of)
         return loss_of(model(images[batch]), targets[batch])
@@ -187,23 +192,253 @@ def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> Steps
     return step_plainly(hp, make_model, loss_of_batch, lambda model: loss_of(model(tests), truths))
 
 
+# The loss of one sample of which nothing is padded, and its weight; inputs and targets are of a batch of one.
+SampleLoss = Callable[[nn.Module, Any, Any], tuple[Tensor, Tensor | float]]
+
+
+def next_tokens(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    outputs = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs
+    logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
+    counts = targets[0] != -100
+    return functional.cross_entropy(logits[0, counts], targets[0, counts], reduction="sum"), counts.sum()
+
+
+def read(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return next_tokens(model(tokens), targets)
+
+
+def read_shifted(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return next_tokens(model(tokens)[:, :-1], targets[:, 1:])
+
+
+def follow(model: nn.Module, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    known = ~targets[0].isnan()
+    apart = model(values, torch.ones(values.shape[:2]))[0, known] - targets[0, known]
+    weights = (1 + targets[0, known].float().abs()).double()  # as the objective computes them, in the targets' type
+    return (weights * apart**2).sum(), weights.sum()
+
+
+def squared(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, float]:
+    found = model(**inputs)[0, 0]
+    return (0 * found, 0.0) if targets.isnan() else ((found - targets[0].double()) ** 2, 1.0)
+
+
+def both(model: nn.Module, inputs: tuple[Tensor, Tensor], targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    amount, logits = model(*inputs)
+    weight = targets["kind"][0]
+    loss = (amount[0] - targets["amount"][0]) ** 2 + functional.cross_entropy(logits, targets["kind"])
+    return weight * loss, weight
+
+
+def classify(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, float]:
+    logits = model(**inputs, mask=torch.ones_like(inputs["tokens"], dtype=torch.bool))
+    return functional.cross_entropy(logits, targets), 1.0
+
+
+LANGUAGE = {"objective": "language", "collate": "padded"}
+REVIEWS = {"model": "leaf_tasks:Bag"}
+# The data set, the hyperparameters, and the loss of a sample.
+LEAVES: dict[str, tuple[str, dict[str, Any], SampleLoss]] = {
+    "texts": ("texts", {**LANGUAGE, "model": "leaf_tasks:Reader"}, read),
+    "shift": (
+        "whole_texts",
+        {**LANGUAGE, "model": "leaf_tasks:Reader", "options": '{"objective": {"shift": true}}'},
+        read_shifted,
+    ),
+    "rows of tokens": ("rows_of_tokens", {"objective": "language", "model": "leaf_tasks:Reader"}, read),
+    **{
+        f"logits in {form}": (
+            "texts",
+            {**LANGUAGE, "model": "leaf_tasks:Reader", "options": f'{{"model": {{"form": "{form}"}}}}'},
+            read,
+        )
+        for form in leaf_tasks.FORMS
+        if form != "tensor"
+    },
+    "own weights of series": (
+        "series",
+        {"objective": "leaf_tasks:LargeCountMore", "collate": "padded", "model": "leaf_tasks:Follower"},
+        follow,
+    ),
+    "dict": ("table", {"objective": "regression", "model": "leaf_tasks:Tabular"}, squared),
+    "tuple": ("pairs", {"objective": "leaf_tasks:NumberAndClass", "model": "leaf_tasks:TwoInputs"}, both),
+    "padded by keyword": ("reviews", {**REVIEWS, "collate": "padded"}, classify),
+    "own collate": ("reviews", {**REVIEWS, "collate": "leaf_tasks:to_multiples_of_four"}, classify),
+    "on demand": ("reviews_on_demand", {**REVIEWS, "collate": "leaf_tasks:to_multiples_of_four"}, classify),
+}
+
+
+def take(leaves: Any, sample: int) -> Any:
+    """Return a sample's leaves as a batch of one, floats in fp64."""
+    if isinstance(leaves, dict):
+        return {name: take(leaf, sample) for name, leaf in leaves.items()}
+    if isinstance(leaves, tuple):
+        return tuple(take(leaf, sample) for leaf in leaves)
+    values = torch.from_numpy(np.array(leaves[sample]))[None]
+    return values.double() if values.is_floating_point() else values
+
+
+def plain_leaves(hp: Hyperparameters, _: Path, data: str, loss_of: SampleLoss) -> Steps:
+    """Each sample by itself, so that nothing is padded; of the library only the order of samples and the arrays."""
+    arrays = getattr(leaf_tasks, data.removesuffix("_on_demand"))("")
+    model_of: Callable[..., nn.Module] = getattr(leaf_tasks, hp.model.partition(":")[2])
+    given = {
+        "Reader": {"num_classes": leaf_tasks.TOKENS, **hp.parse_options().get("model", {})},
+        "Tabular": {"num_classes": 1, "input_shape": {"numbers": (4,), "kind": ()}},
+        "Bag": {"num_classes": 3},
+    }
+
+    def sum_up(model: nn.Module, side: str, samples: Any) -> tuple[Tensor, float]:
+        leaves = [getattr(arrays, f"{side}_{kind}") for kind in ("inputs", "targets")]
+        found = [loss_of(model, *(take(each, sample) for each in leaves)) for sample in samples]
+        return sum((loss for loss, _ in found), torch.zeros(())), sum(float(weight) for _, weight in found)
+
+    return step_plainly(
+        hp,
+        lambda: model_of(**given.get(model_of.__name__, {})),
+        lambda model, batch, _: sum_up(model, "train", batch.tolist()),
+        lambda model: sum_up(model, "test", range(leaf_tasks.TEST)),
+    )
+
+
+def of_pairs(model: nn.Module, views: list[Tensor]) -> tuple[Tensor, int]:
+    """The loss of Radford et al., "Learning transferable visual models from natural language supervision", 2021."""
+    image, text, scale = model(*views)
+    logits = scale * image @ text.T
+    places = torch.arange(len(image))
+    both = functional.cross_entropy(logits, places) + functional.cross_entropy(logits.T, places)
+    return len(image) * both / 2, len(image)
+
+
+def plain_pairs(hp: Hyperparameters, _: Path) -> Steps:
+    data = pair_tasks.pairs("")
+    train, test = ([torch.tensor(view).double() for view in part] for part in (data.train_inputs, data.test_inputs))
+
+    def of_tests(model: nn.Module) -> tuple[Tensor, int]:
+        """An evaluation's batches, of 5, are compared each by itself."""
+        parts = [of_pairs(model, [view[start : start + 5] for view in test]) for start in range(0, len(test[0]), 5)]
+        return sum((loss for loss, _ in parts), torch.zeros(())), len(test[0])
+
+    return step_plainly(
+        hp, pair_tasks.Towers, lambda model, batch, _: of_pairs(model, [v[batch] for v in train]), of_tests
+    )
+
+
+def mean_of_terms(outputs: dict[str, Tensor], targets: dict[str, Tensor], shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums of losses and of weights, [2] each: tokens, numbers; each sample counts by its share."""
+    # Also a term without weight gives gradients, of 0, as on any number of ranks: momentum and decay go on.
+    sums = torch.stack([0 * outputs["logits"].sum(), 0 * outputs["number"].sum()])
+    weights = torch.zeros(2, dtype=torch.float64)
+    for sample, share in enumerate(shares.tolist()):
+        logs = outputs["logits"][sample].log_softmax(1)
+        found = [-logs[place, token] for place, token in enumerate(targets["tokens"][sample].tolist()) if token >= 0]
+        number = targets["numbers"][sample].double()
+        if found:
+            sums = sums + share * torch.stack([torch.stack(found).sum(), logs.new_zeros(())])
+            weights[0] += share * len(found)
+        if not number.isnan():
+            error = (outputs["number"][sample] - number).abs()
+            sums = sums + 2 * share * torch.stack([logs.new_zeros(()), error])
+            weights[1] += 2 * share
+    return sums, weights
+
+
+def plain_terms(hp: Hyperparameters, _: Path) -> Steps:
+    data = pair_tasks.two_terms("")
+    inputs, tests = (torch.tensor(part).double() for part in (data.train_inputs, data.test_inputs))
+    targets, truths = (
+        {name: torch.tensor(each) for name, each in part.items()} for part in (data.train_targets, data.test_targets)
+    )
+
+    def divide(sums: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+        return sum((total / weight for total, weight in zip(sums, weights, strict=True) if weight), 0 * sums.sum()), 1.0
+
+    def of_batch(model: nn.Module, batch: Indices, step: int) -> tuple[Tensor, float]:
+        chosen, own = [batch], [torch.ones(len(batch))]
+        mixed = inputs[batch]
+        if hp.mixup:
+            drawn = torch.from_numpy(draw_shares(batch, hp.mixup, hp.seed, step))
+            chosen, own = [batch, choose_partners(batch, hp.seed, step)], [drawn, 1 - drawn]
+            mixed = sum(share[:, None] * inputs[samples] for samples, share in zip(chosen, own, strict=True))
+        outputs = model(mixed)
+        parts = [
+            mean_of_terms(outputs, {name: each[samples] for name, each in targets.items()}, share)
+            for samples, share in zip(chosen, own, strict=True)
+        ]
+        return divide(sum(part[0] for part in parts), sum(part[1] for part in parts))
+
+    def of_tests(model: nn.Module) -> tuple[Tensor, float]:
+        return divide(*mean_of_terms(model(tests), truths, torch.ones(len(tests))))
+
+    return step_plainly(hp, pair_tasks.TwoHeads, of_batch, of_tests)
+
+
+PAIRS = replace(BASE, dataset="pair_tasks:pairs", model="pair_tasks:Towers", objective="pair_tasks:Contrastive")
+TERMS = replace(BASE, dataset="pair_tasks:two_terms", model="pair_tasks:TwoHeads", objective="pair_tasks:TwoTerms")
+MIXED = ("class weights and label smoothing", "multilabel", "terms")
+ALSO_MIXED = ("class weights", "own function", "segmentation")
+
+
+def list_cases(*, every: bool) -> dict[str, Case]:
+    """Each case in three parts, some in batches of two, and some with mixup; or ``every`` case in all sizes."""
+    found = {"terms": Case(pair_tasks, "two_terms", TERMS, plain_terms)}
+    for name, (data, values, loss) in IMAGES.items():
+        found[name] = Case(objective_tasks, data, replace(BASE, **values), partial(plain_images, loss_of=loss))
+    for name, (data, values, sample_loss) in LEAVES.items():
+        hp = replace(BASE, dataset=f"leaf_tasks:{data}", **values)
+        found[name] = Case(leaf_tasks, data, hp, partial(plain_leaves, data=data, loss_of=sample_loss))
+    pairs = Case(pair_tasks, "pairs", PAIRS, plain_pairs)
+    small, sizes = (found, SIZES) if every else (("texts", "multilabel", "terms"), ((2, 2),))
+    mixed = (*MIXED, *ALSO_MIXED) if every else MIXED
+    return {
+        **{name: case.sized(8, 3) for name, case in found.items()},
+        **{f"{name} {size}": found[name].sized(*size) for name in small for size in sizes},
+        **{f"{name} mixed": found[name].sized(8, 3, 0.4) for name in mixed},
+        **{f"pairs {size}": pairs.sized(size, 1) for size in (8, 3)},
+    }
+
+
+def evaluate_recall(folder: Path) -> float:
+    """Return the recall of the model's first weights over the whole test split, in batches of 5."""
+    state = TrainingState(
+        PAIRS, replace(detect_hardware(PAIRS), threads=1), open_prepared(folder / "pair_tasks.pairs"), None
+    )
+    with state.evaluation_mode():
+        return evaluate_split(state.predict, state.test, 5, state.device, state.objective).measures["recall_at_1"]
+
+
+def train_in_ranks(folder: Path, *, every: bool) -> None:
+    workers.POSSIBLE = False  # loader processes take a second to start, and test_own_items.py has them
+    cases = [(name, case.folder, case.hp) for name, case in list_cases(every=every).items()]
+    step_in_ranks(folder, cases, STRATEGIES[world_size()] if every else ["shared_memory"])
+    recall = evaluate_recall(folder)
+    if rank() == 0:
+        (folder / "recall").write_text(repr(recall))
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Steps]]:
-    """The folder of the data sets, and of each case what the plain loop gives."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the data sets."""
     folder = tmp_path_factory.mktemp("tasks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(HELPERS)
-        for name in {data for data, *_ in CASES.values()}:
-            (folder / name).mkdir()
-            write_prepared_set(getattr(tasks, name)(""), folder / name, {})
-        return folder, {name: plain_loop(hp, open_arrays(folder / data), loss) for name, data, hp, loss in cases()}
+    for name, case in {case.folder: case for case in list_cases(every=True).values()}.items():
+        data = case.data
+        (folder / name).mkdir()
+        if data.endswith("on_demand"):
+            sizes = leaf_tasks.TRAIN, leaf_tasks.TEST
+            prepared = OnDemandSet(f"leaf_tasks:{data}", "", *sizes, ("low", "middle", "high"), "")
+            write_prepared_set(prepared, folder / name, {"data_source": ""})
+        else:
+            write_prepared_set(getattr(case.tasks, data)(""), folder / name, {})
+    return folder
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))])
-def test_every_step_is_that_of_one_process(
-    ranks: int, expected: tuple[Path, dict[str, Steps]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a rank, a part or a whole step has no target at all, and where the last batch is ragged.
+EVERY = [pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(2, False), *EVERY])
+@pytest.mark.usefixtures("user_models")
+def test_every_step_is_that_of_one_process(ranks: int, every: bool, folder: Path) -> None:
+    """Also where a rank, a part, a term or a whole step has no target, and where the last batch is ragged.
 
     huggingface/transformers#34191, #34242, meta-pytorch/torchtune#1875, pytorch/torchtitan#2206: a mean of means of
     parts or ranks with different numbers of targets.
@@ -212,26 +447,50 @@ def test_every_step_is_that_of_one_process(
     pytorch/pytorch#31579, open-mmlab/mmsegmentation#578, #1409: ignored pixels weigh ranks wrongly.
     pytorch/pytorch#72047, #65329, #8062: class weights are averaged over parts.
     pytorch/pytorch#33148, #38174, Lightning-AI/pytorch-lightning#20404: uneven inputs hang.
-    pytorch/pytorch#19354, #124666: outputs in dicts, tuples and dataclasses.
     huggingface/transformers#30633, JDAI-CV/fast-reid#178, pytorch/pytorch#45325: a head that the loss does not use.
+    huggingface/transformers#34242, #37474, #608: tokens are not averaged over devices.
+    huggingface/transformers#46204: the count has places that the shifted loss drops; a text of one token counts 0.
+    mosaicml/composer#3273, #3677: padding, then prompts, are counted.
+    Lightning-AI/pytorch-lightning#10349, #3668, #10093: the batch size is guessed from nested batches.
+    pytorch/pytorch#19354, #124666: outputs in dicts, tuples, dataclasses and objects.
+    mlfoundations/open_clip#616, #894, lightly-ai/lightly#1977, ShiqiYu/OpenGait#36, huggingface/accelerate#76,
+    KevinMusgrave/pytorch-metric-learning#363: gathers without gradients, or gradients off by the number of ranks.
+    unslothai/unsloth-zoo#832: a token mean and a pair mean under one count.
     """
-    folder, plain = expected
-    monkeypatch.chdir(HELPERS)
-    assert run_ranks(train_in_ranks, folder, ranks) == [0] * ranks
-    check_steps(folder, plain, STRATEGIES[ranks])
-    assert 0.0 in plain["multilabel-2-2"][0], "some step has no target at all"
+    cases = list_cases(every=every)
+    plain, done = {}, dict[Any, Steps]()
+    for name, case in cases.items():
+        key = repr(case.plain), case.hp.model, case.hp.batch_size, case.hp.mixup  # parts and collate change nothing
+        if key not in done:
+            done[key] = case.plain(case.hp, folder / case.folder)
+        plain[name] = done[key]
+    assert run_ranks(partial(train_in_ranks, every=every), folder, ranks) == [0] * ranks
+    check_steps(folder, plain, STRATEGIES[ranks] if every else ["shared_memory"])
+    for name in ("texts", "multilabel", "terms"):
+        assert 0.0 in plain[f"{name} (2, 2)"][0], "some step has no target at all"
+    check_recall(folder)
 
 
-@pytest.mark.parametrize(("name", "exchanges"), [("own function", 0), ("class weights", 1), ("segmentation", 1)])
+def check_recall(folder: Path) -> None:
+    torch.manual_seed(BASE.seed)
+    views = pair_tasks.pairs("").test_inputs
+    images, texts, _ = pair_tasks.Towers().double()(*(torch.tensor(view).double() for view in views))
+    right = [int((images[place] * texts).sum(1).argmax()) == place for place in range(len(texts))]
+    assert 0 < sum(right) < len(right)
+    assert float((folder / "recall").read_text()) == pytest.approx(np.mean(right), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "exchanges"), [("own function", 0), ("padded by keyword", 0), ("segmentation", 1), ("texts", 1)]
+)
 @pytest.mark.usefixtures("user_models")
 def test_a_step_exchanges_one_number_for_weights_and_none_without(
-    name: str, exchanges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, exchanges: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pytorch/torchtitan#2850, #4099: counting the targets of a step costs exchanges, or waits for the device."""
-    data, values, _ = CASES[name]
-    write_prepared_set(getattr(tasks, data)(""), tmp_path, {})
-    hp = replace(BASE, num_ranks=1, accumulation_steps=3, batch_size=9, **values)
-    state = TrainingState(hp, detect_hardware(hp), open_arrays(tmp_path), None)
+    case = list_cases(every=False)[name]
+    hp = replace(case.hp, num_ranks=1, accumulation_steps=3, batch_size=9)
+    state = TrainingState(hp, detect_hardware(hp), open_prepared(folder / case.folder), None)
     exchanged: list[Tensor] = []
     monkeypatch.setattr(loaded_parts, "sum_over_ranks", lambda number: exchanged.append(number) or number)
     compute_gradients(state, np.arange(9))
@@ -239,11 +498,9 @@ def test_a_step_exchanges_one_number_for_weights_and_none_without(
 
 
 @pytest.mark.usefixtures("user_models")
-def test_outputs_in_a_dataclass_come_through_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_in_a_dataclass_come_through_a_whole_run(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """In bf16, which losses and measures must not see, and to the check of the saved model, which compares outputs."""
     monkeypatch.setattr(machine, "bf16_support", lambda _: machine.Bf16.SLOWER)  # torch emulates it
-    (tmp_path / "data").mkdir()
-    data, values, _ = CASES["outputs in a dataclass"]
-    write_prepared_set(getattr(tasks, data)(""), tmp_path / "data", {})
-    hp = replace(BASE, num_ranks=1, precision="bf16", **values)
-    assert train_in(tmp_path / "run", hp, tmp_path / "data").model.exists()
+    case = list_cases(every=False)["outputs in a dataclass"]
+    hp = replace(case.hp, num_ranks=1, precision="bf16", accumulation_steps=1)
+    assert train_in(tmp_path, hp, folder / case.folder).model.exists()

@@ -30,7 +30,7 @@ from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_lo
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5
-SIZES = (1, 2, BATCH - 1, BATCH, BATCH + 1, MOST)  # of splits; 1 and 2 are fewer than ranks
+SIZES = (1, BATCH, BATCH + 1, MOST)  # of splits; 1 is fewer than ranks
 BATCHES = (1, BATCH)
 Values = NDArray[Any]
 
@@ -176,7 +176,7 @@ def leave_evaluations(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_models")
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3))])
 def test_measures_are_scikit_learns_on_any_ranks_and_in_any_batches(ranks: int, tmp_path: Path) -> None:
     """A batch or a rank without a positive sample, or without any, changes nothing; no sample is lost or repeated.
 
@@ -328,22 +328,6 @@ def test_own_losses_of_regression_keep_their_weights() -> None:
     assert own(Facts((), (2,), no_nan_targets=True)).weights(torch.zeros(3, 2)).shape == (3, 2)
 
 
-@pytest.mark.parametrize("shift", [False, True])
-def test_language_is_the_mean_cross_entropy_of_the_tokens_that_count(*, shift: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 4, (3, 5), generator=generator)
-    targets[0, 2:] = targets[2] = -100
-    compared = (logits[:, :-1], targets[:, 1:]) if shift else (logits, targets)
-    expected = float(functional.cross_entropy(compared[0].transpose(1, 2), compared[1]))
-    objective = make_objective("language", Facts(CLASSES), {"shift": shift})
-    weights = objective.weights(targets)
-    assert weights is not None
-    found = objective.loss_sum(logits, targets, weights, 3) / weights.sum()
-    assert float(found) == pytest.approx(expected, rel=1e-12)
-    assert mean_loss(compute_columns(objective, logits, targets, 3)) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images(dtype: torch.dtype) -> None:
     """Also their gradients: the rows of pixels that they are computed from change no rounding."""
@@ -371,19 +355,3 @@ def test_balanced_class_weights_are_scikit_learns() -> None:
     weights = class_weights_of(Facts(CLASSES, class_counts=counts, class_weights="balanced"))
     expected = compute_class_weight("balanced", classes=np.arange(4), y=labels)
     np.testing.assert_array_equal(weights, expected.astype(np.float32))
-
-
-def test_class_weights_with_smoothing_are_those_of_torch() -> None:
-    """pytorch/pytorch#63004, #107680: of the smoothed part each class counts by its own weight."""
-    case = CASES["classification"]
-    objective = make_objective("classification", Facts(CLASSES, (), (), "0.5,2,3,1", label_smoothing=0.1), {})
-    targets, logits = torch.from_numpy(case.targets), torch.from_numpy(case.outputs).requires_grad_()
-    weights = objective.weights(targets)
-    mean = objective.loss_sum(logits, targets, weights, len(targets)) / weights.sum()
-    class_weights = torch.tensor([0.5, 2, 3, 1], dtype=torch.float64)
-    expected = functional.cross_entropy(logits, targets, class_weights, label_smoothing=0.1)
-    assert mean.item() == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (mean, expected)), rtol=1e-9, atol=0)
-    with torch.no_grad():  # an evaluation does not smooth
-        hard = functional.cross_entropy(logits, targets, reduction="none")
-        assert torch.equal(objective.losses(logits, targets), hard)

@@ -29,6 +29,7 @@ RUNS = {
     "r2": replace(HP, dataset="objective_tasks:numbers", objective="regression"),
     "rmse": replace(HP, dataset="objective_tasks:numbers", objective="regression"),
     "f1": replace(HP, dataset="objective_tasks:classes", objective="objective_tasks:MacroF1", learning_rate=0.3),
+    "loss": replace(HP, dataset="objective_tasks:numbers", objective="regression"),
 }
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -60,7 +61,7 @@ def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_pat
     best = best_epoch(result, measure)
     values = [record[f"validation_{measure}"] for record in evaluations(result)]
     assert len(values) == EPOCHS
-    worst = values.index(max(values) if measure == "rmse" else min(values)) + 1
+    worst = values.index(max(values) if measure in ("loss", "rmse") else min(values)) + 1
     assert best not in (worst, EPOCHS), "the wrong direction, or the last weights, would be noticed"
     end = read_records(result.metrics)[-1]
     assert end[f"test_{measure}"] == evaluations(result)[best - 1][f"test_{measure}"]
@@ -69,8 +70,7 @@ def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_pat
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("keep", ["best", "ema"])
-@pytest.mark.parametrize("measure", ["auroc", "rmse"])
+@pytest.mark.parametrize(("measure", "keep"), [("auroc", "ema"), ("rmse", "best")])
 def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(
     measure: str, keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

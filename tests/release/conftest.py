@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty_proxy import Proxy
-from locking_proxy import locking_proxy
+from faulty_proxy import Proxy, locking_proxy
 from s3_server import S3Server, s3_server
 from surroundings import clean
 

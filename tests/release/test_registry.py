@@ -165,7 +165,7 @@ def test_the_log_is_not_listed_and_one_manifest_is_read(
     assert [name for name in proxy.requests if name.startswith(model)] == [*log, *files]
 
 
-def test_a_right_that_is_missing_is_named(
+def test_a_right_that_is_missing_is_an_error(
     s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not taken for a file that is not there: champion.json, which protects the log's end, would be left out."""
@@ -175,11 +175,10 @@ def test_a_right_that_is_missing_is_named(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         assert registry.read_champion() == entry
         proxy.denied = (f"{bucket.removeprefix('s3://')}/model/champion.json",)
-        said = r"model cannot be read: HTTP 403 AccessDenied: the right to read it \(s3:GetObject\) is missing; check"
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match="model cannot be read: HTTP 403 AccessDenied; check"):
             registry.read_champion()
         proxy.denied, proxy.lists = (), False
-        with pytest.raises(UserError, match=r"cannot be read: HTTP 403 .*s3:GetObject.* \(s3:ListBucket\) would show"):
+        with pytest.raises(UserError, match="model cannot be read: HTTP 403"):
             registry.read_champion()
 
 

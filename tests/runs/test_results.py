@@ -205,7 +205,7 @@ def test_a_run_that_resumes_in_another_pod_keeps_its_events(
     before = (kept / "events.jsonl").read_text() if readable else ""
 
     def refuse(address: str) -> bytes:
-        raise storage.ForbiddenError("HTTP 403 AccessDenied: the right to read it (s3:GetObject) is missing")
+        raise storage.ForbiddenError("HTTP 403 AccessDenied")
 
     if not readable:
         monkeypatch.setattr(storage, "read_file", refuse)

@@ -179,21 +179,6 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
     assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in (stalling, other)}
 
 
-def test_only_what_is_damaged_is_fetched_again(server: FileServer, tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path)
-    shard = serve(server, "x.tar", blob(0))
-    assert content_of(cache, shard) == blob(0)
-    assert not cache.remove_damaged_shard(shard)
-    cache.shard_path(shard).write_bytes(b"\0" + blob(0)[1:])
-    assert cache.remove_damaged_shard(shard)
-    assert content_of(cache, shard) == blob(0)
-    without = serve(server, "x.tar", blob(0), digest="")
-    assert content_of(cache, without) == blob(0)
-    assert not cache.remove_damaged_shard(without)  # nobody can know
-    assert cache.remove_damaged_shard(without, unreadable=True)  # but somebody does
-    assert not cache.holds_shard(without)
-
-
 @pytest.mark.slow
 def test_locks_do_not_stay_with_forked_children(server: FileServer, tmp_path: Path, monkeypatch) -> None:
     """A child that was forked during a download has its locks, too, and never closes them."""

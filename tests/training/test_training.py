@@ -1,7 +1,6 @@
 """What a run reports, saves and warns of, and how mistakes end it."""
 
 import html
-import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -68,20 +67,6 @@ def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Pat
     assert isinstance(confusions, Confusions)
     counts = {(first, second): samples for first, second, samples in confusions.counts}
     assert counts == Counter(zip(truth.tolist(), logits.argmax(1).tolist(), strict=True))
-
-
-@pytest.mark.slow
-def test_keeping_the_best_goes_by_the_validation_loss(train: Train) -> None:
-    """So high a constant rate that the last epoch is not the best."""
-    hp = replace(BASE, num_ranks=1, epochs=8, keep="best", early_stop_patience=2)
-    result = train(replace(hp, schedule="constant", learning_rate=0.5, seed=3))
-    evaluations = [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
-    losses = [record["validation_loss"] for record in evaluations]
-    best = losses.index(min(losses))
-    sidecar = json.loads(result.sidecar.read_text())
-    assert sidecar["metrics"]["kept_epoch"] == best + 1
-    assert sidecar["metrics"]["test_loss"] == evaluations[best]["test_loss"]
-    assert len(losses) == min(8, best + 3)
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import msgpack
 import pytest
 from engine_rules import packed, resolved
+from faulty_proxy import locking_proxy
 from flyteidl.core.literals_pb2 import Literal
-from locking_proxy import locking_proxy
 from pod import BUCKET, Cluster, PodEnded
 from pod_inputs import SMOKE, TRAIN, Inputs
 
