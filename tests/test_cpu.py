@@ -4,11 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_runs import train_in
 
 from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.machine import Bf16, Cpu, read_cpu
+from flyte_ddp.training import train as training
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")
 # /proc/cpuinfo as it was on real machines, of which lines and flags that nobody asks for are left out.
@@ -83,3 +86,13 @@ def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.
     cpu = read_cpu(tmp_path / "none")
     assert cpu == Cpu("", "", "", frozenset())
     assert (str(cpu), cpu.bf16_support()) == ("arm64", Bf16.NONE)
+
+
+@pytest.mark.parametrize("worth", [Bf16.SLOWER, Bf16.FASTER])
+def test_ranks_take_bf16_only_where_all_of_them_gain(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: Bf16
+) -> None:
+    """By what the ranks exchange once they have joined."""
+    monkeypatch.setattr(training, "gather_objects", lambda _: [Bf16.FASTER, worth, Bf16.FASTER])
+    [start, *_] = read_records(train_in(tmp_path / "run", replace(HP, max_steps=1), digits).metrics)
+    assert start["precision"] == ("bf16" if worth is Bf16.FASTER else "fp32")

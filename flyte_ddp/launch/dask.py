@@ -69,7 +69,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
                 rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, describe_workers(cluster)))
         finally:
             # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
-            with suppress(Exception):  # the time is over, or there is no scheduler any more
+            with suppress(Exception), cluster.as_current():  # the time is over, or there is no scheduler any more
                 wait(futures, timeout=JOIN_SECONDS)
             with suppress(Exception):  # Dask raises a bare Exception if the client is closed
                 cluster.cancel(futures, force=True)
