@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Any, Self
@@ -18,10 +18,9 @@ from flyte_ddp.formatting import name_measure
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
-from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
-from flyte_ddp.release.scores import score_samples
+from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
 
 
@@ -39,32 +38,28 @@ class Evaluation:
     columns: dict[str, Tensor]
     finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
     measures: dict[str, float]  # by name; empty if an output is not finite, unless it is classification
-    _: KW_ONLY
-    spread: float  # the largest of all outputs minus the smallest
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
         """Return the evaluation of one or more batches of outputs, targets and number of samples; no ``ids``."""
-        parts, finite_parts, lowest, highest = list[dict[str, Tensor]](), list[Tensor](), math.inf, -math.inf
+        parts, finite_parts = list[dict[str, Tensor]](), list[Tensor]()
         with torch.no_grad():  # else losses are those of training
             for outputs, targets, samples in batches:
                 columns = compute_columns(objective, outputs, targets, samples)
                 if isinstance(objective, Classification) and isinstance(outputs, Tensor):
                     columns |= compute_likelihoods(outputs, targets)
-                tensors = [tensor for tensor in list_floats(outputs) if tensor.numel()]
                 finite = torch.ones(samples, dtype=torch.bool)
-                for tensor in tensors:  # of a tensor that has no row for each sample, all numbers count for all samples
+                for tensor in list_floats(outputs):
+                    # Of a tensor that has no row for each sample, all numbers count for all samples.
                     rows = tensor.shape[:1] == (samples,)
                     finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
                 finite_parts.append(finite)
-                lowest = min([lowest, *(tensor.min().item() for tensor in tensors)])
-                highest = max([highest, *(tensor.max().item() for tensor in tensors)])
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = add_loss_of_terms({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         all_finite = torch.cat(finite_parts).numpy()
-        found = cls(objective, columns, all_finite, {}, spread=highest - lowest)
+        found = cls(objective, columns, all_finite, {})
         if all_finite.all() or isinstance(objective, Classification):
             found.measures = measure_columns(objective, columns)
         if all_finite.all() and not math.isfinite(found.score):
@@ -77,6 +72,10 @@ class Evaluation:
     @property
     def samples(self) -> int:
         return len(self.finite)
+
+    @property
+    def higher_is_better(self) -> bool:
+        return is_higher_better(self.objective)
 
     @property
     def score(self) -> float:
@@ -139,10 +138,3 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
     return found
-
-
-def compute_outputs_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
-    """Yield the outputs of each decodable sample in order: logits [classes] for classification, ``out`` of a dict."""
-    for batch in read_test_split(model, data):
-        if len(batch.inputs):
-            yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu().numpy()

@@ -39,7 +39,7 @@ def evaluate_once(
         return found
     found = evaluate_split(model, split)
     if found.finite.all():
-        names = ("columns", "measures", "spread", "ids", "undecoded")
+        names = ("columns", "measures", "ids", "undecoded")
         arrays = {"finite": torch.from_numpy(found.finite), "scores": torch.from_numpy(found.scores)}
         file = io.BytesIO()
         torch.save({name: getattr(found, name) for name in names} | arrays, file)

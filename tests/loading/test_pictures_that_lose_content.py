@@ -13,7 +13,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.export.exporting import read_test_images
+from flyte_ddp.export.exporting_images import read_test_images
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training
 from flyte_ddp.validation.profiling import compute_profile

@@ -116,7 +116,7 @@ def test_constants_whose_measure_is_not_defined_are_left_out() -> None:
     nowhere = measured_by(lambda *pair: precision(*pair) if 0 < pair[1].sum() < N else math.nan, by_scores=False)
     model = evaluate(nowhere(Facts(CLASSES)), logits + torch.tensor([0.0, 12.0]), truth)
     assert evaluate_constant(model) is None
-    assert check_above_constant(model, 0.03).value == "that is not known"
+    assert check_above_constant(model, 0.03).shown == "that is not known"
 
 
 class Named(Classification):
@@ -139,4 +139,4 @@ def test_a_model_that_returns_a_dict_is_compared_with_no_constant() -> None:
     batches: list[Any] = [({"logits": logits + torch.tensor([0.0, 12.0])}, truth, N)]
     model = Evaluation.from_batches(Named(Facts(CLASSES)), batches)
     assert evaluate_constant(model) is None
-    assert check_above_constant(model, 0.03).value == "that is not known"
+    assert check_above_constant(model, 0.03).shown == "that is not known"

@@ -57,7 +57,7 @@ def test_the_cards_numbers_are_the_sidecars_and_the_verdicts(version: dict[str, 
         name: str(value) for name, value in sidecar["hyperparameters"].items()
     }
     for check in verdict.checks:
-        cells = check.name, check.value, check.limit, "yes" if check.passed else "no"
+        cells = check.name, check.shown, check.rule, "yes" if check.passed else "no"
         assert f"| {' | '.join(' '.join(cell.split()) for cell in cells)} |" in body
     assert f"{verdict.decision}: {verdict.reason}. Judged {verdict.time} on {verdict.samples} test samples." in body
 

@@ -161,7 +161,7 @@ def test_the_log_is_not_listed_and_one_manifest_is_read(
         download_champion(registry, tmp_path)
     model = f"{bucket.removeprefix('s3://')}/model"
     log = [f"{model}/{name}" for name in ("champion.json", "log/00000002.json", "log/00000003.json")]
-    files = [f"{model}/versions/{version.name}/2/{name}" for name in ("manifest.json", "model.pt", "model.json")]
+    files = [f"{model}/versions/{version.name}/{name}" for name in ("2/manifest.json", "model.pt", "2/model.json")]
     assert [name for name in proxy.requests if name.startswith(model)] == [*log, *files]
 
 

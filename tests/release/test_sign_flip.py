@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
         *[(5400, 4600), (50_700, 49_300), (50_000, 49_999)],
     ],
 )
-@pytest.mark.parametrize("unit", [1.0, 0.1])
+@pytest.mark.parametrize("unit", [1.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_it_is_mcnemars_test_where_scores_are_0_or_1(gained: int, lost: int, unit: float) -> None:
     """To 12 digits, and in the tail: 700 against 540 have 3e-6, 5,400 against 4,600 have 6e-16."""
     differences = unit * np.repeat([1.0, -1.0, 0.0], [gained, lost, 1000])
@@ -73,6 +73,7 @@ def test_it_counts_all_signs(kind: str, samples: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_agrees_with_random_signs(kind: str) -> None:
     """For 300 differences, of which a million random signs give the p-value to about 2 %."""
@@ -120,6 +121,7 @@ def test_the_bound_is_where_the_test_begins_to_reject(kind: str, samples: int, a
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_symmetric_differences_are_rejected_in_as_many_cases_as_alpha_says() -> None:
     """Though these have heavy tails."""
     random, rejected = np.random.default_rng(4), 0
