@@ -64,11 +64,11 @@ def measure(options: Options) -> Result:
             with timed() as took:
                 exporting_images.write_onnx_and_pt2(served, Path(folder))
             result.add(f"{name}: graphs written", took[0], "s")
-            found, samples = {"logits": Comparison()}, len(order_test_split(split))
+            outputs, samples = {"logits": Comparison()}, len(order_test_split(split))
             with timed() as took:
                 images = exporting_images.read_test_images(split, served.channels, QUIET)
                 batches_of_images = exporting_images.compute_batches(model, served, images)
-                worst, _ = compare_outputs(Path(folder, ONNX), batches_of_images, samples, found)
+                worst, _ = compare_outputs(Path(folder, ONNX), batches_of_images, samples, outputs)
             assert worst.passed
             result.add(f"{name}: checked", samples / took[0], "images/s")
             if name == PHOTOS:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +96,7 @@ class Pair:
         return f"on {samples} {difference} is found in {statistics.POWER:.0%} of cases"
 
 
-def compare_scores(mine: Floats, theirs: Floats, measure: str, *, is_loss: bool = False) -> Pair:
+def compare_scores(mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False) -> Pair:
     """Return the comparison of two models' scores [N] of the same samples.
 
     With ``is_loss`` scores are losses times -1, and differences are shares of the mean of ``theirs``, unless that is 0.

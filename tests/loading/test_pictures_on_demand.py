@@ -128,7 +128,7 @@ def test_photos_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     profile = compute_profile(data, quiet(tmp_path, loaders=2))
     assert profile.targets == "labels"
     assert profile.test.labels == {str(place): int(total) for place, total in enumerate(truths.sum(0))}
-    assert profile.training.leaves["types of inputs"] == {"uint8 [? x 224 x 3]": 40}
+    assert profile.training.statistics["types of inputs"] == {"uint8 [? x 224 x 3]": 40}
 
 
 @pytest.mark.slow

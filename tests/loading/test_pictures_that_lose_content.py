@@ -55,7 +55,7 @@ def test_what_only_an_alpha_channel_shows_is_learnt_and_predicted(tmp_path: Path
     order = [*range(1, 20, 2), *range(0, 20, 2)]  # lying, standing
     expected = [np.where(bar(number), 0, 255)[..., None].repeat(3, axis=2) for number in order]
     assert np.array_equal(list(read_test_images(open_prepared(prepared), 3, quiet(tmp_path))), expected)
-    assert compute_profile(prepared).test.modes == {"RGBA": 20}
+    assert compute_profile(prepared).test.statistics["colour modes"] == {"RGBA": 20}
 
 
 def one_picture(folder: Path, number: int, others: int) -> Path:

@@ -20,9 +20,9 @@ from flyte_ddp.release.registry import Registry
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
 from tasks.validation import HELD_OUT, validate_dataset
 
-EVEN = SplitProfile(1000, {"0": 500, "1": 500}, modes={"RGB": 1000})
+EVEN = SplitProfile(1000, {"0": 500, "1": 500}, statistics={"colour modes": {"RGB": 1000}})
 PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])
-GREY = replace(PROFILE, training=replace(EVEN, modes={"L": 1000}))
+GREY = replace(PROFILE, training=replace(EVEN, statistics={"colour modes": {"L": 1000}}))
 
 
 OWN = """
