@@ -123,30 +123,17 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
     return Check(f"not worse than the {name}", bound > -margin, value, -margin, shown, rule, reason)
 
 
-def check_losses_by_part(
-    kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
-) -> tuple[Check, list[Check]]:
-    """Return :func:`check_losses` of parts of the split; ``members`` are the positions of each part's samples."""
-    pairs = {name: compare_evaluations(challenger, champion, part) for name, part in members.items()}
-    return check_losses(kind, pairs, policy)
-
-
-def check_losses_by_label(
-    kind: str, classes: Sequence[str], challenger: Evaluation, champion: Evaluation, policy: Policy
-) -> tuple[Check, list[Check]] | None:
-    """Return :func:`check_losses` of labels whose measure is defined; None without scores of labels."""
+def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, Pair]:
+    """Return the comparison of each label's scores, where its measure is defined; {} without scores of labels."""
     ours, theirs = (score_labels(model.objective, model.columns) for model in (challenger, champion))
     if ours is None or theirs is None:
-        return None
-    names = dict(enumerate(classes))
-    pairs = {
-        names.get(place, str(place)): compare_scores(
-            ours[:, place], theirs[:, place], name_scores(challenger.objective)
-        )
+        return {}
+    named, measure = dict(enumerate(classes)), name_scores(challenger.objective)
+    return {
+        named.get(place, str(place)): compare_scores(ours[:, place], theirs[:, place], measure)
         for place in range(ours.shape[1])
         if np.isfinite(ours[0, place]) and np.isfinite(theirs[0, place])
     }
-    return check_losses(kind, pairs, policy)
 
 
 def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:

@@ -25,8 +25,7 @@ from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics, versions
-from flyte_ddp.release.evaluation import Evaluation, evaluate_split
-from flyte_ddp.release.kept_evaluations import delete_evaluations, evaluate_once
+from flyte_ddp.release.evaluation import Evaluation, delete_evaluations, evaluate_once, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
@@ -258,12 +257,14 @@ def add_vetoes(
 ) -> None:
     """Add the Checks of groups ("class", "slice": positions of their samples), labels and likelihoods."""
     model, policy = judgement.model, judgement.policy
-    found = {kind: checks.check_losses_by_part(kind, parts, ours, theirs, policy) for kind, parts in groups.items()}
-    kind = "label" if isinstance(model.objective, Multilabel) else "class"
-    if labels := checks.check_losses_by_label(kind, model.classes, ours, theirs, policy):
-        found[kind] = labels
-    for kind, (check, rows) in found.items():
-        judgement.parts[kind] = rows
+    pairs = {
+        kind: {name: checks.compare_evaluations(ours, theirs, part) for name, part in parts.items()}
+        for kind, parts in groups.items()
+    }
+    if labels := checks.compare_labels(model.classes, ours, theirs):
+        pairs["label" if isinstance(model.objective, Multilabel) else "class"] = labels
+    for kind, of_kind in pairs.items():
+        check, judgement.parts[kind] = checks.check_losses(kind, of_kind, policy)
         judgement.add_check(check)
     if ours.classifies and theirs.classifies:
         judgement.checks += checks.check_likelihoods(ours, theirs, policy)

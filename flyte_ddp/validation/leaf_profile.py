@@ -180,7 +180,7 @@ def add_split(
         profile.not_finite += len(part.not_finite)
         for sample, reason in [*part.not_finite.items(), *part.undecodable.items()][: FEW - len(profile.bad)]:
             profile.bad.append(f"{name_of(split, sample)} ({reason})")
-    return Compared(*map(np.concatenate, (numbers, labels, digests)))
+    return Compared(np.concatenate(numbers), np.concatenate(labels), np.concatenate(digests))
 
 
 def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
@@ -299,7 +299,7 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         value = np.asarray(leaf)
         digest.update(str(value.shape).encode())
-        digest.update(np.ascontiguousarray(value) if value.dtype.kind != "O" else pickle.dumps(value.item()))
+        digest.update(value.tobytes() if value.dtype.kind != "O" else pickle.dumps(value.item()))
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

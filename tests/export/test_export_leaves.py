@@ -49,14 +49,6 @@ def draw_inputs(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Ten
             True,
             {"mask": ("mask", (3, 40)), "values": ("float", (3, 40, 2)), "area": ("float", (3,))},
         ),
-        pytest.param(
-            "texts",
-            leaf_models.MaskedMean,
-            "classification",
-            True,
-            {"mask": ("mask", (30, 40)), "tokens": ("tokens", (30, 40))},
-            marks=pytest.mark.exhaustive,
-        ),
     ],
 )
 def test_other_programs_get_what_the_model_returns(
@@ -119,7 +111,6 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_samples_that_own_code_reads_and_collates(tmp_path: Path) -> None:
     """Its whole numbers of 32 bits are sent as int64."""
     split = OnDemandSet("leaf_models:items", "", leaf_models.TRAIN, leaf_models.TEST, ("a", "b", "c"), "")

@@ -21,7 +21,13 @@ from flyte_ddp.objectives import (
     Regression,
     Segmentation,
 )
-from flyte_ddp.release.checks import check_above_constant, check_losses_by_label, check_score, compare_evaluations
+from flyte_ddp.release.checks import (
+    check_above_constant,
+    check_losses,
+    check_score,
+    compare_evaluations,
+    compare_labels,
+)
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import NUMBERS, POINTS, Pair, compare_scores
 from flyte_ddp.release.policy import Policy
@@ -215,14 +221,12 @@ def test_a_label_that_loses_is_named() -> None:
     worse = logits.clone()
     worse[:, 1] = torch.from_numpy(np.random.default_rng(6).normal(size=N))
     champion, challenger = (evaluate(objective, outputs, truth) for outputs in (logits, worse))
-    found = check_losses_by_label("label", LABELS, challenger, champion, Policy())
-    assert found is not None
-    check, rows = found
+    check, rows = check_losses("label", compare_labels(LABELS, challenger, champion), Policy())
     assert [row.name for row in rows if not row.passed] == ["sea"]
     assert check.reason.startswith("label 'sea' loses: F1 worse by 0.")
     assert compare_evaluations(challenger, champion).p_value() > 0.99
     same = evaluate(Classification(Facts(("a", "b"))), torch.eye(2).repeat(30, 1), torch.arange(N) % 2)
-    assert check_losses_by_label("class", "ab", same, same, Policy()) is None
+    assert compare_labels("ab", same, same) == {}
 
 
 class Off(Objective):

@@ -52,24 +52,17 @@ def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> Non
     assert found.training.labels == {"0": 15, "1": 15}
     assert found.training.statistics["types of inputs"] == {"float32 [3]": 30}
     assert found.training.statistics["column 2 of inputs"] == Counter(map(describe_range, rows[:30, 2].tolist()))
-    assert problems(found) == [
-        (
-            "2 samples with NaN or infinity: test sample 1 (inputs), training sample 25 (inputs); remove them, or "
-            "replace the values, for instance with the mean and one more input that says where"
-        ),
-        "no training sample is of class c; add some, or remove the class",
-        "no test sample is of class c; give a test_dataset that has some, or remove the class",
-        (
-            "1 of 10 test samples have the inputs of a training sample, more than max_duplicates=0.01 of them, such as "
-            "test sample 4 and training sample 4; remove them from one of the two; of few categories, or short texts, "
-            "that is normal: raise max_duplicates in --policy"
-        ),
-        (
-            "2 of 40 samples have the inputs of another one with another label, more than max_conflicts=0.01 of them, "
-            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels; of few "
-            "categories, or short texts, that is normal: raise max_conflicts in --policy"
-        ),
+    unusable, *empty, twins, conflicts = problems(found)
+    assert unusable == (
+        "2 samples with NaN or infinity: test sample 1 (inputs), training sample 25 (inputs); remove them, or "
+        "replace the values, for instance with the mean and one more input that says where"
+    )
+    assert [problem.partition(";")[0] for problem in empty] == [
+        f"no {split} sample is of class c" for split in ("training", "test")
     ]
+    assert "such as test sample 4 and training sample 4; remove them" in twins
+    assert "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels" in conflicts
+    assert (found.duplicates, found.conflicts) == (1, 2)
 
 
 @pytest.mark.parametrize(
