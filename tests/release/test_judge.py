@@ -89,6 +89,7 @@ def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     assert first.reason == "there is no champion yet, and it is better than the most frequent class"
     assert first.challenger_score == pytest.approx(gate.runs["weak"].test_accuracy)
     verdict = gate.release("good").verdict
+    page = (gate.folder / "page.html").read_text()
     assert verdict.promotes, verdict.reason
     assert (verdict.look, verdict.samples, verdict.champion) == (2, 297, first.challenger)
     assert verdict.best == verdict.challenger
@@ -114,7 +115,6 @@ def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     assert "samples gained" in kept.reason
     assert gate.release("other").verdict.look == 3, "the same two models"
     assert [entry.version for entry in gate.registry.read_log()] == [first.challenger, verdict.challenger]
-    page = (gate.folder / "page.html").read_text()
     assert "Only the challenger is right" in page
     assert page.count("<svg") == 2
     assert "digits: Promote" in page
