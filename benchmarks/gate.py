@@ -25,13 +25,13 @@ from benchmarks.simulated_models import (
     simulate_truth,
 )
 from flyte_ddp.release import checks, statistics
-from flyte_ddp.release.pairs import PairedCounts, compare_scores
+from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.scores import score_samples
 
 SAMPLES, DISCORDANT, ALPHA, NIGHTS = 10_000, 0.12, 0.05, 365
 SCORED, SHORT_LIFE = 300, 10  # samples and nights, of objectives whose scores are not 0 or 1
 MARGIN = 0.01
-Rule = Callable[[PairedCounts, int], bool]  # of the challenger against the champion, on the k-th night
+Rule = Callable[[Pair, int], bool]  # of the challenger against the champion, on the k-th night
 RULES: dict[str, Rule] = {
     "higher accuracy wins": lambda pair, _: pair.gained > pair.lost,
     "McNemar each night": lambda pair, _: checks.check_superior(pair, ALPHA).passed,
@@ -119,7 +119,7 @@ def promoted(
     """Whether the gate promotes a challenger that is as good, or differs by these shares of all samples."""
     changed = changed_model(random, champion, gain, loss)
     challenger = changed if gain else equal_model(random, SAMPLES, DISCORDANT)
-    return RULES["the gate"](PairedCounts.count(challenger, champion), look)
+    return RULES["the gate"](compare_scores(challenger, champion, "accuracy"), look)
 
 
 def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, float]:
@@ -127,7 +127,7 @@ def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, flo
     champion, promotions = equal_model(random, SAMPLES, DISCORDANT), 0
     for night in range(1, nights + 1):
         challenger = equal_model(random, SAMPLES, DISCORDANT)
-        if rule(PairedCounts.count(challenger, champion), night):
+        if rule(compare_scores(challenger, champion, "accuracy"), night):
             champion, promotions = challenger, promotions + 1
     return promotions, float(champion.mean()) - (1 - DISCORDANT)
 
@@ -138,7 +138,7 @@ def worsening(random: np.random.Generator, *, anchored: bool) -> Target:
     for _ in range(50):
         challenger = changed_model(random, champion, 0.0, 0.004)
         others = (champion, best) if anchored else (champion,)
-        pairs = [PairedCounts.count(challenger, other) for other in others]
+        pairs = [compare_scores(challenger, other, "accuracy") for other in others]
         if all(checks.check_not_worse("other", pair, MARGIN, ALPHA).passed for pair in pairs):
             champion = challenger
     what = f"50 x -0.4 points under not_worse, {'with' if anchored else 'without'} the best version: lost in all"

@@ -249,6 +249,7 @@ def test_targets_that_are_shifted_twice_or_never() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_was_cut_off_evaluates_records_and_stops_as_if_it_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,15 +31,10 @@ def write_graphs(
 ) -> None:
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same outputs.
 
-    Raises NotExportedError if the extra ``export`` is not installed; exporters' exceptions go through.
-
-    Args:
-        module: a module in evaluation mode, which takes one argument.
-        example: the argument: a tensor, or a dict of tensors. Exporters take sizes of 0 and 1 for constants.
-        sizes: the ``torch.export.Dim`` of each dimension of other sizes than the example's; of a dict for each name.
-        folder: an existing folder.
-        inputs: names of the ONNX's inputs.
-        outputs: names of the ONNX's outputs.
+    ``example`` is the only argument of ``module``, in evaluation mode: a tensor, or a dict of tensors. ``sizes`` are
+    the ``torch.export.Dim`` of each dimension of other sizes than the example's; of a dict for each name. Exporters
+    take sizes of 0 and 1 for constants, and their exceptions go through. Raises NotExportedError without the extra
+    ``export``.
     """
     try:
         import onnx  # noqa: F401

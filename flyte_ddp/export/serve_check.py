@@ -15,11 +15,9 @@ def read_part(start: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(start): values for name, values in golden.items() if name.startswith(start)}
 
 
-images = sorted(read_part("image_").items())
-requests = [({"images": image[None]}, {"logits": golden["logits"][[place]]}) for place, (_, image) in enumerate(images)]
-numbers = sorted({name.partition("/")[0] for name in golden if "/" in name} - {"tolerance"})  # of inputs by name
-requests += [(read_part(f"{number}/inputs/"), read_part(f"{number}/outputs/")) for number in numbers]
-allowed = {"logits": golden["tolerance"]} if images else read_part("tolerance/")
+numbers = sorted({name.partition("/")[0] for name in golden} - {"tolerance"})
+requests = [(read_part(f"{number}/inputs/"), read_part(f"{number}/outputs/")) for number in numbers]
+allowed = read_part("tolerance/")
 worst = dict.fromkeys(allowed, np.float64(0))
 for inputs, outputs in requests:
     for name, found in zip(outputs, session.run([*outputs], inputs), strict=True):

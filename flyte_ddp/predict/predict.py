@@ -3,7 +3,7 @@
 import codecs
 import csv
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +19,11 @@ from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.collate import MASK, PADDED
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
@@ -106,15 +104,12 @@ def write_prediction_table(
                 writer.writerow(header)
             cells = [[format_cell(name, value) for value in values] for name, values in answers.columns.items()]
             writer.writerows(zip(batch.ids, *cells, strict=True))
-            shown, are_classes = show_inputs(batch.inputs, model.spec), batch.truths is not None
+            are_images, are_classes = isinstance(model.spec, InputSpec), batch.truths is not None
+            shown = images_from_inputs(batch.inputs, model.require_images()) if are_images else repeat(None)
             first.add_batch(shown, answers.pictures, samples=len(batch.ids), are_classes=are_classes)
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
     print_samples_without_prediction(progress, undefined, bad)
     return output
-
-
-def show_inputs(inputs: Leaves, spec: ModelInput) -> Iterable[NDArray[np.uint8] | None]:
-    return images_from_inputs(inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
 
 
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:

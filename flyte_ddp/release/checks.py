@@ -1,7 +1,9 @@
-"""The checks of a judgement: each function returns a Check, which holds value, limit and reason as text."""
+"""The checks of a judgement: each function returns a Check."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from flyte_ddp.release.constant import evaluate_constant
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import is_higher_better, name_scores, score_labels
+from flyte_ddp.release.scores import name_scores, score_labels
 from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.verdict import Check
 
@@ -25,17 +27,16 @@ PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
 def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
     """Return the comparison of two models' scores, of all samples or of those at the positions ``part``."""
-    is_loss = not is_higher_better(mine.objective)
-    return compare_scores(mine.scores[part], theirs.scores[part], name_scores(mine.objective), is_loss=is_loss)
+    names = name_scores(mine.objective)
+    return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=not mine.higher_is_better)
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
     """Return the Check that two tasks (:func:`flyte_ddp.release.versions.read_task`) are the same."""
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
-    return Check(
-        "same objective, classes and input", not changed, describe_task(challenger), describe_task(champion), reason
-    )
+    shown, rule = describe_task(challenger), describe_task(champion)
+    return Check("same objective, classes and input", not changed, shown=shown, rule=rule, reason=reason)
 
 
 def note_other_preprocessing(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> list[Check]:
@@ -43,8 +44,8 @@ def note_other_preprocessing(challenger: Mapping[str, Any], champion: Mapping[st
     mine, theirs = (sidecar.get(PREPROCESSING, {}).get("sha256", "none")[:12] for sidecar in (challenger, champion))
     if mine == theirs:
         return []
-    value = f"{mine}, also for the champion, which has {theirs}"
-    return [Check("preprocessing of the test rows", True, value, limit="", reason="")]
+    shown = f"{mine}, also for the champion, which has {theirs}"
+    return [Check("preprocessing of the test rows", True, shown=shown)]
 
 
 def describe_task(task: Mapping[str, Any]) -> str:
@@ -57,27 +58,25 @@ def describe_task(task: Mapping[str, Any]) -> str:
 def check_finite_outputs(challenger: Evaluation) -> Check:
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
-    return Check("finite", not len(bad), f"{format_count(len(bad), 'sample')} with NaN or infinity", "none", reason)
+    shown = f"{format_count(len(bad), 'sample')} with NaN or infinity"
+    return Check("finite", not len(bad), len(bad), 0, shown, "none", reason)
 
 
 def check_ratio(name: str, value: float, limit: float) -> Check:
     """Return the Check that the challenger's size or time, as a multiple of the champion's, is at most the limit."""
     passed = value <= limit
     reason = "" if passed else f"its {name} is {value:.2f} of the champion's, and {limit:g} is allowed"
-    return Check(name, passed, f"{value:.2f}x", f"at most {limit:g}x", reason)
+    return Check(name, passed, value, limit, f"{value:.2f}x", f"at most {limit:g}x", reason)
 
 
 def check_score(challenger: Evaluation, policy: Policy) -> Check:
-    """Return the Check that the main measure satisfies the policy's ``min_score``, and ``min_accuracy``."""
-    name, limit, setting = challenger.objective.main_measure, policy.min_score, "min_score"
-    if name == "accuracy" and policy.min_accuracy >= limit:
-        limit, setting = policy.min_accuracy, "min_accuracy"
-    value, needed = format_measure(name, challenger.score), format_measure(name, limit)
-    higher = is_higher_better(challenger.objective)
-    rule = f"at {'least' if higher else 'most'} {needed}"
-    passed = not limit or (challenger.score >= limit if higher else challenger.score <= limit)
-    reason = "" if passed else f"its {name_measure(name)} is {value}, and {setting} is {needed}"
-    return Check(name_measure(name), passed, value, rule if limit or name == "accuracy" else "", reason)
+    """Return the Check that the main measure satisfies the policy's ``min_score``."""
+    name, score, limit = challenger.objective.main_measure, challenger.score, policy.min_score
+    shown, needed, higher = format_measure(name, score), format_measure(name, limit), challenger.higher_is_better
+    passed = not limit or (score >= limit if higher else score <= limit)
+    reason = "" if passed else f"its {name_measure(name)} is {shown}, and min_score is {needed}"
+    rule = f"at {'least' if higher else 'most'} {needed}" if limit else ""
+    return Check(name_measure(name), passed, score, limit or None, shown, rule, reason)
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
@@ -97,19 +96,22 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
         constant = objective.constant_loss(columns)
         if constant is None:
             reason = "the best constant answer is not known, so that it was not compared with it"
-            return Check(name, True, "that is not known", "", reason)
+            return Check(name, True, shown="that is not known", reason=reason)
         weight = columns.get("weight", columns["loss"].new_ones(challenger.samples))
         p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
         loss = (columns["loss"].sum() / weight.sum()).item()
         reason = f"the best constant answer has a loss of {constant:.4g}, and the model {loss:.4g}"
-    return Check(name, p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", "" if p <= alpha else reason)
+    return check_p_value(name, p, alpha, "" if p <= alpha else reason)
 
 
 def check_superior(pair: Pair, alpha: float) -> Check:
     """Return the Check, by McNemar's exact test or a sign-flip test, that the challenger beats the champion."""
     p = pair.p_value()
-    reason = f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)"
-    return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
+    return check_p_value("superior", p, alpha, f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)")
+
+
+def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
+    return Check(name, p <= alpha, p, alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
 def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
@@ -117,33 +119,21 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
     bound = pair.lower_bound(alpha)
     least, needed = pair.format_difference(bound), pair.format_difference(-margin)
     reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
-    return Check(f"not worse than the {name}", bound > -margin, f"at least {least}", f"above {needed}", reason)
+    value, shown, rule = bound if math.isfinite(bound) else None, f"at least {least}", f"above {needed}"
+    return Check(f"not worse than the {name}", bound > -margin, value, -margin, shown, rule, reason)
 
 
-def check_losses_by_part(
-    kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
-) -> tuple[Check, list[Check]]:
-    """Return :func:`check_losses` of parts of the split; ``members`` are the positions of each part's samples."""
-    pairs = {name: compare_evaluations(challenger, champion, part) for name, part in members.items()}
-    return check_losses(kind, pairs, policy)
-
-
-def check_losses_by_label(
-    kind: str, classes: Sequence[str], challenger: Evaluation, champion: Evaluation, policy: Policy
-) -> tuple[Check, list[Check]] | None:
-    """Return :func:`check_losses` of labels whose measure is defined; None without scores of labels."""
+def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, Pair]:
+    """Return the comparison of each label's scores, where its measure is defined; {} without scores of labels."""
     ours, theirs = (score_labels(model.objective, model.columns) for model in (challenger, champion))
     if ours is None or theirs is None:
-        return None
-    names = dict(enumerate(classes))
-    pairs = {
-        names.get(place, str(place)): compare_scores(
-            ours[:, place], theirs[:, place], name_scores(challenger.objective)
-        )
+        return {}
+    named, measure = dict(enumerate(classes)), name_scores(challenger.objective)
+    return {
+        named.get(place, str(place)): compare_scores(ours[:, place], theirs[:, place], measure)
         for place in range(ours.shape[1])
         if np.isfinite(ours[0, place]) and np.isfinite(theirs[0, place])
     }
-    return check_losses(kind, pairs, policy)
 
 
 def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
@@ -157,19 +147,20 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
     p_values = dict(zip(tested, corrected, strict=True))
     rows = []
     for name, pair in pairs.items():
-        p, passed, value, reason = p_values.get(name), True, "not tested", f"only {pair.samples} samples"
+        p, passed, reason = p_values.get(name), True, f"only {pair.samples} samples"
         if p is not None:
             passed = p > policy.alpha or -pair.difference <= policy.class_loss
-            value, reason = f"p = {p:.3g}", "" if passed else f"{kind} {name!r} loses: {pair.describe()}"
-        limit = f"above {pair.format_difference(-policy.class_loss)}, or p above {policy.alpha:g}"
-        rows.append(Check(name, passed, f"{pair.format_difference(pair.difference)}, {value}", limit, reason))
+            reason = "" if passed else f"{kind} {name!r} loses: {pair.describe()}"
+        shown = f"{pair.format_difference(pair.difference)}, {'not tested' if p is None else f'p = {p:.3g}'}"
+        rule = f"above {pair.format_difference(-policy.class_loss)}, or p above {policy.alpha:g}"
+        rows.append(Check(name, passed, pair.difference, -policy.class_loss, shown, rule, reason))
+    name = f"no {PLURAL[kind]} lost"
+    if not tested:
+        return Check(name, True, shown=f"no {kind} has {LEAST_SAMPLES} samples"), rows
     vetoes = [row.reason for row in rows if not row.passed]
-    value, limit = f"no {kind} has {LEAST_SAMPLES} samples", rows[0].limit if rows else ""
-    if tested:
-        worst = min(tested, key=lambda name: tested[name].difference)
-        least = tested[worst].format_difference(tested[worst].difference)
-        value = f"worst: {worst}, {least}, p = {p_values[worst]:.3g}"
-    return Check(f"no {PLURAL[kind]} lost", not vetoes, value, limit, "; ".join(vetoes[:3])), rows
+    worst = min((row for row in rows if row.name in tested), key=lambda row: row.value or 0.0)
+    summary = replace(worst, name=name, shown=f"worst: {worst.name}, {worst.shown}", reason="; ".join(vetoes[:3]))
+    return replace(summary, passed=not vetoes), rows
 
 
 def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
@@ -186,9 +177,9 @@ def check_loss_rise(
     rise = float((challenger - champion).mean())
     bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
     passed = bound <= 0 or rise <= limit
-    value = f"{champion.mean():.4f} to {challenger.mean():.4f}, a rise of at least {bound:+.4f}"
+    shown = f"{champion.mean():.4f} to {challenger.mean():.4f}, a rise of at least {bound:+.4f}"
     reason = "" if passed else f"its {name} rises by {rise:.4f}, and {limit:g} is allowed"
-    return Check(name, passed, value, f"a rise of {limit:g}, or by chance", reason)
+    return Check(name, passed, rise, limit, shown, f"a rise of {limit:g}, or by chance", reason)
 
 
 def check_likelihoods(challenger: Evaluation, champion: Evaluation, policy: Policy) -> list[Check]:
@@ -204,15 +195,15 @@ def check_calibration(*models: Evaluation) -> list[Check]:
     if not all(model.classifies for model in models):
         return []
     errors = [statistics.calibration_error(model.columns["confidence"].numpy(), model.correct) for model in models]
-    return [Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")]
+    return [Check("calibration error", True, errors[-1], shown=" to ".join(f"{error:.4f}" for error in errors))]
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:
     """Return the Check that there is an ONNX with torch's logits, or why not; passes unless ``required``."""
-    limit = "as torch" if required else ""
+    rule = "as torch" if required else ""
     if isinstance(found, str):
-        return Check("export", not required, "none", limit, f"not exported: {found}")
+        return Check("export", not required, shown="none", rule=rule, reason=f"not exported: {found}")
     others = f", and {format_count(len(found.others), 'sample')} get another class" if found.others else ""
     said = f"logits of the ONNX differ by {found.worst:.2g} at most, {found.tolerance:.2g} is allowed{others}"
-    left_out = "" if found.passed else "; it is left out"
-    return Check("export", found.passed or not required, f"{found.worst:.2g}", limit, f"{said}{left_out}")
+    passed, left_out = found.passed or not required, "" if found.passed else "; it is left out"
+    return Check("export", passed, found.worst, found.tolerance, f"{found.worst:.2g}", rule, f"{said}{left_out}")

@@ -1,8 +1,15 @@
-"""How a saved model does on a test split: the objective's columns, measures and scores of its samples."""
+"""How a saved model does on a test split: the objective's columns, measures and scores of its samples.
 
+Evaluations of a judgement that has no verdict yet are kept in the registry: one that was stopped goes on.
+"""
+
+import hashlib
+import io
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Any, Self
@@ -12,17 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp import storage
+from flyte_ddp.code_digest import library_digest
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
-from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
-from flyte_ddp.release.scores import score_samples
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
+
+FOLDER = "evaluations"
 
 
 @dataclass
@@ -39,32 +50,28 @@ class Evaluation:
     columns: dict[str, Tensor]
     finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
     measures: dict[str, float]  # by name; empty if an output is not finite, unless it is classification
-    _: KW_ONLY
-    spread: float  # the largest of all outputs minus the smallest
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
         """Return the evaluation of one or more batches of outputs, targets and number of samples; no ``ids``."""
-        parts, finite_parts, lowest, highest = list[dict[str, Tensor]](), list[Tensor](), math.inf, -math.inf
+        parts, finite_parts = list[dict[str, Tensor]](), list[Tensor]()
         with torch.no_grad():  # else losses are those of training
             for outputs, targets, samples in batches:
                 columns = compute_columns(objective, outputs, targets, samples)
                 if isinstance(objective, Classification) and isinstance(outputs, Tensor):
                     columns |= compute_likelihoods(outputs, targets)
-                tensors = [tensor for tensor in list_floats(outputs) if tensor.numel()]
                 finite = torch.ones(samples, dtype=torch.bool)
-                for tensor in tensors:  # of a tensor that has no row for each sample, all numbers count for all samples
+                for tensor in list_floats(outputs):
+                    # Of a tensor that has no row for each sample, all numbers count for all samples.
                     rows = tensor.shape[:1] == (samples,)
                     finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
                 finite_parts.append(finite)
-                lowest = min([lowest, *(tensor.min().item() for tensor in tensors)])
-                highest = max([highest, *(tensor.max().item() for tensor in tensors)])
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = add_loss_of_terms({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         all_finite = torch.cat(finite_parts).numpy()
-        found = cls(objective, columns, all_finite, {}, spread=highest - lowest)
+        found = cls(objective, columns, all_finite, {})
         if all_finite.all() or isinstance(objective, Classification):
             found.measures = measure_columns(objective, columns)
         if all_finite.all() and not math.isfinite(found.score):
@@ -77,6 +84,10 @@ class Evaluation:
     @property
     def samples(self) -> int:
         return len(self.finite)
+
+    @property
+    def higher_is_better(self) -> bool:
+        return is_higher_better(self.objective)
 
     @property
     def score(self) -> float:
@@ -141,8 +152,30 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     return found
 
 
-def compute_outputs_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
-    """Yield the outputs of each decodable sample in order: logits [classes] for classification, ``out`` of a dict."""
-    for batch in read_test_split(model, data):
-        if len(batch.inputs):
-            yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu().numpy()
+def evaluate_once(
+    registry: Registry, test_digest: str, model: SavedModel, split: PreparedSet, challenger: Mapping[str, Any]
+) -> Evaluation:
+    """Return a model's evaluation; read it from the registry, or compute it and, if finite, write it there."""
+    known_by = json.dumps([library_digest(), model.digest, model.sidecar, challenger], sort_keys=True)
+    key = hashlib.sha256(known_by.encode()).hexdigest()
+    address = registry.at("judgements", test_digest, FOLDER, f"{key}.pt")
+    if content := registry.read_file(address):
+        kept = torch.load(io.BytesIO(content), weights_only=True)
+        finite, scores = kept.pop("finite").numpy(), kept.pop("scores").numpy()
+        found = Evaluation(model.objective, finite=finite, **kept)
+        found.scores = scores
+        return found
+    found = evaluate_split(model, split)
+    if found.finite.all():
+        names = ("columns", "measures", "ids", "undecoded")
+        arrays = {"finite": torch.from_numpy(found.finite), "scores": torch.from_numpy(found.scores)}
+        file = io.BytesIO()
+        torch.save({name: getattr(found, name) for name in names} | arrays, file)
+        registry.create_file(address, file.getvalue())
+    return found
+
+
+def delete_evaluations(registry: Registry, test_digest: str) -> None:
+    folder = registry.at("judgements", test_digest, FOLDER)
+    with suppress(UserError, storage.UnavailableError):  # what stays costs space only
+        storage.delete_files([storage.join(folder, name) for name in registry.list_files(folder)])

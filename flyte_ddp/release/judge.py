@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Self
 
 import numpy as np
 import torch
@@ -19,26 +18,27 @@ from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.comparison import Comparison
-from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError
-from flyte_ddp.formatting import name_measure
 from flyte_ddp.leaves import Leaves
-from flyte_ddp.objectives import Multilabel, Objective
+from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics, versions
-from flyte_ddp.release.evaluation import Evaluation, compute_outputs_of_split, evaluate_split
-from flyte_ddp.release.kept_evaluations import delete_evaluations, evaluate_once
+from flyte_ddp.release.evaluation import Evaluation, delete_evaluations, evaluate_once, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
-from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
 LATENCY_BATCH, LATENCY_ROUNDS = 64, 15  # samples of a batch, and how often both models compute one
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
+
+
+BY_CHECKS = "by the checks"  # a decision that failed Checks, also that of an export, may still change
+Decision = tuple[str, str]  # PROMOTED, KEPT, NO_COMPARISON or BY_CHECKS, and the reason
 
 
 class IncomparableError(Exception):
@@ -56,18 +56,22 @@ class Judgement:
     split: PreparedSet
     test_digest: str
     counts: bool  # whether the verdict may lead to a promotion
-    exports: Path | None  # the folder for the challenger's ONNX; None: no export
     challenger: Evaluation | None = None  # None where the verdict did not need it
     champion: Evaluation | None = None  # None where nothing was compared
     checks: list[Check] = field(default_factory=list)
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class", "label", "slice": a check for each
+    best: str = ""  # the version with the best measure so far, the challenger among them
     look: int = 0  # number of this judgement among those on the test split; 0: it is not counted
     alpha: float = 0.0  # this judgement's share of the policy's alpha; 0: nothing was decided by it
+    power: str = ""
     verdict: Verdict = field(init=False)  # missing until it is set
 
     def add_check(self, check: Check) -> bool:
         self.checks.append(check)
         return check.passed
+
+    def tell(self, text: str) -> None:
+        Progress(self.model.settings.progress).print_note(f"judging: {text}")
 
     def evaluate(self, model: SavedModel) -> Evaluation:
         """Return a model's evaluation on the test split; keep it in the registry until the verdict if ``counts``."""
@@ -85,35 +89,31 @@ class Judgement:
         self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
         return self.alpha
 
-    def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
-        """Export the challenger, add the Check of its ONNX to ``checks``, set ``verdict``, and return this judgement.
+    def export(self, folder: Path) -> None:
+        """Export the challenger into a folder, and add the Check of its ONNX."""
+        if self.challenger is None or not self.challenger.finite.all() or self.policy.export == OFF:
+            return
+        self.tell(f"exports it, and compares the ONNX with torch on {self.challenger.samples:,} samples")
+        found: Comparison | str
+        try:
+            found = export_model(self.model, self.split, folder)
+        except NotExportedError as error:
+            found = str(error)
+        self.checks.append(checks.check_export(found, required=self.policy.export == REQUIRED))
 
-        Without a ``decision`` the verdict is KEPT for the reasons of failed Checks, or PROMOTED for ``reason``.
-        """
-        challenger, champion, before = self.challenger, self.champion, self.before
-        exports = self.exports if self.policy.export != OFF else None
-        if challenger is not None and challenger.finite.all() and exports is not None:
-            model, required = self.model, self.policy.export == REQUIRED
-            said = f"judging: exports it, and compares the ONNX with torch on {challenger.samples:,} samples"
-            Progress(model.settings.progress).print_note(said)
-            rows = compute_outputs_of_split(model, self.split)
-            logits = TorchLogits(rows, challenger.samples, challenger.spread)
-            found: Comparison | str
-            try:
-                device, settings = model.device.type, model.settings
-                found = export_model(model.files, self.split, logits, exports, device=device, settings=settings)
-            except NotExportedError as error:
-                found = str(error)
-            self.checks.append(checks.check_export(found, required=required))
-        if not decision:
+    def make_verdict(self, decision: Decision) -> Verdict:
+        """Return the verdict; of BY_CHECKS it is KEPT for the reasons of failed Checks, or PROMOTED."""
+        kind, reason = decision
+        if kind == BY_CHECKS:
             failures = [check.reason for check in self.checks if not check.passed]
-            decision, reason = (KEPT, "; ".join(failures)) if failures else (PROMOTED, reason)
-        self.verdict = Verdict(
-            decision=decision,
+            kind, reason = (KEPT, "; ".join(failures)) if failures else (PROMOTED, reason)
+        challenger, champion, before = self.challenger, self.champion, self.before
+        return Verdict(
+            decision=kind,
             reason=reason,
             challenger=self.model.digest,
             champion=before.version if before else "",
-            best=best or (before.best if before else ""),
+            best=self.best,
             log_number=before.number if before else 0,
             test_digest=self.test_digest,
             samples=challenger.samples if challenger else 0,
@@ -122,11 +122,10 @@ class Judgement:
             champion_score=champion.score if champion else 0.0,
             look=self.look,
             alpha=self.alpha,
-            power=power,
+            power=self.power,
             time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             checks=self.checks,
         )
-        return self
 
 
 def judge_challenger(
@@ -153,56 +152,56 @@ def judge_challenger(
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
-    judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
+    best = before.best if before else ""
+    judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, best=best)
     try:
-        decide_verdict(judgement)
+        decision = decide(judgement)
     except NOT_THE_MODELS:
         raise
     except Exception as error:
         if not counts and not isinstance(error, IncomparableError):
             raise
-        reason = str(error) if isinstance(error, IncomparableError) else describe_model_error(error)
-        judgement.export_and_set_verdict(reason, NO_COMPARISON)
+        decision = NO_COMPARISON, str(error) if isinstance(error, IncomparableError) else describe_model_error(error)
+    if exports is not None:
+        judgement.export(exports)
+    judgement.verdict = judgement.make_verdict(decision)
     if counts:
         delete_evaluations(registry, judgement.test_digest)
     return judgement
 
 
-def decide_verdict(judgement: Judgement) -> Judgement:
-    """Evaluate the challenger, and the champion where there is another; set the verdict, and return the judgement."""
+def decide(judgement: Judgement) -> Decision:
+    """Evaluate the challenger, and the champion where there is another; return the decision."""
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
-    counts, tell = judgement.counts, Progress(model.settings.progress).print_note
     is_champion = before is not None and before.version == model.digest
-    if counts and is_champion:
-        return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
+    unchanged = KEPT, "it has the champion's weights"
+    if judgement.counts and is_champion:
+        return unchanged
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if counts and before is not None and versions.find_version(registry, model.digest):
+    if judgement.counts and before is not None and versions.find_version(registry, model.digest):
         _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
-            said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
-            return judgement.export_and_set_verdict(said, KEPT)
-    require_accuracy(model.objective, policy)
-    tell(f"judging: evaluates version {model.digest[:12]} on the test split")
+            return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
+    judgement.tell(f"evaluates version {model.digest[:12]} on the test split")
     ours = judgement.challenger = judgement.evaluate(model)
     if not judgement.add_check(checks.check_finite_outputs(ours)):
-        return judgement.export_and_set_verdict()
+        return BY_CHECKS, ""
     if before is None:
-        alpha = judgement.claim_alpha()
-        above = checks.check_above_constant(ours, alpha)
+        above = checks.check_above_constant(ours, judgement.claim_alpha())
         judgement.checks += [checks.check_score(ours, policy), above, *checks.check_calibration(ours)]
-        reason = f"there is no champion yet, and {above.reason or f'it is {above.name}'}"
-        return judgement.export_and_set_verdict(reason, best=model.digest)
+        judgement.best = model.digest
+        return BY_CHECKS, f"there is no champion yet, and {above.reason or f'it is {above.name}'}"
     if is_champion:
         judgement.checks += [checks.check_score(ours, policy), *checks.check_calibration(ours)]
-        return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
-    tell(f"judging: evaluates the champion, version {before.version[:12]}, and compares {ours.samples:,} scores")
+        return unchanged
+    judgement.tell(f"evaluates the champion, version {before.version[:12]}, and compares {ours.samples:,} scores")
     champion = load_stored_model(registry, before.version, before.manifest, model)
-    return compare_with_champion(judgement, ours, champion, before.best)
+    return compare_with_champion(judgement, ours, champion)
 
 
-def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
-    """Compare the challenger with the champion, and with ``best``, the best version so far; set the verdict."""
-    policy, model, split = judgement.policy, judgement.model, judgement.split
+def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel) -> Decision:
+    """Compare the challenger with the champion and with the best version so far; return the decision."""
+    policy, model, best = judgement.policy, judgement.model, judgement.best
     groups: dict[str, Mapping[str, NDArray[np.int64]]] = {}
     if ours.classifies:
         groups["class"] = checks.group_by_class(ours, model.classes)
@@ -211,11 +210,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     if not judgement.add_check(
         checks.check_same_task(versions.read_task(model.sidecar), versions.read_task(champion.sidecar))
     ):
-        return judgement.export_and_set_verdict()
+        return BY_CHECKS, ""
     theirs = evaluate_stored_model(judgement, champion)
-    mine, own = (found.columns.get("truth") for found in (ours, theirs))
-    if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
-        raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
+    require_same_targets(ours, theirs)
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
         try:
@@ -228,13 +225,13 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     judgement.checks += [
         *checks.note_other_preprocessing(model.sidecar, champion.sidecar),
         checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
-        checks.check_ratio("latency", measure_latency_ratio(model, champion, split), policy.latency_ratio),
+        checks.check_ratio("latency", measure_latency_ratio(model, champion, judgement.split), policy.latency_ratio),
         checks.check_score(ours, policy),
     ]
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
     pair = pairs["champion"]
     if not pair.differs:
-        return judgement.export_and_set_verdict(pair.equal, KEPT)
+        return KEPT, pair.equal
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
         decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
@@ -242,10 +239,17 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         decisive = [checks.check_superior(pair, alpha)]
     judgement.checks += decisive
     add_vetoes(judgement, ours, theirs, groups)
-    sign = 1 if is_higher_better(model.objective) else -1
-    best = model.digest if all(sign * ours.score > sign * other.score for other in others.values()) else best
-    power = pair.describe_power(alpha, policy.margin if policy.rule == NOT_WORSE else None)
-    return judgement.export_and_set_verdict(decisive[0].reason, best=best, power=power)
+    sign = 1 if ours.higher_is_better else -1
+    if all(sign * ours.score > sign * other.score for other in others.values()):
+        judgement.best = model.digest
+    judgement.power = pair.describe_power(alpha, policy.margin if policy.rule == NOT_WORSE else None)
+    return BY_CHECKS, decisive[0].reason
+
+
+def require_same_targets(ours: Evaluation, theirs: Evaluation) -> None:
+    mine, own = (found.columns.get("truth") for found in (ours, theirs))
+    if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
+        raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
 
 
 def add_vetoes(
@@ -253,24 +257,18 @@ def add_vetoes(
 ) -> None:
     """Add the Checks of groups ("class", "slice": positions of their samples), labels and likelihoods."""
     model, policy = judgement.model, judgement.policy
-    found = {kind: checks.check_losses_by_part(kind, parts, ours, theirs, policy) for kind, parts in groups.items()}
-    kind = "label" if isinstance(model.objective, Multilabel) else "class"
-    if labels := checks.check_losses_by_label(kind, model.classes, ours, theirs, policy):
-        found[kind] = labels
-    for kind, (check, rows) in found.items():
-        judgement.parts[kind] = rows
+    pairs = {
+        kind: {name: checks.compare_evaluations(ours, theirs, part) for name, part in parts.items()}
+        for kind, parts in groups.items()
+    }
+    if labels := checks.compare_labels(model.classes, ours, theirs):
+        pairs["label" if isinstance(model.objective, Multilabel) else "class"] = labels
+    for kind, of_kind in pairs.items():
+        check, judgement.parts[kind] = checks.check_losses(kind, of_kind, policy)
         judgement.add_check(check)
     if ours.classifies and theirs.classifies:
         judgement.checks += checks.check_likelihoods(ours, theirs, policy)
     judgement.checks += checks.check_calibration(theirs, ours)
-
-
-def require_accuracy(objective: Objective, policy: Policy) -> None:
-    measure = objective.main_measure
-    if policy.min_accuracy and measure != "accuracy":
-        raise UserError(
-            f"min_accuracy={policy.min_accuracy:g}: the model is measured by {name_measure(measure)}; give min_score"
-        )
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:

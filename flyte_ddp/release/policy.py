@@ -34,11 +34,10 @@ class Policy(CheckedFields, called="policy setting"):
         above=0.0,
         below=1.0,
     )
-    min_accuracy: float = setting(0.0, "Test accuracy below which no model is promoted.", at_least=0.0, at_most=1.0)
     min_score: float = setting(
         0.0,
-        "Main measure on the test split (accuracy, F1, RMSE, mean IoU) below which no model is promoted; where less is "
-        "better, above which. 0: no limit.",
+        "Main measure on the test split (accuracy, F1, mean IoU: 0 to 1; RMSE) below which no model is promoted; where "
+        "less is better, above which. 0: no limit.",
     )
     class_loss: float = setting(
         0.05,

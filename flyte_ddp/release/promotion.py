@@ -84,10 +84,8 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
         return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
     history = registry.read_log(at_least=verdict.log_number)
     if len(history) == verdict.log_number:
-        values = {"version": version.name, "manifest": version.manifest, "best": verdict.best}
-        before = history[-1] if history else None
         try:
-            registry.append_entry(before, by=by, action=PROMOTE, reason=verdict.reason, **values)
+            append(registry, history, version, action=PROMOTE, best=verdict.best, reason=verdict.reason, by=by)
             return Outcome(version.name, version.name, f"promoted: {verdict.reason}")
         except LostError as lost:
             winner = lost.winner
@@ -111,10 +109,9 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     found, before = versions.read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    versions.verify_files(registry, found)
     best = before.best if before and has_task_of(registry, before.best, found) else version
-    values = {"version": version, "manifest": found.manifest, "best": best}
-    return registry.append_entry(before, by=by, action=PROMOTE, reason=reason, **values)
+    versions.verify_files(registry, found)
+    return append(registry, history, found, action=PROMOTE, best=best, reason=reason, by=by)
 
 
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
@@ -130,9 +127,14 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
-    versions.verify_files(registry, versions.read_version(registry, target.version, target.manifest))
-    values = {"version": target.version, "manifest": target.manifest, "best": target.best}
-    return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=reason, **values)
+    version = versions.read_version(registry, target.version, target.manifest)
+    versions.verify_files(registry, version)
+    return append(registry, history, version, action=ROLLBACK, best=target.best, reason=reason, by=by)
+
+
+def append(registry: Registry, log: list[Entry], version: versions.Version, **values: str) -> Entry:
+    """Append the log entry of a version; ``values`` are action, best, reason and by."""
+    return registry.append_entry(log[-1] if log else None, version=version.name, manifest=version.manifest, **values)
 
 
 def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
@@ -168,7 +170,7 @@ def download_version(
     """
     found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
     for name in found.files if every_file else needed:
-        address, target = registry.at(found.folder, name), folder / name
+        address, target = versions.file_address(registry, found, name), folder / name
         with registry.explain_failures("read"), replace_file(target, durable=False) as file:
             storage.retry(address, partial(storage.download_file, file=file))
         if file_digest(target) != found.files[name]:

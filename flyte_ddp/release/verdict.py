@@ -2,7 +2,7 @@
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Optional
 
 from dataclasses_json import DataClassJsonMixin
 
@@ -15,9 +15,11 @@ class Check(DataClassJsonMixin):
 
     name: str
     passed: bool
-    value: str
-    limit: str  # empty where there is none: the value is only shown
-    reason: str  # why it failed; of a passed check perhaps empty
+    value: Optional[float] = None  # noqa: UP045  # flytekit's form; None: no number, or an infinite one
+    limit: Optional[float] = None  # noqa: UP045  # of the value
+    shown: str = ""  # the value in words
+    rule: str = ""  # the limit in words; empty where there is none: the value is only shown
+    reason: str = ""  # why it failed; of a passed check perhaps empty
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,6 @@ class Verdict(DataClassJsonMixin):
     power: str  # how large a difference could be found, in words
     time: str  # ISO 8601, UTC
     checks: list[Check] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, kvs: Any, *, infer_missing: bool = False) -> Self:
-        """Return the verdict of a dict, also of releases before ``measure``; KeyError if a value is missing."""
-        if "measure" not in kvs:
-            scores = {f"{who}_score": kvs.get(f"{who}_accuracy") for who in ("challenger", "champion")}
-            kvs = {**kvs, "measure": "accuracy", **scores}
-        return super().from_dict(kvs, infer_missing=infer_missing)
 
     @property
     def promotes(self) -> bool:

@@ -3,7 +3,8 @@
 The manifest, the list of a version's files, is written last. A folder without it is of a killed writer, and is
 completed when the same files are written again. If the same weights are judged again and promoted, the new files are a
 revision: a folder ``2`` in the version's folder, then ``3``, and so on. An entry of the log names the revision by the
-SHA-256 of its manifest. Every function raises a UserError if the registry cannot be read or written.
+SHA-256 of its manifest. The weights are in the version's folder alone. Every function raises a UserError if the
+registry cannot be read or written.
 """
 
 import json
@@ -44,26 +45,31 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
     """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
 
-    Weights that are stored with other files get a new revision. The first of ``files`` must differ between judgements:
-    it shows at once that a folder belongs to another one.
+    Weights that are stored with other files get a new revision, which has all files but the weights. The first of
+    ``files`` must differ between judgements: it shows at once that a folder belongs to another one.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
     name, number = digests[WEIGHTS], 1
-    while True:
-        folder = revision_folder(name, number)
-        for file, content in {**files, MANIFEST: manifest}.items():
-            if not registry.create_file(registry.at(folder, file), content):
-                if file == WEIGHTS:
-                    raise damaged_file_error(registry.at(folder, WEIGHTS))
-                break
-        else:
-            return Version(name, folder, content_digest(manifest), digests)
+    weights = registry.at(revision_folder(name, 1), WEIGHTS)
+    if not registry.create_file(weights, files[WEIGHTS]):
+        raise damaged_file_error(weights)
+    others = {file: content for file, content in files.items() if file != WEIGHTS} | {MANIFEST: manifest}
+
+    def create_others(folder: str) -> bool:
+        return all(registry.create_file(registry.at(folder, file), content) for file, content in others.items())
+
+    while not create_others(revision_folder(name, number)):
         number += 1
+    return Version(name, revision_folder(name, number), content_digest(manifest), digests)
 
 
 def revision_folder(name: str, number: int) -> str:
     return f"versions/{name}" if number == 1 else f"versions/{name}/{number}"
+
+
+def file_address(registry: Registry, version: Version, file: str) -> str:
+    return registry.at(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
@@ -97,10 +103,12 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
                 files = {}
             if files.get(WEIGHTS) != name or SIDECAR not in files:
                 raise damaged_file_error(registry.at(folder, MANIFEST))
-            if missing := [file for file in files if ("" if number == 1 else f"{number}/") + file not in names]:
+            version = Version(name, folder, content_digest(content), files)
+            there = {registry.at("versions", name, file) for file in names}
+            if missing := [file for file in files if file_address(registry, version, file) not in there]:
                 said = "is missing; restore it" if len(missing) == 1 else "are missing; restore them"
                 raise UserError(f"{registry.at(folder, ', '.join(missing))}: {said}, or promote another version")
-            return Version(name, folder, content_digest(content), files)
+            return version
     if not numbers:
         return None
     raise UserError(
@@ -112,7 +120,7 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
 def find_damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
     """Read all files of a version whole, and yield an error for each that is missing or was altered."""
     for file, digest in version.files.items():
-        address = registry.at(version.folder, file)
+        address = file_address(registry, version, file)
         if registry.hash_file(address) != digest:
             yield damaged_file_error(address)
 
@@ -124,7 +132,7 @@ def verify_files(registry: Registry, version: Version) -> None:
 
 def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
     """Return a file's content; UserError if it is missing or was altered."""
-    address = registry.at(version.folder, file)
+    address = file_address(registry, version, file)
     content = registry.read_file(address)
     if content is None or content_digest(content) != version.files[file]:
         raise damaged_file_error(address)

@@ -33,7 +33,6 @@ def draw_curve(section: Curve) -> str:
 def draw_scatter(section: Scatter) -> str:
     """Draw points in equal scales, with the diagonal; return the chart as an SVG element."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
 
     x, y = np.array(section.x, dtype=float), np.array(section.y, dtype=float)
     values = np.concatenate([x, y])
@@ -51,8 +50,8 @@ def draw_scatter(section: Scatter) -> str:
         axes.set_ylim(limits)
         axes.set_xlabel(section.x_label)
         axes.set_title(section.y_label, loc="left", color=MUTED)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
         drawn = export_svg(figure, f"{section.y_label} against {section.x_label}")
     # matplotlib gives each point its style and six decimals, three quarters of the page: their group has the style.
     drawn = POINT.sub(rf'<circle cx="\1" cy="\2" r="{size / 2}"/>', drawn)
@@ -61,7 +60,7 @@ def draw_scatter(section: Scatter) -> str:
 
 def draw_histogram(section: Histogram) -> str:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator
 
     edges = np.array(section.edges, dtype=float)
     with use_report_style():
@@ -71,8 +70,8 @@ def draw_histogram(section: Histogram) -> str:
         if edges[0] < 0 < edges[-1]:
             axes.axvline(0, color=MUTED, linewidth=0.8)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_major_formatter("{x:,g}")
         axes.set_xlabel(section.x_label)
         axes.set_title("samples", loc="left", color=MUTED)
         return export_svg(figure, f"histogram of {section.x_label}")

@@ -72,7 +72,7 @@ def draw_line_chart(
     A ``log`` scale of y is linear unless all values are positive and the largest is more than 5 times the smallest.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
     values = values[np.abs(values) < LARGEST]
@@ -91,7 +91,7 @@ def draw_line_chart(
         if x_from is not None:
             axes.set_xlim(left=x_from)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         if scale == "from 0":
             axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
         elif scale == "log" and values.size and values.max() > 5 * values.min() > 1 / LARGEST:
@@ -100,7 +100,7 @@ def draw_line_chart(
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
             axes.yaxis.set_minor_locator(NullLocator())
             y_label += ", logarithmic"
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
         if any(line.label for line in series):

@@ -5,17 +5,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp import results
-from flyte_ddp.errors import UserError
 from flyte_ddp.files import list_files
 from flyte_ddp.formatting import format_value
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
 from flyte_ddp.report.page import encode_as_data_uri, fit_image, render_template
+from flyte_ddp.report.run_records import Record, RunRecords
 
-Record = dict[str, Any]
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
 NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
@@ -25,7 +22,8 @@ UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and on
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
     """Return the HTML page of an own function's run, which may go on; UserError if it has no record of a start."""
-    starts, steps, end = read_function_records(folder / "metrics.jsonl")
+    found = RunRecords(folder)
+    starts, steps, end = found.starts, found.by_step["record"], found.end
     points = collect_points(steps)
     prefixes = [value.rpartition("/")[0] if len(points) > UNFOLDED else "" for value in points]
     since = starts[-1].get("time")
@@ -50,31 +48,6 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
         ],
         last_record=json.dumps(end or (steps[max(steps)] if steps else {})),
     )
-
-
-def read_function_records(path: Path) -> tuple[list[Record], dict[int, Record], Record]:
-    """Return the starts of all attempts of a function, one record for each step, and the end record.
-
-    Of a value that was recorded twice in a step the newest counts. An attempt's start drops the steps after its
-    checkpoint. The end record is empty unless the last attempt has finished.
-    """
-    starts: list[Record] = []
-    steps: dict[int, Record] = {}
-    end: Record = {}
-    for record in read_records(path):
-        kind = record.get("kind")
-        if kind == "start":
-            starts.append(record)
-            resumed_after = record.get("resumed_after_step", 0)
-            steps = {step: merged for step, merged in steps.items() if step <= resumed_after}
-            end = {}
-        elif kind == "record":
-            steps.setdefault(record["step"], {}).update(record)
-        elif kind == "end":
-            end = record
-    if not starts:
-        raise UserError(f"{path} has no start record: give the folder of a run that began")
-    return starts, steps, end
 
 
 def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_measure, name_measure
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart
 from flyte_ddp.report.page import render_template, write_html
+from flyte_ddp.report.run_records import Record, RunRecords
 from flyte_ddp.report.section_values import list_section_values
 from flyte_ddp.sections import Section, decode_sections
 
-Record = dict[str, Any]
 PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),
     "forward_backward": ("Forward and backward", BLUE),
@@ -40,25 +39,12 @@ class Run:
     def __init__(self, folder: Path, name: str = "") -> None:
         """Read the run's files; UserError if one is damaged, or ``metrics.jsonl`` has no start record."""
         self.name = name or folder.name
-        self.starts: list[Record] = []  # of all attempts, oldest first
-        self.end: Record = {}  # empty: the last attempt has not finished
-        by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
-        for record in read_records(folder / "metrics.jsonl"):
-            kind = record.get("kind")
-            if kind == "start":
-                self.starts.append(record)
-                self.end = {}
-            elif kind == "end":
-                self.end = record
-            elif kind in by_step:
-                # A retry appends to the same file: its record of a step replaces that of the attempt before.
-                by_step[kind][record["step"]] = record
-        if not self.starts:
-            raise UserError(
-                f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training"
-            )
+        found = RunRecords(folder)
+        self.starts, self.end = found.starts, found.end
         self.start = self.starts[-1]  # of the last attempt
-        self.train, self.evaluations = ([of[step] for step in sorted(of)] for of in by_step.values())
+        self.train, self.evaluations = (
+            [record for _, record in sorted(found.by_step[kind].items())] for kind in ("train", "evaluation")
+        )
         self.classes = [str(each) for each in self.start.get("classes", [])]  # in the order of the labels
         # Whether "higher" or "lower" is better, by the objective's measures, the main one first.
         self.measures: dict[str, str] = self.start.get("measures", {"accuracy": "higher"})

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     import wandb
 
 POLL_SECONDS = 0.25
-NOT_SENT = 2  # exit code: the run is complete on disk, but not on the server
 NOTHING_RECORDED = 3  # exit code: no run was opened, as it was to wait for a record and none has come
 RETRY_SECONDS = 30.0  # between attempts to reach the server
-OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # set by wandb_run.py, not by the user
 
 WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end of training; returns whether it has come
 
@@ -31,7 +29,7 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
 
     The launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
     whether to wait for a record. It sends one more message when training has ended, and gets wandb's status: folder,
-    url, reason of a failure. Returns the exit code: 0, NOT_SENT, NOTHING_RECORDED, or 1 for another failure.
+    url, reason of a failure. Returns the exit code: 0, NOTHING_RECORDED, or 1 for a failure.
     """
     parent = os.getppid()
     arguments, offset, on_first_record = launcher.recv()
@@ -52,21 +50,29 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
         # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
         first = 0 if arguments["mode"] == "offline" else offset
-        trained, has_predictions = log_records(run, follow_records(folder, first, wait_for_end))
-        try:
-            if trained and has_predictions:
-                with open_run_file(folder, PREDICTIONS) as file:
-                    run.log({"predictions": predictions_table(file)})
-        except Exception as error:  # keep the run without the table
-            send_status(reason=f"no table of predictions: {print_error(error)}")
-        run.finish(exit_code=0 if trained else 1)
+        log_run(run, folder, follow_records(folder, first, wait_for_end), lambda reason: send_status(reason=reason))
     except TimeoutError:  # raised by run.finish()
         send_status(reason="the server took too long")
-        return NOT_SENT
+        return 1
     except Exception as error:
         send_status(reason=print_error(error))
         return 1
     return 0
+
+
+def log_run(
+    run: wandb.Run, folder: Path, records: Iterable[dict[str, Any]], report_failure: Callable[[str], None]
+) -> None:
+    """Log all records and the table of predictions to an open wandb run, and close it."""
+    run.define_metric("*", step_metric="step")
+    trained, has_predictions = log_records(run, records)
+    try:
+        if trained and has_predictions:
+            with open_run_file(folder, PREDICTIONS) as file:
+                run.log({"predictions": predictions_table(file)})
+    except Exception as error:  # keep the run without the table
+        report_failure(f"no table of predictions: {print_error(error)}")
+    run.finish(exit_code=0 if trained else 1)
 
 
 def print_error(error: Exception) -> str:
@@ -78,31 +84,19 @@ def print_error(error: Exception) -> str:
 def open_wandb_run(
     arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
 ) -> wandb.Run:
-    """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
-
-    Passes each error to ``report_error``; if it goes offline, sets ``arguments["mode"]``.
-    """
+    """Open a wandb run; try again until training ends, and once more then. ``report_error`` gets each error."""
     import wandb
 
+    ended = arguments["mode"] == "offline"
     while True:
         try:
-            run = wandb.init(**arguments)
-            break
+            return wandb.init(**arguments)
         except Exception as error:
-            users = [name for name in os.environ if name.startswith("WANDB_") and name not in OWN_VARIABLES]
-            if arguments["mode"] == "offline":
-                if not users:
-                    raise
-                for name in users:  # wandb may refuse one of them
-                    del os.environ[name]
+            if ended:
+                raise
             report_error(error)
             wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use
-            if arguments["mode"] == "online" and wait_for_end(RETRY_SECONDS):
-                arguments["mode"] = "offline"
-    # The step is a column of each row and not log(step=...): wandb drops rows whose step is not above the last one.
-    # But a train and an evaluation record share a step, and a retry resumes at an earlier step.
-    run.define_metric("*", step_metric="step")
-    return run
+            ended = wait_for_end(RETRY_SECONDS)
 
 
 def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
@@ -110,7 +104,11 @@ def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
-    """Log records to the run, its config and its summary; return whether the run has ended, and has predictions."""
+    """Log records to the run, its config and its summary; return whether the run has ended, and has predictions.
+
+    The step is a column of each row and not log(step=...): wandb drops rows whose step is not above the last one. But a
+    train and an evaluation record share a step, and a retry resumes at an earlier step.
+    """
     import numpy as np
     import wandb
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 import uuid
@@ -21,12 +20,12 @@ from flyte_ddp.errors import StoppedError, shorten_path
 from flyte_ddp.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking.wandb_feed import NOT_SENT, NOTHING_RECORDED, POLL_SECONDS, open_run_file
+from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
 STOPPED_SECONDS = 5.0  # a pod that is told to stop has little time left
 LOG = "feed.log"  # what the child and wandb print
-OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer, before a second child writes an offline run
+OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer at all
 
 
 @contextmanager
@@ -63,7 +62,19 @@ def start_wandb(
     """
     if settings.wandb_mode == "disabled":
         return None
-    init_arguments = {
+    arguments = make_init_arguments(run_folder, settings, hyperparameters, name)
+    try:
+        return WandbProcess(arguments, settings, on_first_record=on_first_record)
+    except (OSError, ValueError, TypeError) as error:
+        print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {shorten_path(run_folder)}")
+        return None
+
+
+def make_init_arguments(
+    run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Return the arguments of ``wandb.init`` for a run."""
+    return {
         "dir": str(run_folder.absolute()),
         "mode": settings.wandb_mode,
         "project": settings.wandb_project,
@@ -84,28 +95,18 @@ def start_wandb(
             "x_stats_track_process_tree": True,
         },
     }
-    try:
-        return WandbProcess(init_arguments, settings, on_first_record=on_first_record)
-    except (OSError, ValueError, TypeError) as error:
-        print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {shorten_path(run_folder)}")
-        return None
 
 
 class WandbProcess:
     """The child that runs wandb, given the arguments of ``wandb.init``. Call :meth:`finish` in a ``finally``."""
 
     def __init__(self, init_arguments: dict[str, Any], settings: Settings, *, on_first_record: bool = False) -> None:
-        self.init_arguments, self.settings, self.on_first_record = init_arguments, settings, on_first_record
-        self.offset = 0  # bytes of metrics.jsonl that an earlier attempt has written
+        self.init_arguments, self.settings = init_arguments, settings
         self.folder = Path(init_arguments["dir"], "wandb")
         self.folder.mkdir(parents=True, exist_ok=True)
+        offset = 0  # bytes of metrics.jsonl that an earlier attempt has written
         with suppress(FileNotFoundError), open_run_file(self.folder.parent, METRICS) as file:
-            self.offset = os.fstat(file.fileno()).st_size
-        self.online = f"run-*-{init_arguments['id']}"  # pattern of folders; wandb makes one for each attempt
-        self.earlier_folders = {*map(str, self.folder.glob(self.online))}
-        self.start_child()
-
-    def start_child(self) -> None:
+            offset = os.fstat(file.fileno()).st_size
         self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
         self.pipe, childs_pipe = multiprocessing.Pipe()
         with childs_pipe, (self.folder / LOG).open("ab") as log:
@@ -119,7 +120,7 @@ class WandbProcess:
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
-        self.pipe.send((self.init_arguments, self.offset, self.on_first_record))
+        self.pipe.send((init_arguments, offset, on_first_record))
 
     def receive_status(self) -> bool:
         """Update ``status`` with the child's messages; return whether wandb has opened its run."""
@@ -131,35 +132,37 @@ class WandbProcess:
     def finish(self, limit: float = math.inf) -> None:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
-        If wandb did not open the run, or was killed, a second child writes an offline run. Kills children after
-        ``limit`` or ``settings.wandb_timeout`` seconds. Writes a folder's name to ``wandb/unsent`` if the folder is to
-        be kept.
+        Kills the child after ``limit`` or ``settings.wandb_timeout`` seconds; after OPEN_SHARE of them if it has not
+        opened its run. Writes a folder's name to ``wandb/unsent`` if the folder is to be kept.
         """
-        seconds = min(limit, self.settings.wandb_timeout)
-        deadline = time.monotonic() + seconds
-        online = self.init_arguments["mode"] == "online"
-        usable = self.end_child(deadline - (1 - OPEN_SHARE) * seconds if online else deadline, deadline)
-        first = self.status
-        if not usable and self.process.returncode != NOTHING_RECORDED and time.monotonic() < deadline:
-            self.init_arguments["mode"] = "offline"
-            with suppress(OSError):
-                self.start_child()
-                self.end_child(deadline, deadline)
-            if not self.status["folder"]:
-                self.status = first
-            self.status["reason"] = self.status["reason"] or first["reason"]
-        if self.process.returncode == NOTHING_RECORDED:
+        seconds, start = min(limit, self.settings.wandb_timeout), time.monotonic()
+        with suppress(OSError):  # the child may have ended
+            self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
+        try:
+            while self.process.poll() is None:
+                share = 1 if self.receive_status() or self.init_arguments["mode"] == "offline" else OPEN_SHARE
+                if time.monotonic() >= start + share * seconds:
+                    break
+                with suppress(TimeoutExpired):
+                    self.process.wait(POLL_SECONDS)
+        finally:  # also on a second Ctrl-C
+            if late := self.process.poll() is None:
+                kill_process_trees(lambda: [self.process.pid])  # with wandb-core, which has a session of its own
+            self.process.kill()
+            code = self.process.wait()
+        is_open = self.receive_status()
+        if code == NOTHING_RECORDED:
             self.remove_empty_folder()
             return
-        own_folders = {*map(str, self.folder.glob(self.online)), first["folder"]} - self.earlier_folders
-        for folder in own_folders - {self.status["folder"], ""}:  # not opened, or written anew by the second child
-            shutil.rmtree(folder, ignore_errors=True)
-        sent = bool(self.status["url"]) and self.process.returncode == 0
+        if code < 0 and not self.status["reason"]:
+            killed = "out of time" if is_open else "the server did not answer"
+            self.status["reason"] = killed if late else "wandb was killed"
+        sent = bool(self.status["url"]) and code == 0
         print_to_stderr(self.describe_outcome(sent))
         with suppress(OSError):
             unsent = self.folder / "unsent"
             unsent.unlink(missing_ok=True)
-            if self.settings.wandb_kept_at and self.status["folder"] and not sent:
+            if self.settings.wandb_kept_at and is_open and not sent:
                 unsent.write_text(Path(self.status["folder"]).name)
 
     def remove_empty_folder(self) -> None:
@@ -169,38 +172,17 @@ class WandbProcess:
                 log.unlink()
             self.folder.rmdir()
 
-    def end_child(self, open_by: float, done_by: float) -> bool:
-        """Tell the child that training has ended, and wait for its exit; return whether its run can be used.
-
-        Kills it at ``done_by``; already at ``open_by`` (of time.monotonic()) if it has not opened its run.
-        """
-        with suppress(OSError):  # the child may have ended
-            self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
-        try:
-            while self.process.poll() is None and time.monotonic() < (done_by if self.receive_status() else open_by):
-                with suppress(TimeoutExpired):
-                    self.process.wait(POLL_SECONDS)
-        finally:  # also on a second Ctrl-C
-            if late := self.process.poll() is None:
-                kill_process_trees(lambda: [self.process.pid])  # with wandb-core, which has a session of its own
-            self.process.kill()
-            code = self.process.wait()
-        is_open = self.receive_status()
-        if late and is_open:
-            self.status["reason"] = "out of time"
-        elif code < 0 and not self.status["reason"]:
-            self.status["reason"] = "the server did not answer" if late else "wandb was killed"
-        return is_open and (late or code in (0, NOT_SENT))
-
     def describe_outcome(self, sent: bool) -> str:
-        """Return one line for the user: where the run is, how to send it if not ``sent``, or why nothing was logged."""
+        """Return one line for the user: where the run is, and how to send it if not ``sent``."""
         folder, url, reason = self.status.values()
-        if not folder:
-            reason, log = reason or "wandb did not start", shorten_path(self.folder / LOG)
-            return f"wandb: nothing was logged ({reason}); see {log}, the metrics are in {METRICS}"
         reason = f" ({reason})" if reason else ""
         if sent:
             return f"wandb: {url}{reason}"
+        if not folder:
+            command = f"python -m flyte_ddp.tracking send --id {self.init_arguments['id']}"
+            run = shlex.quote(shorten_path(self.folder.parent))
+            log = shorten_path(self.folder / LOG)
+            return f"wandb: nothing was logged{reason}; see {log}, and send it with: {command} {run}"
         sync = f"wandb sync {shlex.quote(shorten_path(Path(folder)))}"
         if self.settings.wandb_kept_at:
             sync = f"wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"

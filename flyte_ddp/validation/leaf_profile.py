@@ -1,11 +1,15 @@
-"""Measure samples of any leaves: each leaf of the inputs, and the targets."""
+"""Measure samples of any leaves: each leaf of the inputs, and the targets.
+
+Numbers are counted by ranges between powers of two: one look at the data is enough, whatever their scale.
+"""
 
 import hashlib
+import math
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
 from flyte_ddp.datasets.prepared import ItemSet
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, name_leaves
 from flyte_ddp.loading.facts import FEW
@@ -24,8 +28,7 @@ from flyte_ddp.machine import count_cores
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
-from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile
-from flyte_ddp.validation.ranges import count_ranges
+from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
 ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
 ITEMS = 64  # of one task of a loader process
@@ -54,12 +57,14 @@ class Compared(NamedTuple):
 class PartProfile:
     """What was found in some samples of a split."""
 
+    numbers: Sequence[int]  # of the n samples that are compared
     labels: NDArray[np.int64]  # [n], as of Compared
     digests: NDArray[np.int64]  # [n]
     targets: Counter[str]  # samples by what their targets count for
-    leaves: dict[str, Counter[str]]  # by statistic: samples by their value of it
+    statistics: dict[str, Counter[str]]  # samples by their value of each statistic
     labelled: dict[str, int]  # of class numbers and tokens that are none of the classes: a sample, by its number
-    not_finite: dict[int, str]  # by the sample's number: the leaf that has NaN or infinity
+    not_finite: dict[int, str] = field(default_factory=dict)  # by the sample's number: the leaf with NaN or infinity
+    undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; none of the n
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,17 +97,20 @@ def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[st
     return [{name: leaf.ndim for name, leaf in named.items()} for named in pair]
 
 
-def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) -> list[Compared]:
+def measure_item_set(
+    data: ItemSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
+) -> list[Compared]:
     """Add all samples of training and test split to the profile; return what the samples are compared by.
 
     Items on demand are read in loader processes; some are read again in this process. Raises UserError if these are not
-    what they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
+    what they were, or an item has other leaves than another; OwnCodeError if the user's code fails. ``name_of`` returns
+    the name of a split's sample.
     """
     if isinstance(data, SampleArrays):
         if isinstance(data.train_targets, np.ndarray):
             profile.target_shape = [*data.train_targets.shape[1:]]
         profile.targets = kind_of_targets(data.train_targets, data.classes)
-        return [add_split(data, profile, side, measure_arrays(data, side, profile)) for side in NAMES]
+        return [add_split(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES]
     items = open_items(data)
     with keep_random_state():
         first = [name_arrays(leaves) for leaves in items["train"].read_item(0, 0, None)]
@@ -115,7 +123,8 @@ def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) ->
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
             parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))
-            found = add_split(data, profile, measurer.side, call_for_each(pool, measurer.measure_items, parts))
+            measured = call_for_each(pool, measurer.measure_items, parts)
+            found = add_split(profile, NAMES[measurer.side], measured, name_of)
             compared.append(found)
             chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()
             with keep_random_state():
@@ -149,24 +158,29 @@ def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Itera
         yield measure_leaves(numbers, parts[0], parts[1], profile.targets, len(profile.classes))
 
 
-def add_split(data: ItemSet, profile: DataProfile, side: str, parts: Iterable[PartProfile]) -> Compared:
-    """Add the parts of a side's samples, in order, to the profile; return what they are compared by."""
-    name, labels, digests = NAMES[side], list[NDArray[np.int64]](), list[NDArray[np.int64]]()
-    counts = profile.training if side == "train" else profile.test
+def add_split(
+    profile: DataProfile, split: str, parts: Iterable[PartProfile], name_of: Callable[[str, int], str]
+) -> Compared:
+    """Add the parts of a split's samples to the profile; return what they are compared by."""
+    numbers, labels, digests = list[Indices](), list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    counts: SplitProfile = getattr(profile, split)
     for part in parts:
+        numbers.append(np.array(part.numbers, np.int64))
         labels.append(part.labels.copy())  # what comes from a loader process keeps the memory of its batch in use
         digests.append(part.digests.copy())
-        counts.samples += len(part.labels)
-        for statistic, counted in {"": part.targets, **part.leaves}.items():
-            total = counts.leaves.setdefault(statistic, {}) if statistic else counts.labels
+        counts.samples += len(part.labels) + len(part.undecodable)
+        counts.undecodable += len(part.undecodable)
+        for statistic, counted in {"": part.targets, **part.statistics}.items():
+            total = counts.statistics.setdefault(statistic, {}) if statistic else counts.labels
             for value, number in counted.items():
                 total[value] = total.get(value, 0) + number
         for label, sample in part.labelled.items():
-            profile.labelled.setdefault(label, name_sample(data, name, sample))
+            if label not in profile.labelled:
+                profile.labelled[label] = name_of(split, sample)
         profile.not_finite += len(part.not_finite)
-        examples = [f"{name_sample(data, name, sample)} ({leaf})" for sample, leaf in part.not_finite.items()]
-        profile.bad += examples[: FEW - len(profile.bad)]
-    return Compared(np.arange(counts.samples), np.concatenate(labels), np.concatenate(digests))
+        for sample, reason in [*part.not_finite.items(), *part.undecodable.items()][: FEW - len(profile.bad)]:
+            profile.bad.append(f"{name_of(split, sample)} ({reason})")
+    return Compared(np.concatenate(numbers), np.concatenate(labels), np.concatenate(digests))
 
 
 def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
@@ -216,17 +230,16 @@ def measure_leaves(
                 continue
             for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
                 not_finite[samples[place]] = called
-    digests = digest_samples(len(samples), [*inputs.values()])
-    labels = digest_samples(len(samples), [*targets.values()])
-    counted, labelled = Counter[str](), dict[str, int]()
+    digests, labels = (digest_samples(len(samples), [*named.values()]) for named in (inputs, targets))
+    part = PartProfile(samples, labels, digests, Counter(), leaves, {}, not_finite)
     if kind != OTHERS:
         [values] = targets.values()
-        counted = count_targets(values, kind)
+        part.targets = count_targets(values, kind)
         if kind == CLASSES:
-            labels = np.array(values, np.int64)
+            part.labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
-            labelled = find_unnamed(samples, values, classes)
-    return PartProfile(labels, digests, counted, leaves, labelled, not_finite)
+            part.labelled = find_unnamed(samples, values, classes)
+    return part
 
 
 def has_numbers(values: Values) -> bool:
@@ -274,16 +287,20 @@ def describe_array(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:
 
 
 def digest_samples(samples: int, leaves: Sequence[Values]) -> NDArray[np.int64]:
-    """Return 64 bits of BLAKE2b of the shapes and values of each sample's leaves, [samples]."""
-    found = np.zeros(samples, np.int64)
-    for place in range(samples):
-        digest = hashlib.blake2b(digest_size=8)
-        for values in leaves:
-            value = np.asarray(values[place])
-            digest.update(str(value.shape).encode())
-            digest.update(value.tobytes() if value.dtype.kind != "O" else pickle.dumps(value.item()))
-        found[place] = int.from_bytes(digest.digest(), "little", signed=True)
-    return found
+    """Return 64 bits of BLAKE2b of the shapes and values of each sample's leaves, [samples].
+
+    Two of a million samples collide with probability 3e-8.
+    """
+    return np.array([digest_leaves([values[place] for values in leaves]) for place in range(samples)], np.int64)
+
+
+def digest_leaves(leaves: Sequence[Any]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in leaves:
+        value = np.asarray(leaf)
+        digest.update(str(value.shape).encode())
+        digest.update(value.tobytes() if value.dtype.kind != "O" else pickle.dumps(value.item()))
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def count_targets(values: Values, kind: str) -> Counter[str]:
@@ -315,3 +332,21 @@ def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[s
     lowest, highest = reduce_samples(values, smallest), reduce_samples(values, largest)
     ends = {str(lowest.min()): int(lowest.argmin()), str(highest.max()): int(highest.argmax())}
     return {token: samples[place] for token, place in ends.items() if not 0 <= int(token) < classes}
+
+
+def describe_range(number: float) -> str:
+    """Return the range between powers of two that a number is in, such as "4 to 8"; "nan" for an unknown number."""
+    if not math.isfinite(number) or number == 0:
+        return f"{number:g}"
+    power = math.frexp(abs(number))[1]
+    low, high = sorted(math.copysign(2.0**each, number) for each in (power - 1, power))
+    return f"{low:g} to {high:g}"
+
+
+def count_ranges(numbers: NDArray[Any]) -> Counter[str]:
+    """Return how many of the numbers [n] are in each range of :func:`describe_range`."""
+    values = numbers.astype(np.float64)
+    usual = np.isfinite(values) & (values != 0)
+    edges = np.where(usual, np.copysign(np.ldexp(0.5, np.frexp(values)[1]), values), values)  # the end nearer to 0
+    found, counts = np.unique(edges + 0.0, return_counts=True)  # + 0.0: no -0
+    return Counter(dict(zip(map(describe_range, found.tolist()), counts.tolist(), strict=True)))

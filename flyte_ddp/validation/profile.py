@@ -21,12 +21,9 @@ class SplitProfile(DataClassJsonMixin):
     # numbers to predict: number of samples by the range of the first one; of tokens: by each range that it has one in.
     labels: dict[str, int] = field(default_factory=dict)
     undecodable: int = 0
-    modes: dict[str, int] = field(default_factory=dict)  # number of samples by Pillow's mode of the file: RGB, L, ...
-    sizes: dict[str, int] = field(default_factory=dict)  # by exponent of the largest power of two in height * width
-    brightness: dict[str, int] = field(default_factory=dict)  # number of samples by bin (of 16) of the mean value
-    # Of samples that are no images, in place of the last three: number of samples by the value of each statistic of a
-    # leaf, such as "lengths of inputs tokens"; of images empty.
-    leaves: dict[str, dict[str, int]] = field(default_factory=dict)
+    # Number of samples by the value of each statistic: of images "colour modes", "sizes" and "brightness", of other
+    # samples those of each leaf, such as "lengths of inputs tokens".
+    statistics: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,10 +43,7 @@ class DataProfile(DataClassJsonMixin):
     targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS
     target_shape: list[int] = field(default_factory=list)  # of one training sample; empty if it is in several leaves
     not_finite: int = 0  # samples with NaN or infinity in their inputs, or infinity in their targets; of images 0
-
-    @property
-    def compared(self) -> str:
-        return "inputs" if self.training.leaves else "pixels"
+    compared: str = "inputs"  # what duplicates have in common; of images "pixels"
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
@@ -61,11 +55,10 @@ def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> s
         classes = f" in {len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}" if numbers else ""
         told = [
             format_count(split.samples, "sample", classes),
-            ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items()),
             f"{split.undecodable:,} cannot be decoded" if split.undecodable else "",
         ]
         facts.append((name, "; ".join(filter(None, told))))
-    for statistic, counts in profile.training.leaves.items():
+    for statistic, counts in profile.training.statistics.items():
         listed = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
         more = f", and {len(counts) - LISTED} more" if len(counts) > LISTED else ""
         facts.append((statistic.capitalize(), ", ".join(f"{value}: {number:,}" for value, number in listed) + more))

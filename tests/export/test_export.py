@@ -24,18 +24,16 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
-from flyte_ddp.export import exporting
+from flyte_ddp.export import comparison, exporting_images
 from flyte_ddp.export.comparison import Comparison
-from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.export.onnx_process import OnnxProcess, read_arrays, write_arrays
 from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
-from flyte_ddp.models.artifacts import describe_model_input, load_model, parse_input_spec, save_model
+from flyte_ddp.models.artifacts import describe_model_input, save_model
 from flyte_ddp.models.images import InputSpec, prepare_images
-from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release.evaluation import compute_outputs_of_split
-from flyte_ddp.run import Result
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.settings import Settings
 
 OWN_MODEL = """
@@ -56,22 +54,18 @@ QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 
 
 class Trained(NamedTuple):
-    """A run, its data set, and torch's logits on the test split."""
+    """A run's model and its data set."""
 
-    run: Result
+    model: SavedModel
     data: PreparedSet
-    logits: np.ndarray
 
-    def export(self, folder: Path, logits: np.ndarray | None = None, settings: Settings = QUIET) -> Comparison:
-        rows = self.logits if logits is None else logits
-        of_torch = TorchLogits(rows, len(rows), float(np.ptp(rows)))
-        return export_model((self.run.model, self.run.sidecar), self.data, of_torch, folder, settings=settings)
+    def export(self, folder: Path) -> Comparison:
+        return export_model(self.model, self.data, folder)
 
 
 def train(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Trained:
-    run, split = train_in(folder, hp, data, settings), open_prepared(data)
-    model = SavedModel(run.model, run.sidecar, settings)
-    return Trained(run, split, np.stack([*compute_outputs_of_split(model, split)]))
+    run = train_in(folder, hp, data, settings)
+    return Trained(SavedModel(run.model, run.sidecar, settings), open_prepared(data))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +90,7 @@ def written(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("model.onnx", "model.pt2"):
             shutil.copy(exported / name, folder)
 
-    monkeypatch.setattr(exporting, "write_onnx_and_pt2", copy_graphs)
+    monkeypatch.setattr(exporting_images, "write_onnx_and_pt2", copy_graphs)
 
 
 def test_the_requests_of_a_version_are_answered_alike_without_torch(exported: Path) -> None:
@@ -109,7 +103,8 @@ def test_the_requests_of_a_version_are_answered_alike_without_torch(exported: Pa
 
 def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Path) -> None:
     """By the requests, and by the comparison on all samples: a tenth of the logits' range on one class is enough."""
-    logits, step = trained.logits, 0.1 * np.ptp(trained.logits)
+    logits = outputs_of(trained)
+    step = 0.1 * np.ptp(logits)
     model = onnx.load(exported / "model.onnx")
     [bias] = [one for one in model.graph.initializer if list(one.dims) == [10] and "bias" in one.name]
     values = numpy_helper.to_array(bias).copy()
@@ -120,13 +115,22 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Pa
     onnx.save(model, tmp_path / "model.onnx")
     assert check_without_torch(tmp_path).returncode == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "write_onnx_and_pt2", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder))
+        patch.setattr(
+            exporting_images, "write_onnx_and_pt2", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder)
+        )
         found = trained.export(tmp_path)
     assert not found.passed
     assert found.worst == pytest.approx(step, rel=1e-3)
     changed = logits.argmax(axis=1) != (logits + step * np.eye(10)[3]).argmax(axis=1)
     assert found.others
     assert found.others <= set(np.flatnonzero(changed).tolist())
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx"}
+    assert not (tmp_path / "model.pt2").exists(), "which is of the same graph"
+
+
+def outputs_of(trained: Trained) -> np.ndarray:
+    batches = read_test_split(trained.model, trained.data)
+    return np.concatenate([trained.model.compute_outputs(batch.inputs).numpy() for batch in batches])
 
 
 def full_disk(*_: object, **__: object) -> None:
@@ -135,11 +139,6 @@ def full_disk(*_: object, **__: object) -> None:
 
 @pytest.mark.usefixtures("written")
 def test_of_what_fails_nothing_is_handed_out(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other logits not the .pt2 either, which is of the same graph."""
-    assert not trained.export(tmp_path, trained.logits + 1).passed
-    assert not [*tmp_path.iterdir()]
-    with pytest.raises(NotExportedError, match=r"has other images now than the 594 that torch has answered$"):
-        trained.export(tmp_path, np.concatenate([trained.logits] * 2))
     monkeypatch.setattr(np, "savez_compressed", full_disk)
     with pytest.raises(NotExportedError, match=r"OSError: .*No space left on device"):
         trained.export(tmp_path)
@@ -147,24 +146,11 @@ def test_of_what_fails_nothing_is_handed_out(trained: Trained, tmp_path: Path, m
 
 
 def test_the_pt2_answers_as_the_model(exported: Path, trained: Trained) -> None:
-    model, sidecar = load_model(trained.run.model, trained.run.sidecar)
     images = torch.randint(0, 256, (5, 13, 21, 1), dtype=torch.uint8)
     served = torch.export.load(exported / "model.pt2").module()
     with torch.no_grad():
-        expected = model(prepare_images(images, parse_input_spec(sidecar)))
+        expected = trained.model.module(prepare_images(images, trained.model.spec))
         torch.testing.assert_close(served(images), expected, rtol=1e-4, atol=1e-5)
-
-
-def depends_on_values(self: ServedModel, images: torch.Tensor) -> torch.Tensor:
-    return images.float() if images.sum().item() > 7 else images
-
-
-def test_what_cannot_be_exported_is_no_error_of_the_run(trained: Trained, tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(ServedModel, "forward", depends_on_values)
-    with pytest.raises(NotExportedError, match=r"^\w+: .*Could not guard on data-dependent expression"):
-        trained.export(tmp_path)
-    assert not [*tmp_path.iterdir()]
-    assert not capfd.readouterr().err, "torch's loggers are silent"
 
 
 def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Path) -> None:
@@ -191,12 +177,13 @@ def test_an_array_that_ends_early_is_the_end_of_its_process(length: int) -> None
 def test_golden_requests_of_large_images_are_few(trained: Trained, tmp_path: Path, monkeypatch) -> None:
     assert isinstance(trained.data, ImageArrays)
     images = trained.data.test_images
-    monkeypatch.setattr(exporting, "GOLDEN_BYTES", 3 * images[0].nbytes)
+    monkeypatch.setattr(comparison, "GOLDEN_BYTES", 2 * images[0].nbytes + 100)
     assert trained.export(tmp_path).passed
     golden = np.load(tmp_path / "golden.npz")
-    assert {*golden.files} == {"image_000000000", "image_000000019", "image_000000039", "logits", "tolerance"}
-    np.testing.assert_array_equal(golden["image_000000039"], images[39])
-    np.testing.assert_array_equal(golden["logits"], trained.logits[[0, 19, 39]])
+    requests = [f"0000000{number}/{part}" for number in ("00", "19") for part in ("inputs/images", "outputs/logits")]
+    assert {*golden.files} == {*requests, "tolerance/logits"}
+    np.testing.assert_array_equal(golden["000000019/inputs/images"], images[[19]])
+    np.testing.assert_allclose(golden["000000019/outputs/logits"], outputs_of(trained)[[19]], atol=1e-6)
 
 
 def test_the_middles_side_is_pythons() -> None:
@@ -246,9 +233,8 @@ def test_images_of_many_sizes_and_a_users_own_model(tmp_path: Path, monkeypatch:
     own = {"model": "mine_with_views:model", "image_size": 32, "num_ranks": 1, "epochs": 2, "bad_samples": 2}
     hp = Hyperparameters(dataset=dataset, test_dataset=dataset, **own)
     trained = train(hp, data, tmp_path / "run", settings)
-    assert b'"caf\xc3\xa9"' in trained.run.sidecar.read_bytes()
-    assert len(trained.logits) == 60
-    found = trained.export(tmp_path, settings=settings)
+    assert b'"caf\xc3\xa9"' in trained.model.files[1].read_bytes()
+    found = trained.export(tmp_path)
     assert found.passed, found
     ended = check_without_torch(tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -285,15 +271,22 @@ def test_outputs_of_other_objectives(
         "input": describe_model_input(spec, ""),
     }
     files = save_model(tmp_path, module.state_dict(), sidecar)
-    with torch.no_grad():
-        found = module(prepare_images(torch.from_numpy(split.test_images), spec))
-    rows = (found["out"] if isinstance(found, dict) else found).numpy()
-    compared = export_model(files, split, TorchLogits(rows, len(rows), float(np.ptp(rows))), tmp_path, settings=QUIET)
+    trained = Trained(SavedModel(*files, QUIET), split)
+    compared = trained.export(tmp_path)
     assert compared.passed
     assert compared.worst < 1e-5
     assert check_without_torch(tmp_path).returncode == 0
-    worse = rows.copy()
-    worse[7] += 0.01 * np.ptp(rows)
-    again = export_model(files, split, TorchLogits(worse, len(rows), float(np.ptp(rows))), tmp_path, settings=QUIET)
+    for path in tmp_path.glob("model.onnx"):
+        path.unlink()
+    compute = SavedModel.compute_outputs
+
+    def worse(model: SavedModel, inputs: torch.Tensor) -> object:
+        found = compute(model, inputs)
+        logits = found["out"] if isinstance(found, dict) else found
+        logits[7] += 0.01 * np.ptp(logits.numpy())
+        return found
+
+    monkeypatch.setattr(SavedModel, "compute_outputs", worse)
+    again = trained.export(tmp_path)
     assert not again.passed
     assert again.others == set()

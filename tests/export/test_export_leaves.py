@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.export import exporting_leaves
 from flyte_ddp.export.comparison import Comparison
-from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError, write_graphs
 from flyte_ddp.export.served import name_outputs
+from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", loaders=2)
-UNUSED = TorchLogits([], 0, 0.0)
 
 
 def draw_inputs(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
@@ -49,14 +49,6 @@ def draw_inputs(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Ten
             True,
             {"mask": ("mask", (3, 40)), "values": ("float", (3, 40, 2)), "area": ("float", (3,))},
         ),
-        pytest.param(
-            "texts",
-            leaf_models.MaskedMean,
-            "classification",
-            True,
-            {"mask": ("mask", (30, 40)), "tokens": ("tokens", (30, 40))},
-            marks=pytest.mark.exhaustive,
-        ),
     ],
 )
 def test_other_programs_get_what_the_model_returns(
@@ -70,7 +62,7 @@ def test_other_programs_get_what_the_model_returns(
     """Of the test split, of golden requests, and of more and longer samples than the test split has."""
     split, collate = getattr(leaf_models, data)(), "stacked" if data == "table" else "padded"
     module, files = leaf_models.save_untrained(tmp_path, model, split, objective=objective, collate=collate)
-    found = export_model(files, split, UNUSED, tmp_path, settings=QUIET)
+    found = export_model(SavedModel(*files, QUIET), split, tmp_path)
     assert found.passed
     assert found.worst < 1e-5 * max(1, found.highest)
     ended = check_without_torch(tmp_path)
@@ -112,19 +104,18 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
             served.model.last.bias[3] -= 0.05
 
     monkeypatch.setattr(exporting_leaves, "write_graphs", write_others)
-    found = export_model(files, split, UNUSED, tmp_path, settings=QUIET)
+    found = export_model(SavedModel(*files, QUIET), split, tmp_path)
     assert not found.passed
     assert found.worst == pytest.approx(0.05, rel=1e-3)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_samples_that_own_code_reads_and_collates(tmp_path: Path) -> None:
     """Its whole numbers of 32 bits are sent as int64."""
     split = OnDemandSet("leaf_models:items", "", leaf_models.TRAIN, leaf_models.TEST, ("a", "b", "c"), "")
     _, files = leaf_models.save_untrained(tmp_path, leaf_models.MaskedMean, split, collate="leaf_models:collate")
-    assert export_model(files, split, UNUSED, tmp_path, settings=QUIET).passed
+    assert export_model(SavedModel(*files, QUIET), split, tmp_path).passed
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [each.type for each in session.get_inputs()] == ["tensor(int64)", "tensor(bool)"]
     assert check_without_torch(tmp_path).returncode == 0
@@ -143,7 +134,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, capfd: Any, model: type
     split = leaf_models.table()
     _, files = leaf_models.save_untrained(tmp_path, model, split)
     with pytest.raises(NotExportedError, match=reason):
-        export_model(files, split, UNUSED, tmp_path, settings=QUIET)
+        export_model(SavedModel(*files, QUIET), split, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
     assert not capfd.readouterr().err
 
@@ -175,7 +166,7 @@ def test_a_sample_has_another_class_only_if_torch_is_sure() -> None:
     of_torch = np.array([[0, 1, 0], [0, 0.5, 0.505], [1, 0, 0.98]], np.float32)
     of_onnx = np.array([[0, 1, 0], [0, 0.505, 0.5], [0.98, 0, 1]], np.float32)
     for classes, others in ((True, {5 + 2}), (False, set())):
-        found = Comparison(0.01, of_classes=classes)
+        found = Comparison(classes, tolerance=0.01)
         found.add_batch(5, of_onnx, of_torch)
         assert found.others == others
         assert found.worst == pytest.approx(0.02)

@@ -143,18 +143,6 @@ def test_test_samples_have_the_users_ids_in_predictions_and_report(shop: Any, tm
     assert again == [{name: value for name, value in row.items() if name != "truth"} for row in of_split]
 
 
-def test_new_rows_are_prepared_by_the_code_of_the_training(shop: Any, tmp_path: Path) -> None:
-    """Also when the module has changed since."""
-    folder, _, result = shop
-    table = write_table(tmp_path / "new.csv", draw_rows()[:5])
-    before = predict(result, tmp_path / "before.csv", table=table)
-    (folder / "shop.py").write_text(CODE.replace("return fitted.transform(table), ids", "return table * 0, ids"))
-    try:
-        assert predict(result, tmp_path / "after.csv", table=table) == before
-    finally:
-        (folder / "shop.py").write_text(CODE)
-
-
 @pytest.mark.slow
 def test_the_command_predicts_a_file_of_new_rows(shop: Any, tmp_path: Path) -> None:
     folder, _, result = shop
@@ -221,11 +209,6 @@ def test_what_cannot_be_handed_over_is_told_when_arrays_is_called(kind: str) -> 
     side = np.ones((2, 1)), [0, 1]
     with pytest.raises(UserError, match=words):
         arrays(side, side, **given)
-
-
-def test_ids_that_are_too_few() -> None:
-    with pytest.raises(UserError, match="test_ids has 1 samples, and test_inputs has 2"):
-        arrays((np.ones((2, 1)), [0, 1], "ab"), (np.ones((2, 1)), [0, 1], "a"))
 
 
 def scaled_rows(_: Any, source: Any) -> Any:

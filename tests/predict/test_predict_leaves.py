@@ -1,7 +1,6 @@
 """Predictions of texts: a dict in another order of names, tokens that the model has no row for, empty texts."""
 
 import csv
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +73,6 @@ def test_inputs_of_a_dict_are_taken_by_name(tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, alone.softmax(1)[0].tolist(), rtol=1e-5)
 
 
-def test_an_unknown_token_is_told_as_in_training(tmp_path: Path) -> None:
-    _, files = save_untrained(tmp_path, leaf_models.MaskedMean, data_set(tokens=TEXTS), collate="padded")
-    words = (
-        f"MaskedMean': an embedding has no row for one of its inputs, .*tokens 0..{TOKENS}; give it more rows, or corr"
-    )
-    with pytest.raises(UserError, match=words):
-        predict(files, data_set(tokens=[[1], [TOKENS], [2, 3]]), tmp_path / "new")
-
-
 def test_an_empty_text_that_a_model_does_not_take_is_named(tmp_path: Path) -> None:
     _, files = save_untrained(tmp_path, Packed, data_set(tokens=TEXTS), collate="padded")
     side = {"tokens": [[1], [], [2, 3]]}, [0, 1, 2], ["one", "two", "three"]
@@ -93,15 +83,6 @@ def test_an_empty_text_that_a_model_does_not_take_is_named(tmp_path: Path) -> No
         predict(files, arrays(side, side), tmp_path / "new")
     assert "pack_padded_sequence(self.tokens(tokens)" in raised.value.message
     assert isinstance(raised.value.__cause__, RuntimeError)
-
-
-@pytest.mark.parametrize("collate", ["padded", "leaf_models:collate"])
-def test_batches_have_the_users_ids(collate: str) -> None:
-    side = TEXTS if ":" in collate else {"tokens": TEXTS}, [0, 1, 2], ["one", "two", "three"]
-    split, _ = open_item_test_split(arrays(side, side), collate, 0, torch.device("cpu"), 1)
-    with closing(split.source):
-        batches = [batch.names for _, batch in split.load_evaluation_batches(2, 0, 1)]
-    assert batches == [["one", "two"], ["three"]]
 
 
 def test_the_mask_is_of_the_input_that_had_lengths_in_training() -> None:

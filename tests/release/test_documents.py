@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gate import Gate
 from training_runs import train_in
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.release.documents import render_lineage_event, render_model_card
-from flyte_ddp.release.judge import judge_challenger
-from flyte_ddp.release.page import write_page
-from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.settings import Settings
+from flyte_ddp.release.versions import read_version
 
-QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 HP = Hyperparameters(num_ranks=1, epochs=4, deterministic=True)
 
 
@@ -28,14 +24,13 @@ HP = Hyperparameters(num_ranks=1, epochs=4, deterministic=True)
 def version(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The files of a second champion, as texts."""
     folder = tmp_path_factory.mktemp("releases")
-    registry = Registry(str(folder / "registry"), "my-digits")
-    for number, hp in enumerate((Hyperparameters(num_ranks=1, epochs=2), HP)):
-        run = train_in(folder / str(number), hp, digits, QUIET)
-        policy = Policy(latency_ratio=1000)
-        found = judge_challenger(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
-        page = write_page(found, registry.name, folder / "page.html")
-        stored = store_version(registry, run.model, run.sidecar, found.verdict, {page.name: page}, by="p/d/execution")
-        apply_verdict(registry, stored, found.verdict, by="p/d/execution")
+    runs = {
+        str(hp.epochs): train_in(folder / str(hp.epochs), hp, digits)
+        for hp in (Hyperparameters(num_ranks=1, epochs=2), HP)
+    }
+    gate = Gate(runs, Registry(str(folder / "registry"), "my-digits"), digits, folder)
+    digests = [gate.release(name).model.digest for name in runs]
+    registry, stored = gate.registry, read_version(gate.registry, digests[1])
     names = [name for name in stored.files if name != "model.pt"]
     return {name: storage.read_file(registry.at("versions", stored.name, name)).decode() for name in names}
 
@@ -57,7 +52,7 @@ def test_the_cards_numbers_are_the_sidecars_and_the_verdicts(version: dict[str, 
         name: str(value) for name, value in sidecar["hyperparameters"].items()
     }
     for check in verdict.checks:
-        cells = check.name, check.value, check.limit, "yes" if check.passed else "no"
+        cells = check.name, check.shown, check.rule, "yes" if check.passed else "no"
         assert f"| {' | '.join(' '.join(cell.split()) for cell in cells)} |" in body
     assert f"{verdict.decision}: {verdict.reason}. Judged {verdict.time} on {verdict.samples} test samples." in body
 
@@ -104,12 +99,12 @@ def test_the_lineage_names_all_that_went_in_and_leads_to_the_same_weights(
     [output] = event["outputs"]
     assert output["facets"]["version"]["datasetVersion"] == sidecar["digests"]["weights"]
     facets = event["run"]["facets"]
-    assert facets["flyteDdpExecution"]["launchedAs"] == "p/d/execution"
+    assert facets["flyteDdpExecution"]["launchedAs"] == "p/d/e"
     assert facets["flyteDdpTraining"]["code"] == sidecar["digests"]["code"]
     assert facets["flyteDdpTraining"]["versions"] == sidecar["versions"]
     assert facets["flyteDdpVerdict"]["reason"] == verdict["reason"]
     hp = Hyperparameters.from_dict(facets["flyteDdpTraining"]["hyperparameters"])
     assert hp.deterministic
     data = fetch(hp.dataset, hp.data_source, tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
-    run = train_in(tmp_path / "again", hp, data, QUIET)
+    run = train_in(tmp_path / "again", hp, data)
     assert json.loads(run.sidecar.read_text())["digests"]["weights"] == sidecar["digests"]["weights"]

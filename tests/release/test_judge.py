@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from encoded_runs import quiet
+from gate import PATIENT, Gate
 from image_folders import image_files, write_files
-from training_runs import train_in
+from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
@@ -25,43 +26,17 @@ from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release import judge, kept_evaluations
+from flyte_ddp.release import evaluation, judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
-from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import apply_verdict, load_champion, promote_version, roll_back_champion, store_version
+from flyte_ddp.release.promotion import load_champion, promote_version, roll_back_champion, store_version
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.run import Result
-from flyte_ddp.settings import Settings
-
-QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
-PATIENT = Policy(latency_ratio=1000)  # where time is not what the test is about
 
 
-@dataclass
-class Gate:
-    """A registry, and models that are judged against its champion: runs by name, or folders with a model's files."""
-
-    runs: dict[str, Result]
-    registry: Registry
-    digits: Path
-    folder: Path
-
-    def judge(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT, **options: Any) -> Judgement:
-        """Judge a model, and change nothing but looks."""
-        folder = self.runs[model].run_folder if isinstance(model, str) else model
-        given = {"registry": self.registry, "settings": QUIET, **options}
-        return judge_challenger(folder / "model.pt", folder / "model.json", data or self.digits, policy=policy, **given)
-
-    def release(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT) -> Judgement:
-        """Judge a model, and do what its verdict says."""
-        found = self.judge(model, data, policy)
-        if found.verdict.promotes:
-            page = write_page(found, "digits", self.folder / "page.html")
-            version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page}, by="x")
-            apply_verdict(self.registry, version, found.verdict, by="x")
-        return found
+class DigitsGate(Gate):
+    """A gate that can also change the good model, and the digits."""
 
     def alter(self, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
         """Another model than the good one, of which weights or sidecar differ."""
@@ -73,7 +48,7 @@ class Gate:
 
     def change_data(self, name: str, chosen: Any = slice(None), classes: Sequence[str] = ()) -> Path:
         """The digits with some of their test samples only, or with other names of classes."""
-        found, folder = open_arrays(self.digits), self.folder / name
+        found, folder = open_arrays(self.data), self.folder / name
         arrays = found.train_images, found.train_labels, found.test_images[chosen], found.test_labels[chosen]
         folder.mkdir()
         write_prepared_set(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
@@ -92,9 +67,9 @@ def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Re
 
 
 @pytest.fixture
-def gate(runs: dict[str, Result], digits: Path, tmp_path: Path) -> Gate:
+def gate(runs: dict[str, Result], digits: Path, tmp_path: Path) -> DigitsGate:
     (tmp_path / "exports").mkdir()
-    return Gate(runs, Registry(str(tmp_path / "registry"), "digits"), digits, tmp_path)
+    return DigitsGate(runs, Registry(str(tmp_path / "registry"), "digits"), digits, tmp_path)
 
 
 def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
@@ -108,12 +83,13 @@ def make_champion(registry: Registry, version: Entry, best: str = "") -> Entry:
     return registry.append_entry(registry.read_log()[-1], by="x", action="promote", reason="again", **values)
 
 
-def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
+def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     first = gate.release("weak").verdict
     assert first.promotes
     assert first.reason == "there is no champion yet, and it is better than the most frequent class"
     assert first.challenger_score == pytest.approx(gate.runs["weak"].test_accuracy)
     verdict = gate.release("good").verdict
+    page = (gate.folder / "page.html").read_text()
     assert verdict.promotes, verdict.reason
     assert (verdict.look, verdict.samples, verdict.champion) == (2, 297, first.challenger)
     assert verdict.best == verdict.challenger
@@ -122,7 +98,7 @@ def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
     for name in ("weak", "good"):
         files, table = (gate.runs[name].model, gate.runs[name].sidecar), gate.folder / f"{name}.csv"
         with write_prediction_table(
-            *files, images=None, dataset=gate.digits, output=table, settings=QUIET
+            *files, images=None, dataset=gate.data, output=table, settings=QUIET
         ).open() as file:
             tables[name] = [row["prediction"] == row["truth"] for row in csv.DictReader(file)]
     pairs = [*zip(tables["good"], tables["weak"], strict=True)]
@@ -139,13 +115,12 @@ def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
     assert "samples gained" in kept.reason
     assert gate.release("other").verdict.look == 3, "the same two models"
     assert [entry.version for entry in gate.registry.read_log()] == [first.challenger, verdict.challenger]
-    page = (gate.folder / "page.html").read_text()
     assert "Only the challenger is right" in page
     assert page.count("<svg") == 2
     assert "digits: Promote" in page
 
 
-def test_a_look_at_the_champion_itself(gate: Gate) -> None:
+def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
     """Which decides nothing, and so is none that counts."""
     gate.release("good")
     found = gate.judge("good", counts=False)
@@ -168,13 +143,13 @@ def test_a_look_at_the_champion_itself(gate: Gate) -> None:
     assert "digits: Would be promoted" in write_page(found, "digits", gate.folder / "page.html").read_text()
 
 
-def test_useless_weights_are_kept_back(gate: Gate) -> None:
+def test_useless_weights_are_kept_back(gate: DigitsGate) -> None:
     verdict = gate.release(gate.alter(lambda weights, _: [tensor.zero_() for tensor in weights.values()])).verdict
     assert (verdict.decision, verdict.look) == ("keep", 1)
     assert "naming the most frequent class is right in" in verdict.reason
 
 
-def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
+def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
     """It is not exported, but its verdict says how many samples it was judged on; also if a person promotes it."""
     model = gate.alter(lambda weights, _: [tensor.fill_(math.nan) for tensor in weights.values()])
     first = gate.judge(model, exports=gate.folder / "exports")
@@ -186,7 +161,7 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
     assert not [*(gate.folder / "exports").iterdir()]
     version = store_version(gate.registry, model / "model.pt", model / "model.json", first.verdict, {}, by="x")
     promote_version(gate.registry, version.name, "a test", by="me")
-    zeros = (open_arrays(gate.digits).test_labels == 0).mean()  # class 0 is predicted for NaN
+    zeros = (open_arrays(gate.data).test_labels == 0).mean()  # class 0 is predicted for NaN
     again = gate.judge(model, counts=False).verdict
     assert again.describe() == "the champion is kept: sample 0 gives NaN or infinity"
     for verdict in (first.verdict, again):
@@ -195,7 +170,7 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
 
 @pytest.mark.parametrize("gone", ["model.pt", "its code", "its answers"])
 def test_a_champion_that_cannot_be_evaluated(
-    gate: Gate, gone: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    gate: DigitsGate, gone: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody takes its place without a person's word; the cause is in the verdict, and its traceback on stderr."""
     gate.release("weak")
@@ -212,7 +187,7 @@ def test_a_champion_that_cannot_be_evaluated(
         def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
             return evaluate_split(model, split) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
-        monkeypatch.setattr("flyte_ddp.release.kept_evaluations.evaluate_split", failing)
+        monkeypatch.setattr("flyte_ddp.release.evaluation.evaluate_split", failing)
     else:
         (version / gone).unlink()
     # The export, which a person who promotes the model needs, is a matter of one kind of failure.
@@ -227,7 +202,7 @@ def test_a_champion_that_cannot_be_evaluated(
     assert gate.registry.read_champion() == entry
 
 
-def test_an_outage_is_no_verdict(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_no_verdict(gate: DigitsGate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which another try may have; nothing is known of the champion."""
     gate.release("weak")
 
@@ -239,7 +214,7 @@ def test_an_outage_is_no_verdict(gate: Gate, monkeypatch: pytest.MonkeyPatch) ->
         gate.release("good")
 
 
-def test_a_model_that_answers_as_the_champion_is_kept(gate: Gate) -> None:
+def test_a_model_that_answers_as_the_champion_is_kept(gate: DigitsGate) -> None:
     """Other weights, and the same samples right: that is no look at the test split."""
     gate.release("good")
     twin = gate.alter(scale)
@@ -250,7 +225,7 @@ def test_a_model_that_answers_as_the_champion_is_kept(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("export", ["if_possible", "required", "off"])
-def test_a_model_without_an_export(gate: Gate, export: str) -> None:
+def test_a_model_without_an_export(gate: DigitsGate, export: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "onnxscript", None)
         verdict = gate.judge("good", policy=Policy(export=export), exports=gate.folder / "exports").verdict
@@ -261,7 +236,7 @@ def test_a_model_without_an_export(gate: Gate, export: str) -> None:
     assert not [*(gate.folder / "exports").iterdir()]
 
 
-def test_both_models_may_meet_as_many_undecodable_images(gate: Gate) -> None:
+def test_both_models_may_meet_as_many_undecodable_images(gate: DigitsGate) -> None:
     """As the challenger's training: one that came later must not keep the champion for ever."""
     files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(40)))
     dataset = f"image_folder:{write_files(gate.folder / 'images', files)}"
@@ -280,7 +255,7 @@ def test_both_models_may_meet_as_many_undecodable_images(gate: Gate) -> None:
     assert verdicts[1].champion_score > 0
 
 
-def test_what_a_person_took_back_only_a_person_promotes_again(gate: Gate) -> None:
+def test_what_a_person_took_back_only_a_person_promotes_again(gate: DigitsGate) -> None:
     """Though tonight's training gives the same bits, and they are still better than the champion."""
     weak = gate.release("weak").verdict.challenger
     good = gate.release("good").verdict.challenger
@@ -297,7 +272,7 @@ def test_what_a_person_took_back_only_a_person_promotes_again(gate: Gate) -> Non
     assert (other.promotes, other.best) == (True, other.challenger)
 
 
-def test_other_classes_are_for_a_person(gate: Gate) -> None:
+def test_other_classes_are_for_a_person(gate: DigitsGate) -> None:
     """Who finds an ONNX beside the weights all the same."""
     names = [f"digit {number}" for number in range(10)]
     gate.release("weak")
@@ -309,29 +284,20 @@ def test_other_classes_are_for_a_person(gate: Gate) -> None:
     assert (gate.folder / "exports/model.onnx").exists()
 
 
-def test_another_test_split_judges_anew(gate: Gate) -> None:
+def test_another_test_split_judges_anew(gate: DigitsGate) -> None:
     gate.release("good")
     other = gate.change_data("other", slice(200))
     first, second = gate.release("other").verdict, gate.release("other", other).verdict
     assert first.test_digest != second.test_digest
     assert (first.look, second.look, second.samples) == (2, 1, 200)
-    lacking = gate.change_data("lacking", open_arrays(gate.digits).test_labels != 4)
+    lacking = gate.change_data("lacking", open_arrays(gate.data).test_labels != 4)
     found = gate.judge("weak", lacking)
     assert {row.name for row in found.parts["class"]} == {*"012356789"}
 
 
-def test_judging_says_what_it_does(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
-    champion = gate.release("good").verdict.challenger
-    found = gate.judge("weak", settings=replace(QUIET, progress="lines"), exports=gate.folder / "exports").verdict
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("judging: ")]
-    assert lines == [
-        f"judging: evaluates version {found.challenger[:12]} on the test split",
-        f"judging: evaluates the champion, version {champion[:12]}, and compares 297 scores",
-        "judging: exports it, and compares the ONNX with torch on 297 samples",
-    ]
-
-
-def test_a_judgement_that_was_stopped_goes_on(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judgement_that_was_stopped_goes_on(
+    gate: DigitsGate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Both models are evaluated once: by the first attempt, which is stopped while it times them."""
     gate.release("good")
     expected = gate.judge("weak", counts=False)
@@ -344,13 +310,17 @@ def test_a_judgement_that_was_stopped_goes_on(gate: Gate, monkeypatch: pytest.Mo
     def stop(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kept_evaluations, "evaluate_split", count)
+    monkeypatch.setattr(evaluation, "evaluate_split", count)
     with monkeypatch.context() as patch:
         patch.setattr(judge, "measure_latency_ratio", stop)
         with pytest.raises(KeyboardInterrupt):
             gate.judge("weak")
-    found = gate.judge("weak")
+    found = gate.judge("weak", settings=replace(QUIET, progress="lines"))
     assert len({*evaluated}) == len(evaluated) == 2
+    assert [line.partition(" version ")[0] for line in capfd.readouterr().err.splitlines()] == [
+        "judging: evaluates",
+        "judging: evaluates the champion,",
+    ]
     assert found.verdict.decision == expected.verdict.decision
     assert found.verdict.challenger_score == expected.verdict.challenger_score
     assert found.challenger is not None
@@ -360,7 +330,7 @@ def test_a_judgement_that_was_stopped_goes_on(gate: Gate, monkeypatch: pytest.Mo
     assert [*gate.folder.rglob("evaluations/*")] == []
 
 
-def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: Gate) -> None:
+def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: DigitsGate) -> None:
     gate.release("good")
     for margin, rule, look in (
         (0.01, "superior", 2),
@@ -371,7 +341,7 @@ def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: Gate) -> None:
         assert gate.judge("weak", policy=replace(PATIENT, margin=margin, rule=rule)).verdict.look == look
 
 
-def test_a_slice_that_loses(gate: Gate) -> None:
+def test_a_slice_that_loses(gate: DigitsGate) -> None:
     """Of the samples that the good model loses against the other one, made many by being of one slice."""
     gate.release("good")
     found = gate.release("weak")
@@ -389,7 +359,7 @@ def test_a_slice_that_loses(gate: Gate) -> None:
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason
 
 
-def test_not_worse_looks_at_the_best_version_ever(gate: Gate) -> None:
+def test_not_worse_looks_at_the_best_version_ever(gate: DigitsGate) -> None:
     """The champion is a weak one by a person's word; what is better than that is still worse than the best."""
     lenient = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
     gate.release("weak")

@@ -7,24 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import train_in
+from gate import Gate
+from training_runs import QUIET, train_in
 
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.release.judge import judge_challenger
-from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.run import Result
-from flyte_ddp.settings import Settings
 from flyte_ddp.stored_code import StoredSpec
 from flyte_ddp.user_source import read_user_sources
 
-QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 MODEL = """
 import math
 from pathlib import Path
@@ -72,24 +67,18 @@ def train(folder: Path, digits: Path, **values: object) -> Result:
     return train_in(folder, Hyperparameters(model="nets:Net", num_ranks=1, **values), digits, QUIET)
 
 
-def release(run: Result, digits: Path, registry: Registry) -> Verdict:
-    policy = Policy(latency_ratio=1000)
-    verdict = judge_challenger(run.model, run.sidecar, digits, registry, policy, settings=QUIET).verdict
-    apply_verdict(registry, store_version(registry, run.model, run.sidecar, verdict, {}, by="x"), verdict, by="x")
-    return verdict
-
-
 def test_a_champion_has_its_own_code_when_today_has_another(code: Path, digits: Path) -> None:
-    registry = Registry(str(code / "registry"), "digits")
+    registry, runs = Registry(str(code / "registry"), "digits"), dict[str, Result]()
+    gate = Gate(runs, registry, digits, code)
     write_code(code, "relu")
-    first = train(code / "first", digits, epochs=4)
-    released = release(first, digits, registry)
+    first = runs["first"] = train(code / "first", digits, epochs=4)
+    released = gate.release("first").verdict
     assert released.promotes, released.reason
     images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     before = load_model(first.model, first.sidecar)[0](images)
     write_code(code, "tanh")
-    second = train(code / "second", digits, epochs=4, seed=1)
-    verdict = release(second, digits, registry)
+    second = runs["second"] = train(code / "second", digits, epochs=4, seed=1)
+    verdict = gate.release("second").verdict
     assert verdict.champion_score == released.challenger_score == pytest.approx(first.test_accuracy)
     assert verdict.challenger_score == pytest.approx(second.test_accuracy)
     assert not verdict.promotes, verdict.reason

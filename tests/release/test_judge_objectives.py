@@ -8,28 +8,24 @@ import gate_tasks
 import numpy as np
 import pytest
 from cli import HELPERS
+from gate import Gate
 from sklearn import metrics
-from training_runs import train_in
+from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import open_arrays
+from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split
-from flyte_ddp.release.judge import Judgement, judge_challenger
-from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import apply_verdict, promote_version, roll_back_champion, store_version
+from flyte_ddp.release.promotion import promote_version, roll_back_champion, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.scores import name_scores
 from flyte_ddp.run import Result
-from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
 
-QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 FLAT, PIXELS = "objective_tasks:flat", "objective_tasks:pixels"
 CASES = {
     "labels": {"objective": "multilabel", "model": FLAT},
@@ -60,24 +56,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Result
     return found
 
 
-class Gate:
-    """A registry, and the models that are judged on one data set."""
-
-    def __init__(self, runs: dict[str, Result], folder: Path) -> None:
-        self.runs, self.folder = runs, folder
-        self.data = runs["weak"].run_folder.parent / runs["weak"].run_folder.name.removesuffix("-weak")
-        self.registry = Registry(str(folder / "registry"), "model")
-
-    def judge(self, kind: str, policy: Policy | None = None, *, counts: bool = True) -> Judgement:
-        run, policy = self.runs[kind], policy or Policy(latency_ratio=1000)
-        return judge_challenger(run.model, run.sidecar, self.data, self.registry, policy, settings=QUIET, counts=counts)
-
-    def release(self, kind: str) -> Judgement:
-        found = self.judge(kind)
-        page = write_page(found, "model", self.folder / "page.html")
-        version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page}, by="x")
-        apply_verdict(self.registry, version, found.verdict, by="x")
-        return found
+def make_gate(runs: dict[str, Result], folder: Path) -> Gate:
+    data = runs["weak"].run_folder.parent / runs["weak"].run_folder.name.removesuffix("-weak")
+    return Gate(runs, Registry(str(folder / "registry"), "model"), data, folder)
 
 
 @pytest.fixture(params=CASES)
@@ -85,7 +66,7 @@ def gate(
     request: pytest.FixtureRequest, runs: dict[str, dict[str, Result]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Gate:
     monkeypatch.chdir(HELPERS)
-    return Gate(runs[request.param], tmp_path)
+    return make_gate(runs[request.param], tmp_path)
 
 
 def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> None:
@@ -110,7 +91,7 @@ def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> Non
     assert not {"negative log-likelihood", "Brier score", "calibration error"} & {*names}
     page = (gate.folder / "page.html").read_text()
     assert f"{WORDS[measure]} on 300 test samples" in page
-    lenient = gate.judge("good", Policy(rule="not_worse", latency_ratio=1000), counts=False).verdict
+    lenient = gate.judge("good", policy=Policy(rule="not_worse", latency_ratio=1000), counts=False).verdict
     assert lenient.reason == "it has the champion's weights"
     version = gate.registry.at("versions", good.challenger)
     card = Path(version, "README.md").read_text()
@@ -122,14 +103,14 @@ def test_not_worse_by_a_margin(gate: Gate) -> None:
     """The weak model is, also against the best version ever; the good one is not, and passes."""
     gate.release("good")
     policy = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
-    verdict = gate.judge("weak", policy).verdict
+    verdict = gate.judge("weak", policy=policy).verdict
     assert verdict.decision == "keep"
     [check] = [check for check in verdict.checks if check.name == "not worse than the champion"]
     assert not check.passed
     assert verdict.power.startswith("on 300 samples an equally good model passes a comparison in ")
     weak = store_version(gate.registry, *gate.judge("weak").model.files, verdict, {}, by="x")
     promote_version(gate.registry, weak.name, "a test", by="me")
-    better = gate.judge("good", policy).verdict
+    better = gate.judge("good", policy=policy).verdict
     assert all(check.passed for check in better.checks if check.name.startswith("not worse than")), better.reason
     back = roll_back_champion(gate.registry, "a test", by="me")
     assert back.version == better.challenger
@@ -143,7 +124,7 @@ def test_a_slice_and_a_label_that_lose(gate: Gate) -> None:
     lost = np.argsort(found.challenger.scores - found.champion.scores)[:40]
     table = gate.folder / "slices.csv"
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
-    verdict = gate.judge("weak", Policy(slices=str(table), latency_ratio=1000), counts=False).verdict
+    verdict = gate.judge("weak", policy=Policy(slices=str(table), latency_ratio=1000), counts=False).verdict
     assert f"slice 'hard' loses: {name_scores(found.challenger.objective)} worse by " in verdict.reason
     assert ("label" in found.parts, "class" in found.parts) == {
         "labels": (True, False),
@@ -154,21 +135,19 @@ def test_a_slice_and_a_label_that_lose(gate: Gate) -> None:
         assert {row.name for row in rows} <= {*gate_tasks.QUARTERS, "dark", "bright"}
 
 
-def test_floors(gate: Gate) -> None:
-    with pytest.raises(UserError, match=r"min_accuracy=0\.5: the model is measured by .*; give min_score"):
-        gate.judge("good", Policy(min_accuracy=0.5), counts=False)
-    lost = gate.judge("good", Policy(min_accuracy=0.5)).verdict
-    assert (lost.decision, lost.reason.partition(":")[0]) == ("no_comparison", "min_accuracy=0.5"), "can be stored"
+def test_a_floor(gate: Gate) -> None:
     limit = 1e-6 if gate.data.name == "number" else 0.9999
-    verdict = gate.judge("good", Policy(min_score=limit), counts=False).verdict
+    verdict = gate.judge("good", policy=Policy(min_score=limit), counts=False).verdict
     assert verdict.decision == "keep"
     assert f"its {WORDS[verdict.measure]} is " in verdict.reason
+    [check] = [check for check in verdict.checks if check.name == WORDS[verdict.measure]]
+    assert (check.value, check.limit) == (verdict.challenger_score, limit)
 
 
 def test_other_options_are_another_task(runs: dict[str, dict[str, Result]], tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(HELPERS)
-        gate = Gate(runs["number"], tmp_path)
+        gate = make_gate(runs["number"], tmp_path)
         gate.release("weak")
         hp = Hyperparameters.from_dict(json.loads(gate.runs["weak"].sidecar.read_text())["hyperparameters"])
         other = replace(hp, options='{"objective": {"loss": "l1"}}')
@@ -176,7 +155,7 @@ def test_other_options_are_another_task(runs: dict[str, dict[str, Result]], tmp_
         verdict = gate.judge("other").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason == "the objective's options changed, so whoever uses it must change too: promote it by hand"
-    assert verdict.checks[-1].value == 'regression, {"loss": "l1"}, 1 x 8 x 8'
+    assert verdict.checks[-1].shown == 'regression, {"loss": "l1"}, 1 x 8 x 8'
 
 
 def test_the_measures_are_scikit_learns(runs: dict[str, dict[str, Result]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,3 +168,30 @@ def test_the_measures_are_scikit_learns(runs: dict[str, dict[str, Result]], monk
     assert found.score == pytest.approx(metrics.f1_score(truth, scores >= 0.5, average="macro"))
     assert found.scores.mean() == pytest.approx(found.score, abs=0.01)
     assert found.ids[:3] == ["0", "1", "2"]
+
+
+RARE = {"dataset": "rare_tasks:table", "model": "rare_tasks:linear", "optimizer": "adamw", "num_ranks": 1}
+
+
+@pytest.mark.usefixtures("user_models")
+def test_both_models_are_compared_by_the_challengers_measure(tmp_path: Path) -> None:
+    """The champion was selected by the loss, so that its main measure was the accuracy."""
+    data = fetch("rare_tasks:table", "", tmp_path / "data", progress="off")
+    weak = train_in(tmp_path / "weak", Hyperparameters(**RARE, max_steps=1, learning_rate=0.001), data)
+    good = train_in(
+        tmp_path / "good", Hyperparameters(**RARE, epochs=3, learning_rate=0.02, select_by="average_precision"), data
+    )
+    gate = Gate({"weak": weak, "good": good}, Registry(str(tmp_path / "registry"), "model"), data, tmp_path)
+    first = gate.judge("weak")
+    stored = store_version(gate.registry, *first.model.files, first.verdict, {}, by="x")
+    promote_version(gate.registry, stored.name, "a test", by="me")
+    found = gate.judge("good")
+    verdict = found.verdict
+    recorded = [json.loads(run.sidecar.read_text())["metrics"]["test_average_precision"] for run in (good, weak)]
+    assert (first.verdict.measure, verdict.measure) == ("accuracy", "average_precision")
+    assert [verdict.challenger_score, verdict.champion_score] == pytest.approx(recorded, rel=1e-5)
+    assert found.challenger is not None
+    assert found.champion is not None
+    for evaluation, score in zip((found.challenger, found.champion), recorded, strict=True):
+        assert np.mean(evaluation.scores) == pytest.approx(score, rel=0.05), "pseudo-values of the same measure"
+    assert "average precision better by" in verdict.reason

@@ -13,7 +13,7 @@ from s3_server import S3Server
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.__main__ import find_faults, release
-from flyte_ddp.release.kept_evaluations import delete_evaluations
+from flyte_ddp.release.evaluation import delete_evaluations
 from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Entry, LogError, Registry
 from flyte_ddp.release.versions import Version, write_version
@@ -60,13 +60,6 @@ def test_a_lost_answer_or_a_conflict_is_no_defeat(fault: str, s3: tuple[S3Server
     paths.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
     assert promoter.append(Registry(bucket, "model"), None).number == 1
     assert not paths
-
-
-def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    registry = Registry(str(tmp_path), "model")
-    Path(registry.at("champion.json")).mkdir(parents=True)
-    assert promoter.append(registry, None).number == 1
-    assert "not renewed: Is a directory" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -161,7 +154,7 @@ def test_the_log_is_not_listed_and_one_manifest_is_read(
         download_champion(registry, tmp_path)
     model = f"{bucket.removeprefix('s3://')}/model"
     log = [f"{model}/{name}" for name in ("champion.json", "log/00000002.json", "log/00000003.json")]
-    files = [f"{model}/versions/{version.name}/2/{name}" for name in ("manifest.json", "model.pt", "model.json")]
+    files = [f"{model}/versions/{version.name}/{name}" for name in ("2/manifest.json", "model.pt", "2/model.json")]
     assert [name for name in proxy.requests if name.startswith(model)] == [*log, *files]
 
 

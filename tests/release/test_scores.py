@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn import metrics
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
@@ -20,10 +21,17 @@ from flyte_ddp.objectives import (
     Regression,
     Segmentation,
 )
-from flyte_ddp.release.checks import check_above_constant, check_losses_by_label, check_score, compare_evaluations
+from flyte_ddp.release.checks import (
+    check_above_constant,
+    check_losses,
+    check_score,
+    compare_evaluations,
+    compare_labels,
+)
 from flyte_ddp.release.evaluation import Evaluation
-from flyte_ddp.release.pairs import PairedCounts, PairedScores, compare_scores
+from flyte_ddp.release.pairs import NUMBERS, POINTS, Pair, compare_scores
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.pseudo_values import pseudo_values_by_calls, pseudo_values_of_auroc, pseudo_values_of_ratios
 from flyte_ddp.release.scores import needs_calls, score_labels
 
 LABELS = ("sun", "sea", "fog")
@@ -186,7 +194,7 @@ def test_floors_and_constants() -> None:
     assert check_score(bad, Policy(min_score=0.5)).reason.startswith("its RMSE is 1.")
     assert check_score(bad, Policy()).passed
     huber = Regression(Facts((), ()), loss="huber")
-    assert check_above_constant(evaluate(huber, truth[:, None], truth), 0.05).value == "that is not known"
+    assert check_above_constant(evaluate(huber, truth[:, None], truth), 0.05).shown == "that is not known"
     labels = evaluate(Multilabel(Facts(LABELS, (3,))), *labels_of(random, 0.5))
     assert check_above_constant(labels, 0.01).passed
     assert not check_score(labels, Policy(min_score=0.999)).passed
@@ -197,11 +205,10 @@ def test_the_same_scores_are_counts_or_differences() -> None:
     random = np.random.default_rng(4)
     mine, theirs = (random.random(500) < share for share in (0.8, 0.7))
     counts = compare_scores(mine * 1.0, theirs * 1.0, "accuracy")
-    scores = PairedScores(mine * 1.0 - theirs, "accuracy", is_share=False)
-    assert isinstance(counts, PairedCounts)
+    scores = Pair(counts.differences, "accuracy", NUMBERS)
+    assert counts.unit == POINTS
     assert counts.p_value() == pytest.approx(scores.p_value(), rel=1e-12)
     assert counts.p_value_of_loss() == pytest.approx(scores.p_value_of_loss(), rel=1e-12)
-    assert counts.difference == pytest.approx(scores.difference)
     errors = compare_scores(np.array([-1.0, -3.0]), np.array([-2.0, -3.0]), "loss", is_loss=True)
     assert errors.describe() == "loss better by 20.00 %: 1 sample better and 0 worse of 2"
     assert compare_scores(np.zeros(3), np.zeros(3), "loss", is_loss=True).differs is False
@@ -214,14 +221,12 @@ def test_a_label_that_loses_is_named() -> None:
     worse = logits.clone()
     worse[:, 1] = torch.from_numpy(np.random.default_rng(6).normal(size=N))
     champion, challenger = (evaluate(objective, outputs, truth) for outputs in (logits, worse))
-    found = check_losses_by_label("label", LABELS, challenger, champion, Policy())
-    assert found is not None
-    check, rows = found
+    check, rows = check_losses("label", compare_labels(LABELS, challenger, champion), Policy())
     assert [row.name for row in rows if not row.passed] == ["sea"]
     assert check.reason.startswith("label 'sea' loses: F1 worse by 0.")
     assert compare_evaluations(challenger, champion).p_value() > 0.99
     same = evaluate(Classification(Facts(("a", "b"))), torch.eye(2).repeat(30, 1), torch.arange(N) % 2)
-    assert check_losses_by_label("class", "ab", same, same, Policy()) is None
+    assert compare_labels("ab", same, same) == {}
 
 
 class Off(Objective):
@@ -247,7 +252,6 @@ def test_outputs_of_any_form_are_evaluated(form: str) -> None:
     found = Evaluation.from_batches(Off(Facts()), [(outputs, targets, len(targets))])
     assert found.finite.tolist() == [True] * 4
     assert found.score == 1.0
-    assert found.spread == (3.0 if form == "numbers" else 4.0)
     broken = (
         {"a": torch.tensor([1.0, torch.inf, 2.0, 3.0])} if form != "numbers" else torch.tensor([1.0, torch.inf, 2, 3])
     )
@@ -262,3 +266,37 @@ def test_outputs_of_any_form_are_evaluated(form: str) -> None:
 def test_scores_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UserError, match=r"scores have shape \[4\], and 4 are not finite: must be a finite number"):
         _ = Evaluation.from_batches(Wrong(Facts()), [(torch.zeros(4), torch.zeros(4), 4)]).scores
+
+
+def test_a_label_of_one_sample_is_not_changed_by_it() -> None:
+    """A label without any sample of its own has no pseudo-values."""
+    scores = np.array([[0.9, 0.1], [0.2, 0.5], [0.6, 0.3]])
+    targets = np.array([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    np.testing.assert_allclose(pseudo_values_of_auroc(scores, targets), [[1, math.nan]] * 3)
+    above, below = np.array([[1.0, 0, 1], [0, 0, 0], [1, 0, 0]]), np.array([[2.0, 0, 1], [1, 0, 0], [1, 0, 0]])
+    values = pseudo_values_of_ratios(above, below)
+    np.testing.assert_allclose(values[:, 0], [3 / 2 - 2 / 2, 3 / 2 - 4 / 3, 3 / 2 - 2 / 3])
+    assert np.isnan(values[:, 1]).all()
+    np.testing.assert_allclose(values[:, 2], [1, 1, 1])
+    positive = np.array([[1.0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    values = pseudo_values_of_ratios(above, below, positive)
+    np.testing.assert_allclose(values[:, 0], [1 / 2, 3 / 2 - 4 / 3, 3 / 2 - 2 / 3])
+    assert np.isnan(values[:, 2]).all()
+
+
+def test_any_other_measure() -> None:
+    random, places = np.random.default_rng(3), np.arange(50)
+    truth, predicted = random.normal(size=50), random.normal(size=50)
+
+    def r2(columns: Mapping[str, Tensor]) -> float:
+        return float(metrics.r2_score(columns["truth"].numpy(), columns["predicted"].numpy()))
+
+    columns = {"truth": torch.from_numpy(truth), "predicted": torch.from_numpy(predicted)}
+    without = [metrics.r2_score(truth[places != place], predicted[places != place]) for place in places]
+    expected = 50 * metrics.r2_score(truth, predicted) - 49 * np.array(without)
+    np.testing.assert_allclose(pseudo_values_by_calls(r2, columns), expected)
+    scores = {"loss": torch.arange(30.0, dtype=torch.float64)}
+    values = pseudo_values_by_calls(lambda columns: float(columns["loss"].mean()), scores)
+    np.testing.assert_allclose(values, np.arange(30.0), err_msg="a mean of scores gives the scores")
+    with pytest.raises(UserError, match=r"20,001 samples are more than 20,000 .* scores\(columns\)"):
+        pseudo_values_by_calls(r2, {"truth": torch.zeros(20_001)})

@@ -1,4 +1,4 @@
-"""The sign-flip test against McNemar's, against all signs, and against a million random ones; its bound by coverage."""
+"""The sign-flip test against McNemar's and against all signs, and its bound against the test."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
         *[(5400, 4600), (50_700, 49_300), (50_000, 49_999)],
     ],
 )
-@pytest.mark.parametrize("unit", [1.0, 0.1])
+@pytest.mark.parametrize("unit", [1.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
 def test_it_is_mcnemars_test_where_scores_are_0_or_1(gained: int, lost: int, unit: float) -> None:
     """To 12 digits, and in the tail: 700 against 540 have 3e-6, 5,400 against 4,600 have 6e-16."""
     differences = unit * np.repeat([1.0, -1.0, 0.0], [gained, lost, 1000])
@@ -72,21 +72,6 @@ def test_it_counts_all_signs(kind: str, samples: int) -> None:
             assert lowest * (1 - 1e-12) <= p <= highest * (1 + 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_agrees_with_random_signs(kind: str) -> None:
-    """For 300 differences, of which a million random signs give the p-value to about 2 %."""
-    random = np.random.default_rng(1)
-    magnitudes, p, reached = np.abs(KINDS[kind](random, 300)), 1.0, 0
-    while not 0.002 < p < 0.02:
-        differences = magnitudes * np.where(random.random(300) < 0.55, 1, -1)
-        p = sign_flip_p_value(differences)
-    for _ in range(100):
-        bits = np.unpackbits(random.integers(0, 256, (10_000, 38), dtype=np.uint8), axis=1)[:, :300]
-        reached += int((2 * (bits @ magnitudes) - magnitudes.sum() >= differences.sum() - 1e-9).sum())
-    assert abs(reached / 1e6 - p) < 4 * math.sqrt(p * (1 - p) / 1e6)
-
-
 @pytest.mark.parametrize("quantile", [2.0, 5.6])
 def test_small_p_values_have_as_many_digits(quantile: float) -> None:
     """A grid that is 8 times finer gives p-values that differ by about 0.03 % times the normal quantile."""
@@ -117,15 +102,6 @@ def test_the_bound_is_where_the_test_begins_to_reject(kind: str, samples: int, a
     bound, error = lower_bound_by_sign_flips(differences, alpha), differences.std() / math.sqrt(samples)
     step = 0.02 * error
     assert sign_flip_p_value(differences - bound + step) < alpha < sign_flip_p_value(differences - bound - step)
-
-
-@pytest.mark.slow
-def test_symmetric_differences_are_rejected_in_as_many_cases_as_alpha_says() -> None:
-    """Though these have heavy tails."""
-    random, rejected = np.random.default_rng(4), 0
-    for _ in range(300):
-        rejected += sign_flip_p_value(random.standard_t(2, 80)) <= 0.05
-    assert abs(rejected / 300 - 0.05) < 3 * math.sqrt(0.05 * 0.95 / 300)
 
 
 @pytest.mark.slow

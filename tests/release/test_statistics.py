@@ -34,9 +34,7 @@ def likeliest(gained: int, lost: int, samples: int, difference: float) -> float:
     return float(optimize.minimize_scalar(unlikely, bounds=(low, high), method="bounded", options={"xatol": 1e-12}).x)
 
 
-@pytest.mark.parametrize(
-    ("gained", "lost", "samples"), [(9, 3, 297), (0, 5, 100), (7, 0, 50), (40, 60, 10_000), (1, 1, 30), (200, 10, 400)]
-)
+@pytest.mark.parametrize(("gained", "lost", "samples"), [(9, 3, 297), (0, 5, 100), (7, 0, 50), (40, 60, 10_000)])
 @pytest.mark.parametrize("alpha", [0.05, 0.001])
 def test_the_bound_is_where_the_score_test_begins_to_refuse(gained: int, lost: int, samples: int, alpha: float) -> None:
     """Tango's statistic, with the likeliest share found by search and not by his formula."""

@@ -20,9 +20,9 @@ from flyte_ddp.release.registry import Registry
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
 from tasks.validation import HELD_OUT, validate_dataset
 
-EVEN = SplitProfile(1000, {"0": 500, "1": 500}, modes={"RGB": 1000})
+EVEN = SplitProfile(1000, {"0": 500, "1": 500}, statistics={"colour modes": {"RGB": 1000}})
 PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])
-GREY = replace(PROFILE, training=replace(EVEN, modes={"L": 1000}))
+GREY = replace(PROFILE, training=replace(EVEN, statistics={"colour modes": {"L": 1000}}))
 
 
 OWN = """
@@ -96,14 +96,12 @@ def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_pat
 @pytest.mark.parametrize(
     ("objective", "policy", "samples", "said"),
     [
-        ("regression", {"min_accuracy": 0.5}, 100, "min_accuracy=0.5: the model is measured by RMSE; give min_score"),
         ("classification", {"slices": "slices.csv"}, 7, "id '7' in line 3 is not in the test split; correct it"),
         ("own_median:Median", {}, 20_001, "20,001 samples are more than 20,000 to leave out one at a time"),
-        ("own_median:Median", {"min_accuracy": 0.5}, 100, "min_accuracy=0.5: the model is measured by median"),
         ("own_median:Median", {}, 20_000, ""),
         ("own_median:Scored", {}, 20_001, ""),
         ("own_median:Shaped", {}, 100, ""),
-        ("classification", {"slices": "slices.csv", "min_accuracy": 0.5}, 8, ""),
+        ("classification", {"slices": "slices.csv", "min_score": 0.5}, 8, ""),
         ("classification", {}, 20_001, ""),
         ("classification by f1", {}, 20_001, ""),
         ("regression by rmse", {}, 20_001, ""),

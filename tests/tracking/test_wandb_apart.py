@@ -3,6 +3,7 @@
 import functools
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that feed wandb, as they are started."""
     pids: list[int] = []
-    start = wandb_run.WandbProcess.start_child
+    start = wandb_run.WandbProcess.__init__
 
-    def start_and_tell(process: wandb_run.WandbProcess) -> None:
-        start(process)
+    def start_and_tell(process: wandb_run.WandbProcess, *given: Any, **options: Any) -> None:
+        start(process, *given, **options)
         pids.append(process.process.pid)
 
-    monkeypatch.setattr(wandb_run.WandbProcess, "start_child", start_and_tell)
+    monkeypatch.setattr(wandb_run.WandbProcess, "__init__", start_and_tell)
     return pids
 
 

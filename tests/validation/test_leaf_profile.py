@@ -15,9 +15,9 @@ from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import workers
+from flyte_ddp.validation.leaf_profile import count_ranges, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, describe_differences
-from flyte_ddp.validation.ranges import count_ranges, describe_range
 
 RANDOM = np.random.default_rng(0)
 HP = Hyperparameters(dataset="tables:own")
@@ -50,26 +50,19 @@ def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> Non
     data.train_inputs[25, 1], data.test_inputs[1, 0] = np.nan, np.inf  # which arrays() itself would refuse
     found = profile_of(data, tmp_path / "data")
     assert found.training.labels == {"0": 15, "1": 15}
-    assert found.training.leaves["types of inputs"] == {"float32 [3]": 30}
-    assert found.training.leaves["column 2 of inputs"] == Counter(map(describe_range, rows[:30, 2].tolist()))
-    assert problems(found) == [
-        (
-            "2 samples with NaN or infinity: test sample 1 (inputs), training sample 25 (inputs); remove them, or "
-            "replace the values, for instance with the mean and one more input that says where"
-        ),
-        "no training sample is of class c; add some, or remove the class",
-        "no test sample is of class c; give a test_dataset that has some, or remove the class",
-        (
-            "1 of 10 test samples have the inputs of a training sample, more than max_duplicates=0.01 of them, such as "
-            "test sample 4 and training sample 4; remove them from one of the two; of few categories, or short texts, "
-            "that is normal: raise max_duplicates in --policy"
-        ),
-        (
-            "2 of 40 samples have the inputs of another one with another label, more than max_conflicts=0.01 of them, "
-            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels; of few "
-            "categories, or short texts, that is normal: raise max_conflicts in --policy"
-        ),
+    assert found.training.statistics["types of inputs"] == {"float32 [3]": 30}
+    assert found.training.statistics["column 2 of inputs"] == Counter(map(describe_range, rows[:30, 2].tolist()))
+    unusable, *empty, twins, conflicts = problems(found)
+    assert unusable == (
+        "2 samples with NaN or infinity: test sample 1 (inputs), training sample 25 (inputs); remove them, or "
+        "replace the values, for instance with the mean and one more input that says where"
+    )
+    assert [problem.partition(";")[0] for problem in empty] == [
+        f"no {split} sample is of class c" for split in ("training", "test")
     ]
+    assert "such as test sample 4 and training sample 4; remove them" in twins
+    assert "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels" in conflicts
+    assert (found.duplicates, found.conflicts) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ def test_items_on_demand(tmp_path: Path) -> None:
     """Each is read in a loader process; one that changes between two looks is named."""
     found = compute_profile(fetch("plain_sets:texts", "", tmp_path / "texts", progress="off"), quiet(tmp_path))
     lengths = [len(plain_sets.Texts(0, 40)[sample]["tokens"]) for sample in range(40)]
-    assert found.training.leaves["lengths of inputs tokens"] == Counter(map(describe_range, lengths))
+    assert found.training.statistics["lengths of inputs tokens"] == Counter(map(describe_range, lengths))
     assert (found.training.labels, found.test.labels) == ({"0": 20, "1": 20}, {"0": 5, "1": 5})
     assert (found.duplicates, found.conflicts, found.bad) == (0, 0, [])
     changing = fetch("plain_sets:changing_texts", "", tmp_path / "changing", progress="off")

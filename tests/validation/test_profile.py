@@ -24,10 +24,13 @@ def test_profile_of_digits_is_numpys(digits: Path) -> None:
     labels = Counter(arrays.train_labels.tolist())
     assert found.training.labels == {str(label): count for label, count in labels.items()}
     assert (found.training.samples, found.test.samples) == (len(arrays.train_labels), len(arrays.test_labels))
-    assert found.test.modes == {"L": len(arrays.test_labels)}
-    assert found.test.sizes == {"6": len(arrays.test_labels)}, "8 x 8 is 2 ** 6"
+    assert found.test.statistics["colour modes"] == {"L": len(arrays.test_labels)}
+    assert found.test.statistics["sizes"] == {"images of 64 to 127 pixels": len(arrays.test_labels)}
     means = np.histogram(arrays.test_images.reshape(len(arrays.test_images), -1).mean(axis=1), 16, (0, 256))[0]
-    assert found.test.brightness == {str(bin_): count for bin_, count in enumerate(means.tolist()) if count}
+    named = {
+        f"images of mean value {16 * bin_} to {16 * bin_ + 15}": count for bin_, count in enumerate(means.tolist())
+    }
+    assert found.test.statistics["brightness"] == {name: count for name, count in named.items() if count}
     distinct = {image.tobytes() for image in (*arrays.train_images, *arrays.test_images)}
     assert len(distinct) == found.training.samples + found.test.samples, "no two are equal"
     assert (found.duplicates, found.conflicts, found.bad, found.labelled) == (0, 0, [], {})
@@ -78,9 +81,9 @@ def test_profile_of_files(tmp_path: Path) -> None:
     assert found.training.undecodable == 1
     [bad] = found.bad
     assert bad.startswith(f"image {folders[0]}/dog/4.png (")
-    assert found.training.modes == {"RGB": 5, "L": 1}
-    assert found.training.sizes == {"6": 5, "10": 1}
-    assert found.training.brightness["12"] == 1
+    assert found.training.statistics["colour modes"] == {"RGB": 5, "L": 1}
+    assert found.training.statistics["sizes"] == {"images of 64 to 127 pixels": 5, "images of 1,024 to 2,047 pixels": 1}
+    assert found.training.statistics["brightness"]["images of mean value 192 to 207"] == 1
     assert found.duplicates == 1
     assert found.duplicated == [f"image {folders[1]}/cat/x.png and image {folders[0]}/dog/2.png"]
     assert found.equal == 2

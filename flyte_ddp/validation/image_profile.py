@@ -1,0 +1,99 @@
+"""Measure images: their mode, size, brightness and pixels, and their targets."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.images import ImageArrays
+from flyte_ddp.datasets.prepared import order_test_split
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image, open_with_pillow
+from flyte_ddp.loading.encoded import Encoded, map_samples
+from flyte_ddp.loading.opening import open_image_reader
+from flyte_ddp.machine import count_cores
+from flyte_ddp.order.sampling import Indices
+from flyte_ddp.settings import Settings
+from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.validation.leaf_profile import PartProfile, count_targets, digest_leaves, digest_samples, find_unnamed
+from flyte_ddp.validation.profile import CLASSES, DataProfile
+
+AHEAD = 512  # samples that are read or decoded at a time
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's mode by number of channels
+
+
+class Measured(NamedTuple):
+    """What is counted and compared of one image."""
+
+    statistics: tuple[str, str, str]  # colour mode, size and brightness
+    digest: int
+
+
+def measure_image_arrays(data: ImageArrays, split: str, profile: DataProfile) -> Iterator[PartProfile]:
+    tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
+    images, targets = tests if split == "test" else training
+    mode = MODES.get(images.shape[3], f"{images.shape[3]} channels")
+    for start in range(0, len(images), AHEAD):
+        part = slice(start, min(start + AHEAD, len(images)))
+        found = [measure_pixels(mode, pixels) for pixels in images[part]]
+        yield make_part(range(part.start, part.stop), targets[part], found, profile)
+
+
+def measure_encoded_images(
+    data: EncodedSet, split: str, profile: DataProfile, settings: Settings
+) -> Iterator[PartProfile]:
+    """Yield what is found in all images of a split, which are decoded in threads."""
+
+    def decode_and_measure(number: int, encoded: Encoded) -> PartProfile:
+        try:
+            pixels = decode_image(encoded.content)
+            with open_with_pillow(encoded.content) as image:
+                measured = measure_pixels(image.mode, pixels)
+        except DecodingError as error:
+            return make_part([], np.empty(0, np.int64), [], profile, {number: str(error)})
+        return make_part([number], np.array([encoded.label]), [measured], profile)
+
+    with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
+        numbers, threads = sample_numbers(data, split), settings.loaders or count_cores()
+        yield from map_samples(source, numbers, threads, decode_and_measure, AHEAD)
+
+
+def sample_numbers(data: EncodedSet, split: str) -> Indices:
+    """Return the numbers of the samples of the split "training", which includes validation, or "test", each once."""
+    order = order_test_split(data)
+    tests = order.samples(slice(0, len(order)))
+    if split == "test":
+        return tests
+    numbers = np.arange(int(data.train.counts.sum()) if isinstance(data.train, ShardIndex) else len(data.train.names))
+    return np.setdiff1d(numbers, tests) if data.test is None else numbers
+
+
+def make_part(
+    numbers: Sequence[int],
+    targets: NDArray[Any],
+    found: Sequence[Measured],
+    profile: DataProfile,
+    undecodable: Mapping[int, str] | None = None,
+) -> PartProfile:
+    is_class = profile.targets == CLASSES
+    counted = zip(*(image.statistics for image in found), strict=True)
+    return PartProfile(
+        numbers,
+        targets.astype(np.int64) if is_class else digest_samples(len(targets), [targets]),
+        np.array([image.digest for image in found], np.int64),
+        count_targets(targets, profile.targets) if found else Counter(),
+        dict(zip(("colour modes", "sizes", "brightness"), map(Counter, counted), strict=False)),
+        find_unnamed(numbers, targets, len(profile.classes)) if is_class and found else {},
+        undecodable=dict(undecodable or {}),
+    )
+
+
+def measure_pixels(mode: str, pixels: Pixels) -> Measured:
+    """Return the statistics and the digest of an image's pixels uint8 [H, W, C]."""
+    area = 2 ** ((pixels.shape[0] * pixels.shape[1]).bit_length() - 1)
+    darkest = 16 * int(pixels.mean() / 16)
+    size, brightness = f"{area:,} to {2 * area - 1:,} pixels", f"mean value {darkest} to {darkest + 15}"
+    return Measured((mode, f"images of {size}", f"images of {brightness}"), digest_leaves([pixels]))

@@ -1,0 +1,41 @@
+"""Models that are judged against the champion of a registry."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training_runs import QUIET
+
+from flyte_ddp.release.judge import Judgement, judge_challenger
+from flyte_ddp.release.page import write_page
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.promotion import apply_verdict, store_version
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.run import Result
+
+PATIENT = Policy(latency_ratio=1000)  # where time is not what the test is about
+
+
+@dataclass
+class Gate:
+    """A registry, and models that are judged against its champion: runs by name, or folders with a model's files."""
+
+    runs: Mapping[str, Result]
+    registry: Registry
+    data: Path
+    folder: Path
+
+    def judge(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT, **options: Any) -> Judgement:
+        """Judge a model, and change nothing but looks."""
+        folder = self.runs[model].run_folder if isinstance(model, str) else model
+        given = {"registry": self.registry, "settings": QUIET, **options}
+        return judge_challenger(folder / "model.pt", folder / "model.json", data or self.data, policy=policy, **given)
+
+    def release(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT) -> Judgement:
+        """Judge a model, and do what its verdict says."""
+        found = self.judge(model, data, policy)
+        page = write_page(found, self.registry.name, self.folder / "page.html")
+        version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page}, by="p/d/e")
+        apply_verdict(self.registry, version, found.verdict, by="p/d/e")
+        return found
