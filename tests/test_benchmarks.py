@@ -117,6 +117,18 @@ def test_what_there_is_is_written_after_each_measurement(monkeypatch: pytest.Mon
     assert "crashing" not in (tmp_path / "README.md").read_text(), "it is no result yet"
 
 
+def test_the_page_of_results_is_made_of_its_files_and_names_those_without_a_program(tmp_path: Path) -> None:
+    results = ROOT / "benchmarks/results"
+    for path in results.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    rendering.render(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert page == (results / "README.md").read_text()
+    [settled] = [line for line in page.splitlines() if line.startswith("No program measures these any more")]
+    assert "forks" in settled
+    assert "epoch" not in settled
+
+
 @pytest.mark.parametrize("over", [False, True])
 def test_a_case_on_a_gpu_that_fails_or_has_no_time_left_loses_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], over: bool
