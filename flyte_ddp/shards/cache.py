@@ -89,7 +89,7 @@ class ShardCache:
             if not mark.exists():  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
                     make = partial(hashlib.new, kind, usedforsecurity=False)
-                    found = hashlib.file_digest(file, make).hexdigest()  # type: ignore[arg-type]
+                    found = hashlib.file_digest(file, make).hexdigest()
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"

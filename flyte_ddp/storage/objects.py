@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open an object, or a span of bytes of it, for one pass; the server sends no more than the span."""
-    options = {"range": span} if span else {}
+    options: Any = {"range": span} if span else {}
     stored = call_with_store(address, lambda store, key: obstore.get(store, key, options=options), reads=True)
     start, end = stored.range
     yield Content(end - start, read_chunks(stored.stream(CHUNK_BYTES // 4)), parse_etag(stored.meta["e_tag"]))
