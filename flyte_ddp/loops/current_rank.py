@@ -139,7 +139,6 @@ def make_rank_without_launcher() -> CurrentRank:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     temporary = tempfile.TemporaryDirectory(prefix="flyte-ddp-")
     folder, settings = Path(temporary.name), read_settings()
-    identity = Identity({}, data="", code="", user_code="", initial_weights="", releases="")
 
     def join() -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -150,7 +149,7 @@ def make_rank_without_launcher() -> CurrentRank:
         (rank, world_size, local_rank),
         device,
         folder,
-        checkpoints=Checkpoints(folder, identity, None, settings.checkpoint_seconds),
+        checkpoints=Checkpoints(folder, Identity({}), None, settings.checkpoint_seconds),
         records=Records(folder, settings.progress) if rank == 0 else None,
         join=join,
     )

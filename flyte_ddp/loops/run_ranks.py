@@ -143,8 +143,7 @@ def run_call(
     launch = launch or (single.launch if request.num_ranks == 1 else spawn.launch)
     with hold_run_folder(folder):
         remove_leftovers(folder)
-        shown = {"the function": call.name, **call.shown}
-        identity = Identity(shown, data="", code="", user_code=call.code, initial_weights="", releases="")
+        identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
         with (
             resume_run(folder, identity, settings, folder.name) as found,
             wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),

@@ -39,11 +39,11 @@ class Identity:
     """
 
     hyperparameters: dict[str, Any]  # without num_ranks
-    data: str  # digest of the prepared data's content
-    code: str  # digest of this library's code
-    user_code: str  # digest of the user's own code, but for that of the data set
-    initial_weights: str  # digest of the file
-    releases: str  # of torch and the other libraries in code_digest.ARITHMETIC
+    data: str = ""  # digest of the prepared data's content
+    code: str = ""  # digest of this library's code
+    user_code: str = ""  # digest of the user's own code, but for that of the data set
+    initial_weights: str = ""  # digest of the file
+    releases: str = ""  # of torch and the other libraries in code_digest.ARITHMETIC
 
 
 @dataclass(frozen=True)

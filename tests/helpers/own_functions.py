@@ -200,7 +200,6 @@ def save_wrong(kind: str) -> None:
     states: dict[str, Any] = {
         "list": [1],
         "keys": {1: 2},
-        "module": nn.Linear(1, 1),
         "later": {"best": np.float64(0.5)},
         "list of dicts": {"epochs": [{"loss": 0.5}, {"loss": np.float64(0.5)}]},
     }

@@ -29,10 +29,7 @@ from flyte_ddp.loops.call import describe_call
         (own_functions.fail, (), {"lr": 1}, "own_functions:fail: got an unexpected keyword argument 'lr'; give the"),
         (own_functions.give_back, (threading.Lock(),), {}, "argument value cannot be sent to ranks .*; make it in the"),
         (own_functions.fail, (), {"num_ranks": -1}, "num_ranks=-1: must be a number of ranks, or 0"),
-        (own_functions.fail, (), {"num_ranks": "2"}, "num_ranks='2': must be a number of ranks"),
         (own_functions.fail, (), {"timeout": 0}, "timeout=0: must be a number of seconds above 0"),
-        (own_functions.fail, (), {"timeout": "3"}, "timeout='3': must be a number of seconds above 0"),
-        (own_functions.fail, (), {"launch": "ray"}, "launch='ray': must be a function, such as flyte_ddp.launch.ray.l"),
         (own_functions.fail, (), {"launch": spawn}, "launch=flyte_ddp.launch.spawn: must be a function, such as"),
         (own_functions.fail, (), {"folder": 3}, "folder=3: must be a path, or None for a temporary folder"),
         (
@@ -52,16 +49,10 @@ def wait_in(path: str = "", timeout: float = 3.0) -> tuple[str, float]:
     return path, timeout
 
 
-def count_in(num_ranks: int = 8) -> int:
-    return num_ranks
-
-
 def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
     """Which of the two a keyword is for cannot be known."""
     with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, and the function has a parameter of th"):
         run(wait_in, num_ranks=1, timeout=20)
-    with pytest.raises(UserError, match="count_in: num_ranks= goes to run_ranks"):
-        run(count_in, num_ranks=2)  # which is also the default
     assert run(wait_in, num_ranks=1) == ("", 3.0)
     assert run(wait_in, "x", 5.0, num_ranks=1, timeout=20) == ("x", 5.0)
     assert run(partial(wait_in, timeout=4.0), num_ranks=1, timeout=20) == ("", 4.0)
@@ -143,7 +134,6 @@ def test_torchs_errors_of_process_groups_end_with_a_hint(run: Run, function: Any
     [
         ("list", "save: the state is a list; give a dict with texts as keys"),
         ("keys", "save: the state is a dict with other keys; give a dict with texts as keys"),
-        ("module", "save: the state is a Linear; give a dict with texts as keys"),
         (
             "inner",
             r"save: torch.load\(weights_only=True\) refuses state\['model'\]\['rule'\], of type Outcome; give",
@@ -170,8 +160,6 @@ def test_steps_that_go_back(run: Run) -> None:
     [
         ({"kind": 1}, "record: 'kind' is a key of each record; choose another name"),
         ({"loss": "low"}, "record: loss is of type str, and must be a number, or a tensor of one element; use results"),
-        ({"loss": [1]}, "record: loss is of type list, and must be a number"),
-        ({"loss": 1j}, "record: loss is of type complex, and must be a number"),
     ],
 )
 def test_records_that_are_no_numbers(run: Run, values: Any, words: str) -> None:

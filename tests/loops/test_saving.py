@@ -25,7 +25,7 @@ from flyte_ddp.runs.checkpoint import Identity
 
 pytestmark = pytest.mark.slow
 TOTAL = {step: step * (step + 1) / 2 for step in range(30)}
-NO_IDENTITY = Identity({}, data="", code="", user_code="", initial_weights="", releases="")
+NO_IDENTITY = Identity({})
 
 
 def test_what_other_ranks_save_is_ignored_and_said_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
