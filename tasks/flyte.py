@@ -1,18 +1,25 @@
-"""The decorator of our Flyte tasks, and how they return files."""
+"""The decorator of our Flyte tasks, and types of their outputs.
 
-from collections.abc import Callable
+With python-magic installed, flytekit accepts only bare pickles as PythonPickledFile. This module replaces its
+transformer by one that also accepts torch's zip format; import the type from here.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flytekit import task
+from flytekit.core.type_engine import AsyncTypeTransformer, TypeEngine
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.file.file import FlyteFilePathTransformer
 
 from flyte_ddp.pods.platforms import is_in_pod
 from flytekitplugins.ddp.flyte import PLATFORM, report_user_errors, translate_errors_for_flyte
 
-__all__ = ["PLATFORM"]  # others import it from here
+__all__ = ["PLATFORM", "PythonPickledFile"]  # others import it from here
+FileType = TypeVar("FileType", bound=FlyteFile)
 
 
 def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -39,11 +46,25 @@ def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return make_task
 
 
-def output_file(path: Path) -> FlyteFile:
+def output_file(kind: type[FileType], path: Path) -> FileType:
     """Return a file as a task's output: locally it stays, in a pod flytekit uploads it at the task's end."""
-    return FlyteFile(str(path)) if is_in_pod() else FlyteFile(str(path), remote_path=False)
+    return kind(str(path)) if is_in_pod() else kind(str(path), remote_path=False)
 
 
 def output_folder(path: Path) -> FlyteDirectory:
     """Return a folder as a task's output: locally it stays, in a pod flytekit uploads it at the task's end."""
     return FlyteDirectory(str(path)) if is_in_pod() else FlyteDirectory(str(path), remote_directory=False)
+
+
+class PickledFileTransformer(FlyteFilePathTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
+    """Flytekit's transformer of PythonPickledFile, which also accepts zip files."""
+
+    def __init__(self) -> None:
+        AsyncTypeTransformer.__init__(self, name="PythonPickledFile", t=PythonPickledFile)
+
+    def get_mime_type_from_extension(self, extension: str) -> str | Sequence[str]:
+        known = super().get_mime_type_from_extension(extension)
+        return [known, "application/zip"] if isinstance(known, str) else [*known, "application/zip"]
+
+
+TypeEngine.register(PickledFileTransformer())

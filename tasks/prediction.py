@@ -16,7 +16,7 @@ from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import read_settings
 from tasks import pods
-from tasks.flyte import flyte_task, output_file, output_folder
+from tasks.flyte import PythonPickledFile, flyte_task, output_file, output_folder
 
 
 class Predictions(NamedTuple):
@@ -28,7 +28,7 @@ class Predictions(NamedTuple):
 
 @flyte_task(**pods.prediction_pod())
 def predict_images(
-    model_state: Optional[FlyteFile] = None,
+    model_state: Optional[PythonPickledFile] = None,
     sidecar: Optional[FlyteFile] = None,
     model_name: str = "",
     images: Optional[FlyteDirectory] = None,
@@ -77,4 +77,4 @@ def predict_images(
     if masks.is_dir():
         files[masks] = "the predicted masks, PNG files of class numbers"
     paths.print_local_files("predictions made in", files)
-    return Predictions(table=output_file(written), masks=output_folder(masks) if masks.is_dir() else None)
+    return Predictions(table=output_file(FlyteFile, written), masks=output_folder(masks) if masks.is_dir() else None)

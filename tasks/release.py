@@ -21,7 +21,7 @@ from flyte_ddp.release.wandb_mirror import copy_champion_to_wandb
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
-from tasks.flyte import PLATFORM, flyte_task, output_folder
+from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_folder
 
 
 class Judged(NamedTuple):
@@ -42,7 +42,7 @@ class Released(NamedTuple):
 
 @flyte_task(**pods.prediction_pod())
 def judge_model(
-    model_state: FlyteFile,
+    model_state: PythonPickledFile,
     sidecar: FlyteFile,
     data: FlyteDirectory,
     profile: DataProfile,
@@ -83,7 +83,7 @@ def evaluate_version(
 
 @flyte_task(**pods.promoting_pod())
 def promote_challenger(
-    model_state: FlyteFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
     """Store a judged model as a version, and make it the champion, unless another one was promoted since the judgement.
 
@@ -95,7 +95,7 @@ def promote_challenger(
 
 @flyte_task(**pods.storing_pod())
 def keep_champion(
-    model_state: FlyteFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
     """Store a judged model as a version, and leave the champion as it is.
 
@@ -157,7 +157,7 @@ def judge_files(
 
 
 def carry_out_verdict(
-    model_state: FlyteFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
     """Store a model as a version, promote it if the verdict says so, and return the outcome."""
     registry, by = open_registry(model_name), author_name()

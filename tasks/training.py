@@ -20,14 +20,14 @@ from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import PLATFORM, flyte_task, output_file
+from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
 
 
 class TrainingOutputs(NamedTuple):
     """What training returns."""
 
     epoch_accuracies: List[float]
-    model_state: FlyteFile
+    model_state: PythonPickledFile
     sidecar: FlyteFile
     report: FlyteFile
     metrics: FlyteFile
@@ -90,4 +90,9 @@ def training_outputs(result: Result) -> TrainingOutputs:
         constant = format_measure(name, result.constant).replace("\N{NO-BREAK SPACE}", "")
         figure += f" (the same answer for all samples: {constant})"
     paths.print_local_files(f"test {name_measure(name)} {figure}; made in", files)
-    return TrainingOutputs(result.epoch_accuracies, *map(output_file, files))
+    model, *others = files
+    return TrainingOutputs(
+        result.epoch_accuracies,
+        output_file(PythonPickledFile, model),
+        *(output_file(FlyteFile, path) for path in others),
+    )

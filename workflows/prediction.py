@@ -7,14 +7,14 @@ from typing import Optional
 
 from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from tasks.prediction import Predictions, predict_images
 
 
 @workflow
 def predict_wf(
-    model_state: Optional[FlyteFile] = None,
+    model_state: Optional[PythonPickledFile] = None,
     sidecar: Optional[FlyteFile] = None,
     model_name: str = "",
     images: Optional[FlyteDirectory] = None,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from flytekit.types.file import PythonPickledFile
 from mounts import file_size_limit
 from torch import nn
 from torch.nn import functional
@@ -137,6 +138,28 @@ def test_a_state_dict_that_was_loaded_is_the_same_file_again(tmp_path: Path) -> 
     second, _ = artifacts.save_model(tmp_path / "second", weights, sidecar())
     assert weights._metadata == original.state_dict()._metadata  # type: ignore[attr-defined]
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_flyte_takes_the_file_for_a_pickle(saved: tuple[Path, Path]) -> None:
+    """By its contents, where python-magic is installed; what flytekit refuses is still refused."""
+    pytest.importorskip("magic", exc_type=ImportError)
+    from flytekit import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+
+    from tasks.training import TrainingOutputs
+
+    kind = TrainingOutputs.__annotations__["model_state"]
+    assert kind is PythonPickledFile
+    context, expected = FlyteContextManager.current_context(), TypeEngine.to_literal_type(kind)
+    assert expected.blob.format == "python_pickle"
+    bare, words = saved[0].with_name("bare.pkl"), saved[0].with_name("words.txt")
+    bare.write_bytes(pickle.dumps({"a": 1}))
+    words.write_text("no pickle at all")
+    for path in (saved[0], bare):
+        literal = TypeEngine.to_literal(context, kind(str(path), remote_path=False), kind, expected)
+        assert literal.scalar.blob.metadata.type.format == "python_pickle"
+    with pytest.raises(ValueError, match="Incorrect file type"):
+        TypeEngine.to_literal(context, kind(str(words), remote_path=False), kind, expected)
 
 
 def test_the_sidecar_keeps_what_it_was_given_and_adds_format_and_digest(saved: tuple[Path, Path]) -> None:

@@ -168,6 +168,7 @@ def test_caches_decks_and_outputs(default: Package) -> None:
     assert shown == {*TRAINING, CHECK, PREDICT, *JUDGING, VALIDATE, "tasks.shards.verify_packed"}
     outputs = default.workflows["workflows.training.training_wf"].template.interface.outputs.variables
     assert set(outputs) == {"epoch_accuracies", "model_state", "sidecar", "report", "metrics"}
+    assert outputs["model_state"].type.blob.format == "python_pickle"
 
 
 @pytest.mark.parametrize(
