@@ -101,6 +101,14 @@ def remove_temporary_folders_at_exit() -> None:
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 
+def unreadable_reason(error: Exception) -> str:
+    """Return a short reason why a file of YAML, which JSON is too, cannot be read or parsed."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"is not valid YAML: {error.problem}, {where}"
+    return getattr(error, "strerror", None) or f"is not text: {error}"
+
+
 def word_after_option(arguments: Sequence[str], option: str) -> str | None:
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None
@@ -181,8 +189,9 @@ def input_file_error(error: Exception) -> UserError | None:
     is_unreadable = isinstance(error, OSError) and any(each.endswith(f" {error.filename}") for each in given)
     if not is_unreadable and not isinstance(error, yaml.YAMLError):
         return None
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return UserError(f"{' or '.join(given)}: {reason}; give a file of JSON or YAML, such as {EXAMPLES['--hp']}")
+    return UserError(
+        f"{' or '.join(given)}: {unreadable_reason(error)}; give a file of JSON or YAML, such as {EXAMPLES['--hp']}"
+    )
 
 
 def local_cache_error(error: Exception) -> UserError | None:

@@ -26,7 +26,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.settings import read_text
-from tasks.command_line import NEEDED
+from tasks.command_line import NEEDED, unreadable_reason
 from tasks.input_form import prefill_form
 
 ROOT = Path(__file__).parents[1]
@@ -124,8 +124,9 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{label}: {reason}; restore it, or leave it empty to have no launch plans") from None
+        raise UserError(
+            f"{label}: {unreadable_reason(error)}; restore it, or leave it empty to have no launch plans"
+        ) from None
     if not isinstance(entries, list):
         raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {short_repr(entries)}")
     schedules: list[Schedule] = []
@@ -157,7 +158,7 @@ def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{key}={text!r}: {getattr(error, 'strerror', None) or error}; {must}") from None
+        raise UserError(f"{key}={text!r}: {unreadable_reason(error)}; {must}") from None
     return kind.from_json(json.dumps(values, default=str))
 
 
