@@ -134,6 +134,8 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
         return describe_missing_classes(data, hp)
     if isinstance(data.train, ImageList):
         return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
+    if data.is_stream:
+        refuse_unusable_stream(data.train, hp.dataset)
     return []
 
 
@@ -151,8 +153,12 @@ def check_share_of_rank(
     fraction = hp.validation_fraction
     order = order_splits(data, validation_fraction=fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards)["training"]
     assert isinstance(order, ShardOrder)
-    left = int(np.count_nonzero(order.available))
-    refuse_unusable_stream(data.train, hp.dataset, left, ranks, max(1, workers))
+    shards, workers = int(np.count_nonzero(order.available)), max(1, workers)
+    if shards < ranks * workers:
+        raise UserError(
+            f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: each "
+            "needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
+        )
     return []
 
 
@@ -191,22 +197,16 @@ def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cach
     return []
 
 
-def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, workers: int) -> None:
-    """Raise a UserError for a stream with weights, without webdataset, or with fewer ``shards`` than all workers."""
-    where = f"dataset={dataset!r}"
+def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
+    """Raise a UserError for a stream with weights, or without webdataset."""
     if importlib.util.find_spec("webdataset") is None:
-        raise UserError(f"{where}: streams need webdataset, which is not there; pip install webdataset")
+        raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
     for part in index.parts:
         if part.weight != 1:
             raise UserError(
-                f"{where}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through all parts "
-                "alike; take shards:ADDRESS, or an index without weights"
+                f"dataset={dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through all "
+                "parts alike; take shards:ADDRESS, or an index without weights"
             )
-    if shards < ranks * workers:
-        raise UserError(
-            f"{where}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: each needs one; "
-            "make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
-        )
 
 
 def no_samples_error(dataset: str, purpose: str) -> UserError:

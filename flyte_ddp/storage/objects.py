@@ -30,6 +30,7 @@ PASSING = ("HTTP error", "PyErr")  # a lost connection or no answer; credentials
 DENIED = ("400", "401", "403")
 QUERY = re.compile(r"\?\S+")
 STATUS = re.compile(r"status code: (\d{3})(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
+CAUSE = re.compile(r'message: "([^"]+)"')  # the operating system's, deep in Rust's structures
 Result = TypeVar("Result")
 
 
@@ -119,6 +120,7 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
         return failure
     kind = next((kind for raised, kind in KINDS.items() if isinstance(error, raised)), UnavailableError)
     words = QUERY.sub("", text.partition("\n")[0])  # the query of an address may hold a signature
+    words += f": {cause[1]}" if (cause := CAUSE.search(text)) else ""
     return kind(mask_credentials(words), transient=any(sign in text for sign in PASSING))
 
 

@@ -17,8 +17,9 @@ from image_folders import image_bytes
 from processes import processes_with, wait_until
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_source
+from flyte_ddp.datasets.prepared import check_share_of_rank
 from flyte_ddp.errors import RankLostError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.encoded import ShardImages
@@ -173,7 +174,9 @@ def test_samples_that_cannot_be_used_are_one_error(tmp_path: Path, workers: int,
     images.close()
 
 
-def test_weights_and_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path, tmp_path: Path) -> None:
+def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_by_ranks(
+    shards: Path, tmp_path: Path
+) -> None:
     def launch(*_: object, **__: object) -> None:
         pytest.fail("a rank was started")
 
@@ -184,7 +187,7 @@ def test_weights_and_more_readers_than_shards_are_refused_before_a_rank_starts(s
         train(hp, tmp_path / "weighted", loaders=1, launch=launch)
     hp = replace(BASE, dataset=f"stream:{shards}/train.json")
     with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
-        train(hp, tmp_path, loaders=9, launch=launch)
+        check_share_of_rank(open_prepared(fetch(hp.dataset, "", tmp_path, progress="off")), hp, ranks=2, workers=9)
 
 
 def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:

@@ -195,7 +195,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     },
     "trained in a number": edit_header(lambda header: {**header, "trained_in": 2}),
     "trained in less": edit_header(lambda header: {**header, "trained_in": [{"num_ranks": 2}]}),
-    "less identity": edit_header(lambda header: {**header, "identity": {"hyperparameters": {}}}),
     "more identity": edit_header(lambda header: {**header, "identity": {**header["identity"], "moon": "full"}}),
 }
 

@@ -115,7 +115,7 @@ def test_a_rank_that_raises_is_one_panel(num_ranks: int, options: dict[str, str]
     [
         (["--hp", "file.yaml"], "epoch: 3", "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
         (["--hp", "file.yaml"], "", "must be a JSON object"),
-        (["--hp", "file.yaml"], "learning_rate: [", "--hp file.yaml: while parsing a flow node .*line 1, column 17"),
+        (["--hp", "file.yaml"], "learning_rate: [", "--hp file.yaml: is not valid YAML: .*, line 1, column 17"),
         (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML, such as {\"epochs\": 3}"),
         (["--hp", "nowhere.json"], "", "should be a valid json object, nowhere.json"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
