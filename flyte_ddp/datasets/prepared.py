@@ -156,8 +156,8 @@ def check_share_of_rank(
     shards, workers = int(np.count_nonzero(order.available)), max(1, workers)
     if shards < ranks * workers:
         raise UserError(
-            f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: each "
-            "needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
+            f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
+            "each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
         )
     return []
 
@@ -204,8 +204,8 @@ def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
     for part in index.parts:
         if part.weight != 1:
             raise UserError(
-                f"dataset={dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through all "
-                "parts alike; take shards:ADDRESS, or an index without weights"
+                f"dataset={dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
+                "all parts alike; take shards:ADDRESS, or an index without weights"
             )
 
 

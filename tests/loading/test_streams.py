@@ -187,7 +187,9 @@ def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_b
         train(hp, tmp_path / "weighted", loaders=1, launch=launch)
     hp = replace(BASE, dataset=f"stream:{shards}/train.json")
     with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
-        check_share_of_rank(open_prepared(fetch(hp.dataset, "", tmp_path, progress="off")), hp, ranks=2, workers=9)
+        check_share_of_rank(
+            open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off")), hp, ranks=2, workers=9
+        )
 
 
 def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
