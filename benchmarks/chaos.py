@@ -26,10 +26,10 @@ from benchmarks.rendering import table
 from benchmarks.running import ROOT, descendants, environment, process_name
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
+from flyte_ddp.text.json_lines import read_records
 
 FAULTS = 50
 SEED = 0

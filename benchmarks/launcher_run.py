@@ -19,11 +19,11 @@ from benchmarks.own_loop import open_launcher
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.runs.work import Launch
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 
 
 def bare_spawn(folder: str) -> None:

@@ -34,10 +34,10 @@ from benchmarks.link import Host, linked_hosts
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import LIMIT_SECONDS, ROOT, call, environment, fashion_mnist
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 
 NETWORKS = {"small_cnn": 256, "resnet18": 64}  # with the batch of two ranks
 SPEEDS = (200, 1000)  # Mbit/s of the links that there are

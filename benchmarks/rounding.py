@@ -12,9 +12,9 @@ from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import call, fashion_mnist
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 
 RANKS, ENGINES = (1, 2, 4), ("elastic", "ray", "dask")
 EPOCHS = {"digits": 5, "fashion_mnist": 3}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.checked_fields import OWN_CODE, CheckedFields, setting, short_repr
-from flyte_ddp.contradictions import check_class_weights, check_fields_together
+from flyte_ddp.checks.contradictions import check_class_weights, check_fields_together
+from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
 
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options

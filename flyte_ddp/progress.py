@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from flyte_ddp.formatting import format_measure, format_value, name_measure
+from flyte_ddp.text.formatting import format_measure, format_value, name_measure
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 SHOWN_VALUES = 6  # of those that a function records; more do not fit on a line

@@ -15,7 +15,7 @@ from typing import Any
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import hold_lock, replace_file
-from flyte_ddp.json_lines import JsonLines, replace_non_finite
+from flyte_ddp.text.json_lines import JsonLines, replace_non_finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in FOLDER

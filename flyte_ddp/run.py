@@ -8,9 +8,9 @@ from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description
-from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.machine import detect_world
+from flyte_ddp.machine.hardware import request_ranks
+from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint

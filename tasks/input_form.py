@@ -12,7 +12,7 @@ from flytekit.core.type_engine import DataclassTransformer, TypeEngine, TypeTran
 from flytekit.models.interface import Parameter, Variable
 from flytekit.models.types import LiteralType
 
-from flyte_ddp.checked_fields import CheckedFields
+from flyte_ddp.checks.fields import CheckedFields
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.release.policy import Policy
 

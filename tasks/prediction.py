@@ -8,8 +8,8 @@ from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp import machine
 from flyte_ddp.errors import UserError
+from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.preparation import fetch_data_set
 from flyte_ddp.release.promotion import download_champion
@@ -47,7 +47,7 @@ def predict_images(
     """
     from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
 
-    machine.check_expected_gpus(machine.count_gpus())
+    resources.check_expected_gpus(resources.count_gpus())
     if [images, dataset or None, table].count(None) != 2:
         given = f"images={images}, dataset={dataset!r}, table={table}"
         raise UserError(f"{given}: give one of them: a folder of images, a data set, or a file of new rows")

@@ -8,7 +8,7 @@ from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp import machine
+from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import author_name, is_in_pod
 from flyte_ddp.pods.preparation import fetch_data_set
@@ -143,7 +143,7 @@ def judge_files(
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
 
-    machine.check_expected_gpus(machine.count_gpus())
+    resources.check_expected_gpus(resources.count_gpus())
     counts = profile is not None
     with paths.make_dated_folder("verdicts") as folder:
         exports, settings = folder if counts else None, read_settings()

@@ -7,10 +7,10 @@ from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.formatting import format_count
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import read_settings
+from flyte_ddp.text.formatting import format_count
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 

@@ -10,7 +10,6 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import shorten_path
-from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.platforms import is_in_pod
@@ -19,6 +18,7 @@ from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.formatting import format_measure, name_measure
 from tasks import pods
 from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
 

@@ -8,7 +8,6 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.code_digest import package_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.pods.paths import registry_address
@@ -17,6 +16,7 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import read_settings
+from flyte_ddp.user_code.digest import package_digest
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
 from tasks.flyte import flyte_task

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from cli import ROOT
 
-from flyte_ddp import code_digest
-from flyte_ddp.code_digest import DECIDING, library_digest, list_python_files, package_digest
+from flyte_ddp.user_code import digest
+from flyte_ddp.user_code.digest import DECIDING, library_digest, list_python_files, package_digest
 
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
-    "checked_fields config contradictions": "values of hyperparameters are in the key themselves",
+    "checks/contradictions checks/fields config": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
-    "clock errors formatting json_lines progress results sections": "what is told, and how",
-    "credentials files lookahead process": "how files, processes and threads are treated, not what they give",
-    "code_digest stored_code user_code user_source": "which code there is",
+    "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
+    "checks/credentials files lookahead machine/process": "how files, processes and threads are treated",
+    "user_code/callables user_code/digest user_code/source user_code/stored": "which code there is",
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
     "runs/checkpoint runs/checkpoint_writer": "how a state gets to a file and back",
     "runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
@@ -78,7 +78,7 @@ def test_the_digest_of_unchanged_files_is_remembered_where_it_can_be(
 ) -> None:
     expected = library_digest.__wrapped__(library)
     with monkeypatch.context() as patch:
-        patch.setattr(code_digest, "parse_python", lambda _: pytest.fail("parses again"))
+        patch.setattr(digest, "parse_python", lambda _: pytest.fail("parses again"))
         assert library_digest.__wrapped__(library) == expected
     [memory] = (library / "__pycache__").glob("library_digest*")
     for content in (b"", b"\xff", memory.read_bytes().replace(b" ", b"0 ")):

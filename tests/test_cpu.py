@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from training_runs import train_in
 
-from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
-from flyte_ddp.machine import Bf16, Cpu, read_cpu
+from flyte_ddp.machine import hardware, resources
+from flyte_ddp.machine.resources import Bf16, Cpu, read_cpu
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")
@@ -70,7 +70,7 @@ def test_bf16_is_taken_where_it_was_found_faster(
     (tmp_path / "cpuinfo").write_text(text)
     cpu = read_cpu(tmp_path / "cpuinfo")
     assert (str(cpu), cpu.bf16_support()) == (description, worth)
-    monkeypatch.setattr(machine, "read_cpu", lambda: cpu)
+    monkeypatch.setattr(resources, "read_cpu", lambda: cpu)
     for model in ("small_cnn", "resnet18"):
         found = hardware.detect_hardware(replace(HP, model=model))
         assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")

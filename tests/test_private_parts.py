@@ -30,9 +30,9 @@ from flyte_ddp.errors import CollectiveError
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
 from flyte_ddp.launch.supervise.rank_process import classify_failure
 from flyte_ddp.loops.in_rank import default_group_timeout, stores_apart
+from flyte_ddp.machine.process import list_helpers
 from flyte_ddp.parallel import distributed
 from flyte_ddp.pods.elastic import publish_address_each_time
-from flyte_ddp.process import list_helpers
 from flytekitplugins.ddp.inputs import share_downloads
 from flytekitplugins.ddp.ranks import Place, find_place, flytekit_context
 from tasks.flyte import flyte_task
@@ -143,7 +143,7 @@ MAIN = """
 import sys
 print(__name__, flush=True)
 if __name__ == "__main__":
-    from flyte_ddp.process import spawn_context
+    from flyte_ddp.machine.process import spawn_context
     with spawn_context() as context:
         process = context.Process(target=print, args=("child",))
         process.start()

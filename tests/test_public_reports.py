@@ -19,12 +19,12 @@ from flyte_ddp import arrays, current_rank, load_model, run_ranks
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import Classification, Facts, Language
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training
 from flyte_ddp.training.trial import describe_shift
 

@@ -17,7 +17,7 @@ from training_runs import train_in
 
 import flyte_ddp
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.text.json_lines import read_records
 
 README = ROOT / "README.md"
 OWN_CODE = ROOT / "docs" / "own-code.md"

@@ -20,7 +20,7 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
-from flyte_ddp.checked_fields import CheckedFields, setting, short_repr
+from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import name_leaves, require_numbers
+from flyte_ddp.samples.leaves import name_leaves, require_numbers
 
 CATEGORIES = "make whole numbers of them by pandas.factorize, or columns by scikit-learn's OneHotEncoder"
 DAYS = "count days, by .astype('datetime64[D]').astype('int64')"

@@ -20,11 +20,11 @@ from flyte_ddp.datasets.images import (
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, require_samples, split_item
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
-from flyte_ddp.pictures import require_pixels
 from flyte_ddp.progress import Progress
-from flyte_ddp.user_code import load_callable
-from flyte_ddp.user_source import user_source_digest
+from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, restore_leaves
+from flyte_ddp.samples.pictures import require_pixels
+from flyte_ddp.user_code.callables import load_callable
+from flyte_ddp.user_code.source import user_source_digest
 
 CustomData = ImageArrays | SampleArrays | OnDemandSet
 SETS = ("training set", "test set")

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
-from flyte_ddp.class_names import normalize_class_name
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import format_count, join_first
+from flyte_ddp.samples.class_names import normalize_class_name
 from flyte_ddp.settings import runs_folder
 from flyte_ddp.storage.digest_list import SUMS
+from flyte_ddp.text.formatting import format_count, join_first
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 LISTED = 10  # classes, and kinds of files, that a printed line lists at most

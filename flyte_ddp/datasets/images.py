@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.datasets.prepared_folder import ArraySet, open_folder, read_array
 from flyte_ddp.errors import UserError
+from flyte_ddp.samples.class_names import normalize_class_names
 
 Images = NDArray[np.uint8]
 Targets = NDArray[Any]

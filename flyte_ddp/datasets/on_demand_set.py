@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.samples.class_names import normalize_class_names
+from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.user_code.callables import load_callable
 
 ON_DEMAND = "on_demand"  # key in the description of the numbers of samples
 PICTURES = "pictures"  # key in the description, true of a set of pictures

@@ -17,7 +17,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.packing import Members, pack_samples
-from flyte_ddp.user_code import SPEC, load_callable
+from flyte_ddp.user_code.callables import SPEC, load_callable
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, encoded_kind
+from flyte_ddp.checks.contradictions import check_select_by
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.contradictions import check_select_by
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.images import ImageArrays, open_arrays
@@ -18,13 +18,13 @@ from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_dem
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import join_first
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.text.formatting import join_first
+from flyte_ddp.user_code.callables import load_callable
 
 ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
 PreparedSet: TypeAlias = ImageArrays | ItemSet | EncodedSet

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write
-from flyte_ddp.leaves import Leaves, name_leaves
+from flyte_ddp.samples.leaves import Leaves, name_leaves
 
 WEIGHTS = "train_weights.npy"  # file of ``sample_weights``, in the folders of sets that have them
 DESCRIPTION = "dataset.json"

@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyte_ddp.code_digest import list_releases
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_code import split_spec
+from flyte_ddp.user_code.callables import split_spec
+from flyte_ddp.user_code.digest import list_releases
 
 PREPROCESSING = "preprocessing"  # key in the description of a data set, and in model.json
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.datasets.columns import (
     convert_columns,
     find_non_finite,
@@ -20,8 +19,9 @@ from flyte_ddp.datasets.images import convert_weights, require_array, require_cl
 from flyte_ddp.datasets.prepared_folder import ArraySet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import join_first
-from flyte_ddp.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.samples.class_names import normalize_class_names
+from flyte_ddp.samples.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.text.formatting import join_first
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.export.onnx_process import Arrays, OnnxProcess
-from flyte_ddp.machine import count_cores
+from flyte_ddp.machine.resources import count_cores
 
 BATCH_SIZES = (1, 7, 64)  # of several, as a graph may have taken the size of a batch for a constant
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the outputs' range; a GPU's convolutions are in TF32, of 10 bits

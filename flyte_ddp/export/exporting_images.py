@@ -22,7 +22,7 @@ from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.loading.opening_items import open_items
-from flyte_ddp.machine import count_cores
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import prepare_inputs
 from flyte_ddp.objectives.segmentation import logits_of

@@ -14,14 +14,14 @@ from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.export.comparison import BATCH_SIZES, Batches, Comparison, compare_outputs
 from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
 from flyte_ddp.export.served import ServedLeaves
-from flyte_ddp.leaves import Leaves, form_of
 from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
 from flyte_ddp.loading.opening_items import open_item_test_split
-from flyte_ddp.machine import count_cores
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import LeavesSpec
 from flyte_ddp.objectives import Classification
 from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.samples.leaves import Leaves, form_of
 
 EXAMPLE = 7  # samples of the batch that exporters follow through the model
 BATCH_BYTES = 2**30  # of the outputs of a batch of more samples than that: a text's may have 50,000 for each token

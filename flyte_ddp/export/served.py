@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.leaves import call_with_leaves, restore_leaves
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, normalisation
 from flyte_ddp.objectives.segmentation import logits_of
+from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 
 LARGEST = 2**15  # weights of pixels are whole numbers below this
 

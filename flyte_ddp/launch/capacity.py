@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.machine import Request, World
+from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.work import Work
 
 POLL_SECONDS = 0.5

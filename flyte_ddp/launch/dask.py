@@ -8,16 +8,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import flyte_ddp
-from flyte_ddp import machine
-from flyte_ddp.code_digest import ARITHMETIC
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import MOST_CPU_RANKS, Request, World
-from flyte_ddp.process import hide_main_script
+from flyte_ddp.machine import resources
+from flyte_ddp.machine.process import hide_main_script
+from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World
 from flyte_ddp.runs.work import Work
+from flyte_ddp.user_code.digest import ARITHMETIC
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
@@ -100,9 +100,11 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
                 raise
         workers = describe_workers(client)
         refuse_version_mismatch(client, workers)
-        gpus = run_on_workers(client, machine.count_gpus)
+        gpus = run_on_workers(client, resources.count_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
-        device = machine.choose_device_type(request.backend, has_gpus, "not all workers of the Dask cluster have a GPU")
+        device = resources.choose_device_type(
+            request.backend, has_gpus, "not all workers of the Dask cluster have a GPU"
+        )
         number = hosts_to_come or len(workers)
         most = number if device == "cuda" else min(number, request.most)
         what = f"the Dask cluster has {number} workers"
@@ -110,7 +112,7 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
             request.num_ranks, number, what, most, exact=request.exact or hosts_to_come > 0
         )
         chosen = choose_workers(workers, num_ranks)
-        cores = run_on_workers(client, machine.count_cores, workers=chosen)
+        cores = run_on_workers(client, resources.count_cores, workers=chosen)
     on_host = Counter(workers[worker]["host"] for worker in chosen)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in chosen)
     return World(num_ranks, device, threads)
@@ -252,7 +254,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
                     f"{what}: no scheduler there ({error}); start one, or correct the address"
                 ) from None
         else:
-            workers = num_ranks or machine.count_gpus() or min(machine.count_cores(), MOST_CPU_RANKS)
+            workers = num_ranks or resources.count_gpus() or min(resources.count_cores(), MOST_CPU_RANKS)
             with hide_main_script(), config.set(LESS_MONITORING):
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
             client = Client(stack.enter_context(cluster))

@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flyte_ddp import machine, process
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
@@ -33,8 +32,9 @@ from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
-from flyte_ddp.machine import Request, World
-from flyte_ddp.process import SIGNALS, hide_main_script
+from flyte_ddp.machine import process, resources
+from flyte_ddp.machine.process import SIGNALS, hide_main_script
+from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Work
 
@@ -50,17 +50,17 @@ Value = TypeVar("Value")
 def find_world(request: Request) -> World:
     """Return the World of Elastic's workers if this process is one of them, else what this machine has."""
     if RUN_ID not in os.environ:
-        return machine.detect_world(request)
+        return resources.detect_world(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
         message = (
             f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
         )
         print(message, file=sys.stderr, flush=True)
-    gpus = machine.count_gpus()  # assumes that all hosts are like this one
+    gpus = resources.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
-    device = machine.choose_device_type(request.backend, gpus >= on_this_host, lack)
-    return World(num_ranks, device, max(1, machine.count_cores() // on_this_host))
+    device = resources.choose_device_type(request.backend, gpus >= on_this_host, lack)
+    return World(num_ranks, device, max(1, resources.count_cores() // on_this_host))
 
 
 def launch(work: Work, *, retries: int = 0) -> None:

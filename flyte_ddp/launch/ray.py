@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flyte_ddp import machine
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import MOST_CPU_RANKS, Request, World
-from flyte_ddp.process import signal_handlers
+from flyte_ddp.machine.process import signal_handlers
+from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
 from flyte_ddp.runs.work import Work
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
@@ -81,7 +80,7 @@ def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
-        device = machine.choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
+        device = choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
         if device == "cuda":
             total = most = sum(gpus)
         else:

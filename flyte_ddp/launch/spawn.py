@@ -13,7 +13,7 @@ from flyte_ddp.launch.supervise.processes import HOST, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.machine import detect_world
+from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.runs.work import Work
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets.sample_arrays import Ragged
-from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.leaves import Leaves, map_leaves, name_leaves
 from flyte_ddp.loading.collate import add_mask, padding_of, widen_type
 from flyte_ddp.loading.split import Batch, BatchSource
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
+from flyte_ddp.samples.leaves import Leaves, map_leaves, name_leaves
 
 MOST_OF_GPU = 0.25  # of the free memory, for the arrays of one side; model and outputs need the rest
 

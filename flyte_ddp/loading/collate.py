@@ -11,7 +11,7 @@ from torch import Tensor
 from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.datasets.images import require_array
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, group_leaves, require_numbers, restore_leaves
+from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, require_numbers, restore_leaves
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
 MASK = "mask"  # name of the leaf that says where a padded input has values

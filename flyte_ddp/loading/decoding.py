@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from flyte_ddp.pictures import opaque_picture, png_layout, scale_transparent_colour
+from flyte_ddp.samples.pictures import opaque_picture, png_layout, scale_transparent_colour
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")  # formats that can hold many images

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import join_first
 from flyte_ddp.parallel.distributed import gather_objects
+from flyte_ddp.text.formatting import join_first
 
 FEW = 5  # names that a text lists at most
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory, write_tree
 from flyte_ddp.loading.own_samples import Sample, SampleLoader
-from flyte_ddp.process import (
+from flyte_ddp.machine.process import (
     M_MMAP_THRESHOLD,
     M_TRIM_THRESHOLD,
     die_with_parent,

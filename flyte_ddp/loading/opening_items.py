@@ -13,7 +13,6 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import ItemSet, order_test_split
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, name_leaves
 from flyte_ddp.loading.arrays import open_array_batches, open_array_images
 from flyte_ddp.loading.collate import PADDED, STACKED
 from flyte_ddp.loading.own_items import ArrayItems, ItemImages, ItemLoader, Items, OnDemandItems
@@ -25,6 +24,7 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Order
+from flyte_ddp.samples.leaves import Leaves, form_of, name_leaves
 from flyte_ddp.torchvision_weights import IMAGENET
 
 LOOKED_AT = 16

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, map_leaves
 from flyte_ddp.loading.collate import PADDED, Samples, pad_samples, stack_samples
 from flyte_ddp.loading.own_samples import (
     OwnCodeError,
@@ -25,6 +24,7 @@ from flyte_ddp.loading.own_samples import (
 )
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.samples.leaves import Leaves, map_leaves
 
 
 class Items(Protocol):

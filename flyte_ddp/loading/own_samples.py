@@ -20,8 +20,8 @@ from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.pictures import require_pixels
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.samples.pictures import require_pixels
+from flyte_ddp.user_code.callables import load_callable
 
 
 class OwnCodeError(RuntimeError):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.facts import Facts, sum_facts
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.order.sampling import Indices, Order, take_slice
+from flyte_ddp.samples.leaves import Leaves
 
 PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
 

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import BadSamples, Encoded, ShardImages, decode_checked_sample
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.machine.device_copy import copy_to_device
+from flyte_ddp.machine.process import die_with_parent
 from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
-from flyte_ddp.process import die_with_parent
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex

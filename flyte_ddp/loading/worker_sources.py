@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import augment_batch
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout
@@ -21,6 +20,7 @@ from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 

@@ -28,9 +28,9 @@ from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.machine.process import count_out_of_memory_kills, spawn_context
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.process import count_out_of_memory_kills, spawn_context
 
 POSSIBLE = sys.platform == "linux"
 END_SECONDS = 5.0  # that a killed process may take to end

@@ -16,9 +16,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from flyte_ddp import user_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import Settings
+from flyte_ddp.user_code import source as user_source
 
 RETURNED = "returned.pickle"  # what rank 0 has returned: in the run's folder, until the launcher has read it
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flyte_ddp.device_copy import copy_to_cpu
 from flyte_ddp.errors import UserError
+from flyte_ddp.machine.device_copy import copy_to_cpu
 from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity, read_saved_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot

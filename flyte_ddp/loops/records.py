@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.loops.checkpoints import check_step
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.run_folder import METRICS
+from flyte_ddp.text.json_lines import JsonLines
 
 TAKEN = ("kind", "time")  # keys of each record
 LARGEST_INT = 2**63  # from here on whole numbers are recorded as floats, which all readers of JSON take

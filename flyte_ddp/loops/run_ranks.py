@@ -16,10 +16,9 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import results
 from flyte_ddp.errors import RankError, StoppedError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.loops.call import RETURNED, Call, FunctionCall, describe_call
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
 from flyte_ddp.runs.run_folder import (
@@ -33,6 +32,7 @@ from flyte_ddp.runs.run_folder import (
 )
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
+from flyte_ddp.text.json_lines import read_records
 
 
 def run_ranks(

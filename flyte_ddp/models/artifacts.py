@@ -18,9 +18,9 @@ from flyte_ddp.files import HashingFile, explain_write_errors, file_digest, repl
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
-from flyte_ddp.pictures import BACKGROUND
-from flyte_ddp.stored_code import StoredSpec
-from flyte_ddp.user_source import are_todays_sources
+from flyte_ddp.samples.pictures import BACKGROUND
+from flyte_ddp.user_code.source import are_todays_sources
+from flyte_ddp.user_code.stored import StoredSpec
 
 FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square of images

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.input_text import describe_input
+from flyte_ddp.samples.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
 
 
 class LeafSpec(NamedTuple):

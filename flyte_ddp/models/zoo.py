@@ -16,7 +16,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.torchvision_weights import PretrainedWeights, choose_side
-from flyte_ddp.user_code import load_callable, require_options, select_arguments
+from flyte_ddp.user_code.callables import load_callable, require_options, select_arguments
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import catalog
-from flyte_ddp.sections import Curve
+from flyte_ddp.text.sections import Curve
 
 MEASURES = catalog.MEASURES["multilabel"]
 CURVE_POINTS = 300  # more cannot be told apart in a chart

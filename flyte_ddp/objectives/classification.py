@@ -23,7 +23,7 @@ from flyte_ddp.objectives.objective import (
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
 from flyte_ddp.objectives.terms import Terms
-from flyte_ddp.sections import Confusions, Pictures, Section, Table
+from flyte_ddp.text.sections import Confusions, Pictures, Section, Table
 
 
 class Classification(Objective):

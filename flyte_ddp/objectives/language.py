@@ -13,8 +13,8 @@ from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_losses, require_outputs
 from flyte_ddp.objectives.table_columns import TableColumns
-from flyte_ddp.sections import Histogram, Section
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.text.sections import Histogram, Section
+from flyte_ddp.user_code.callables import load_callable
 
 LONGEST_TEXT = 200  # characters of a prediction in a table
 BINS = 30

@@ -23,7 +23,7 @@ from flyte_ddp.objectives.objective import (
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
-from flyte_ddp.sections import Section, Table
+from flyte_ddp.text.sections import Section, Table
 
 THRESHOLD = 0.5  # probability from which a label counts as predicted
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
 from flyte_ddp.objectives.terms import Terms, pair_terms, sum_term
-from flyte_ddp.sections import Pictures, Section
+from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.text.sections import Pictures, Section
 
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a measure is better
 Columns = Mapping[str, Tensor]

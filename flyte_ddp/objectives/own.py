@@ -14,7 +14,7 @@ from flyte_ddp.objectives.multilabel import Multilabel
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective, overrides
 from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
-from flyte_ddp.user_code import load_callable, require_options
+from flyte_ddp.user_code.callables import load_callable, require_options
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "classification": Classification,

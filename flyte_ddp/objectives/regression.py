@@ -24,7 +24,7 @@ from flyte_ddp.objectives.objective import (
 )
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
 from flyte_ddp.objectives.terms import Terms
-from flyte_ddp.sections import Histogram, Scatter, Section, Table
+from flyte_ddp.text.sections import Histogram, Scatter, Section, Table
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": functional.mse_loss,

@@ -20,7 +20,7 @@ from flyte_ddp.objectives.objective import (
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
-from flyte_ddp.sections import Pictures, Section, Table
+from flyte_ddp.text.sections import Pictures, Section, Table
 
 
 class Segmentation(Objective):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import format_value
+from flyte_ddp.text.formatting import format_value
 
 MOST_COLUMNS = 1000  # numbers of a sample; more are no columns of a table
 SHOWN_NUMBERS = 6  # in a text

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.device_copy import copy_to_device
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.sampling import Indices
 
 INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from flyte_ddp.clock import Clock
-from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import CollectiveError, UserError
-from flyte_ddp.leaves import Leaves, call_with_leaves
+from flyte_ddp.machine.clock import Clock
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import is_synchronised
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.parallel.hang_watch import in_collective, watch_async_collective
 from flyte_ddp.parallel.node_memory import NodeMemory, Piece, aligned_sizes, split_memory
+from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 
 BUCKET_BYTES = 16 << 20  # of one rank's gradients
 WAITED = "waited"  # clock key: seconds of gradient communication that did not overlap with the backward pass

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.augmentation import FIRST, INCREMENT, SECOND, bits_of_one_sample, sample_bits
 from flyte_ddp.order.sampling import Indices
 

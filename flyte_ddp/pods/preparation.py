@@ -3,15 +3,16 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flyte_ddp import datasets, hardware
+from flyte_ddp import datasets
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.machine import hardware
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import check_wandb_settings, read_settings
-from flyte_ddp.user_source import explain_own_errors
+from flyte_ddp.user_code.source import explain_own_errors
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 

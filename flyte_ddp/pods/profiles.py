@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.machine import MOST_CPU_RANKS
+from flyte_ddp.machine.resources import MOST_CPU_RANKS
 from flyte_ddp.settings import read_text
 
 PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"

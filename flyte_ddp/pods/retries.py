@@ -12,11 +12,11 @@ from pathlib import Path
 
 from flyte_ddp.errors import MachineError, RankError, StoppedError, UnreachableError
 from flyte_ddp.files import file_version
+from flyte_ddp.machine.process import postpone_signal, signal_handlers
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile
-from flyte_ddp.process import postpone_signal, signal_handlers
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.settings import read_number, read_text
 from flyte_ddp.storage import ForbiddenError

@@ -14,10 +14,10 @@ from flyte_ddp.datasets.columns import require_same_columns
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import store_inputs
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves
-from flyte_ddp.stored_code import StoredSpec, import_stored_module
-from flyte_ddp.user_code import load_callable
-from flyte_ddp.user_source import explain_own_errors
+from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.user_code.callables import load_callable
+from flyte_ddp.user_code.source import explain_own_errors
+from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 
 class StoredUnpickler(pickle.Unpickler):

@@ -18,7 +18,6 @@ from flyte_ddp.datasets.image_folder import join_kinds
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.collate import MASK, PADDED
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
@@ -40,7 +39,8 @@ from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import write_html
 from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
-from flyte_ddp.user_source import explain_own_errors
+from flyte_ddp.text.formatting import format_count
+from flyte_ddp.user_code.source import explain_own_errors
 
 
 def write_prediction_table(

@@ -14,7 +14,6 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
@@ -23,13 +22,14 @@ from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import open_encoded_test_split
 from flyte_ddp.loading.opening_items import open_item_test_split
 from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.machine import count_cores
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.models.inputs import LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
+from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

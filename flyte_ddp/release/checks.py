@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.export.comparison import Comparison
-from flyte_ddp.formatting import format_count, format_measure, format_percent, name_measure
 from flyte_ddp.release import statistics
 from flyte_ddp.release.constant import evaluate_constant
 from flyte_ddp.release.evaluation import Evaluation
@@ -20,6 +19,7 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import name_scores, score_labels
 from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.verdict import Check
+from flyte_ddp.text.formatting import format_count, format_measure, format_percent, name_measure
 
 LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Multilabel
 from flyte_ddp.objectives.objective import overrides
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.scores import is_higher_better
+from flyte_ddp.samples.leaves import Leaves
 
 SURE = 50.0  # a logit whose probability is 1
 TRIED = 10  # classes that are tried for all samples: the commonest

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 import flyte_ddp
-from flyte_ddp.formatting import name_measure
 from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.text.formatting import name_measure
 
 UNKNOWN = "not stated"
 TASKS = {  # names that the Hugging Face Hub has for objectives of images

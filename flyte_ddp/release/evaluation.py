@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp import storage
-from flyte_ddp.code_digest import library_digest
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import name_measure
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.scores import is_higher_better, score_samples
+from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.text.formatting import name_measure
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
+from flyte_ddp.user_code.digest import library_digest
 
 FOLDER = "evaluations"
 

@@ -20,7 +20,6 @@ from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.progress import Progress
@@ -31,6 +30,7 @@ from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
+from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.settings import Settings
 
 LATENCY_BATCH, LATENCY_ROUNDS = 64, 15  # samples of a batch, and how often both models compute one

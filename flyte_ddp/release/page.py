@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
@@ -16,6 +15,7 @@ from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import render_template, write_html
+from flyte_ddp.text.formatting import format_measure, name_measure
 
 PICTURED = 12  # samples of each kind
 

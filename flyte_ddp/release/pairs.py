@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.formatting import format_count
 from flyte_ddp.release import statistics
 from flyte_ddp.release.sign_flip import lower_bound_by_sign_flips, sign_flip_p_value
+from flyte_ddp.text.formatting import format_count
 
 Floats = NDArray[np.float64]
 POINTS, SHARES, NUMBERS = "points", "shares", "numbers"

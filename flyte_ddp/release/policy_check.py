@@ -10,7 +10,7 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.pseudo_values import refuse_many_calls
 from flyte_ddp.release.scores import needs_calls
 from flyte_ddp.release.slices import group_by_slice, read_slices_file
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.validation.profile import DataProfile
 
 

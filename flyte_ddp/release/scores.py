@@ -11,7 +11,6 @@ import numpy as np
 
 from flyte_ddp.catalog import MEASURES
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import (
     HIGHER,
     LOWER,
@@ -30,6 +29,7 @@ from flyte_ddp.release.pseudo_values import (
     pseudo_values_of_average_precision,
     pseudo_values_of_ratios,
 )
+from flyte_ddp.text.formatting import name_measure
 
 # The main measures whose scores come from sums or orders, by the method that computes them; others need calls of it.
 FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {

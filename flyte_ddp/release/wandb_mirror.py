@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flyte_ddp.process import kill_process_trees
+from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.settings import Settings

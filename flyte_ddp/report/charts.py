@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.report.figures import BLUE, MUTED, export_svg, use_report_style
-from flyte_ddp.sections import Curve, Histogram, Scatter
+from flyte_ddp.text.sections import Curve, Histogram, Scatter
 
 SIZE = 5.0, 3.4  # inches
 POINT = re.compile(r'<use xlink:href="[^"]*" x="(\d+\.?\d?)\d*" y="(\d+\.?\d?)\d*" style="[^"]*fill-opacity[^"]*"/>\s*')

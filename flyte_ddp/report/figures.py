@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.formatting import format_percent
 from flyte_ddp.report.page import TEMPLATES, encode_as_data_uri, render_template
+from flyte_ddp.text.formatting import format_percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

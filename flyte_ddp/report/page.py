@@ -12,7 +12,8 @@ import numpy as np
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.files import replace_file
-from flyte_ddp.formatting import (
+from flyte_ddp.report.class_colors import color_table
+from flyte_ddp.text.formatting import (
     format_count,
     format_duration,
     format_moment,
@@ -20,7 +21,6 @@ from flyte_ddp.formatting import (
     format_percent,
     format_value,
 )
-from flyte_ddp.report.class_colors import color_table
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -11,7 +11,6 @@ from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.formatting import format_percent
 from flyte_ddp.order import sampling
 from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture
@@ -20,6 +19,7 @@ from flyte_ddp.report.report import hyperparameter_rows
 from flyte_ddp.shards.dataset import Sample
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample
+from flyte_ddp.text.formatting import format_percent
 
 PICTURES = 24  # on a page
 LISTED = 30  # classes on a page

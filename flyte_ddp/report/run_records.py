@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.text.json_lines import read_records
 
 Record = dict[str, Any]
 

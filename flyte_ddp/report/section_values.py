@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.formatting import format_column
 from flyte_ddp.report.charts import DRAWINGS
 from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture, confusion_section
-from flyte_ddp.sections import Chart, Confusions, Pictures, Section, Table
+from flyte_ddp.text.formatting import format_column
+from flyte_ddp.text.sections import Chart, Confusions, Pictures, Section, Table
 
 
 def list_section_values(

@@ -4,11 +4,11 @@ import hashlib
 import re
 
 from flyte_ddp import catalog
-from flyte_ddp.code_digest import library_digest, list_releases
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.models import initial_weights
 from flyte_ddp.torchvision_weights import choose_side, find_weights
-from flyte_ddp.user_source import user_source_digest
+from flyte_ddp.user_code.digest import library_digest, list_releases
+from flyte_ddp.user_code.source import user_source_digest
 
 
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:

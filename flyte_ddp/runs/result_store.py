@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp import storage
-from flyte_ddp.credentials import mask_credentials
+from flyte_ddp.checks.credentials import mask_credentials
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.files import file_version, list_files
 from flyte_ddp.results import EVENTS, FOLDER

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from flyte_ddp.machine import Request, World
+from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity
 
 NOT_FOUND = World(num_ranks=0)

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import format_count
 from flyte_ddp.progress import MODES
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample, write_members
@@ -18,6 +17,7 @@ from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.planning import describe_plan
 from flyte_ddp.shards.scanning import create_index, verify_index
+from flyte_ddp.text.formatting import format_count
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 

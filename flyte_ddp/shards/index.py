@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
-from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
+from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.settings import ALLOWED
 
 KIND = "wids-shard-index-v1"

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.lookahead import map_in_threads
+from flyte_ddp.machine.process import postpone_signal
 from flyte_ddp.order import sampling
-from flyte_ddp.process import postpone_signal
 from flyte_ddp.progress import Progress
+from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.scanning import index_shards, resolve_index_output, tables_path
 

@@ -3,7 +3,7 @@
 # No "from __future__ import annotations" here: flytekit reads the fields' types.
 from dataclasses import dataclass
 
-from flyte_ddp.checked_fields import CheckedFields, setting
+from flyte_ddp.checks.fields import CheckedFields, setting
 
 
 @dataclass(frozen=True)

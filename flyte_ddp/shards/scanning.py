@@ -13,17 +13,17 @@ from typing import NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
-from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.formatting import format_count
 from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
+from flyte_ddp.samples.class_names import normalize_class_names
+from flyte_ddp.samples.pictures import opaque_picture
 from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
 from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate_members
 from flyte_ddp.shards.tar import Member, iterate_members
+from flyte_ddp.text.formatting import format_count
 
 THREADS = 8  # shards that are read at the same time
 MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label

@@ -5,7 +5,7 @@ import posixpath
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from flyte_ddp.credentials import refuse_credentials
+from flyte_ddp.checks.credentials import refuse_credentials
 from flyte_ddp.errors import UserError
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "az")

@@ -13,7 +13,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from requests.exceptions import ConnectTimeout, InvalidURL, ReadTimeout, SSLError, TooManyRedirects
 
-from flyte_ddp.credentials import mask_credentials
+from flyte_ddp.checks.credentials import mask_credentials
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import failures

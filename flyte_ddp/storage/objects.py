@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
-from flyte_ddp.credentials import mask_credentials
+from flyte_ddp.checks.credentials import mask_credentials
 from flyte_ddp.storage import clouds
 from flyte_ddp.storage.addresses import split_key
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
 from flyte_ddp.settings import read_settings
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking.wandb_feed import log_run
 from flyte_ddp.tracking.wandb_run import make_init_arguments, wandb_environment
 

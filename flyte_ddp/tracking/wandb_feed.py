@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from flyte_ddp.json_lines import parse_records
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
+from flyte_ddp.text.json_lines import parse_records
 
 if TYPE_CHECKING:
     import wandb

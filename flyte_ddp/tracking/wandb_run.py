@@ -17,7 +17,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from flyte_ddp.errors import StoppedError, shorten_path
-from flyte_ddp.process import kill_process_trees
+from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, open_run_file

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from flyte_ddp.device_copy import copy_to_cpu
+from flyte_ddp.machine.device_copy import copy_to_cpu
 from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint

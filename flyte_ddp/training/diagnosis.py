@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.objectives import Objective
 from flyte_ddp.parallel.distributed import gather_objects, rank
+from flyte_ddp.text.formatting import format_measure, name_measure
 from flyte_ddp.training.evaluate import Evaluation
 
 LEARNED = 0.97  # share of the loss of the best constant output; a model that has learned anything is below it

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.objective import Objective, convert_outputs
 from flyte_ddp.objectives.terms import add_loss_of_terms, loss_columns
@@ -22,6 +21,7 @@ from flyte_ddp.parallel.distributed import (
     sum_over_ranks,
     world_size,
 )
+from flyte_ddp.samples.leaves import Leaves
 
 SAVED = ("best", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from flyte_ddp import catalog
-from flyte_ddp.checked_fields import short_repr
+from flyte_ddp.checks.fields import short_repr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.training.own_optimizer import make_own_optimizer
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.user_code.callables import load_callable
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0

@@ -15,15 +15,12 @@ from torch import Tensor, nn
 
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.json_lines import replace_non_finite
-from flyte_ddp.leaves import call_with_leaves
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
@@ -37,6 +34,8 @@ from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.embeddings import list_batch_dependent_embeddings
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
 from flyte_ddp.runs.run_folder import PREDICTIONS
+from flyte_ddp.samples.leaves import call_with_leaves
+from flyte_ddp.text.json_lines import replace_non_finite
 from flyte_ddp.training.diagnosis import describe_better_constant, find_better_constant, nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
@@ -44,6 +43,7 @@ from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.predictions import collect_predictions
 from flyte_ddp.training.recording import Recorder, describe_waiting
 from flyte_ddp.training.training_state import TrainingState
+from flyte_ddp.user_code.digest import library_digest
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.zoo import find_refused_value
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.user_code.callables import load_callable
 
 
 def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:

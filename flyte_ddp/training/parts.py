@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.leaves import Leaves, map_leaves
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.objectives.objective import Objective, convert_outputs
 from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank, sum_over_ranks, world_size
+from flyte_ddp.samples.leaves import Leaves, map_leaves
 from flyte_ddp.training.training_state import TrainingState
 
 

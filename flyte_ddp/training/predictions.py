@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import convert_outputs, mean_losses
 from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
 from flyte_ddp.parallel.distributed import hide_process_group
-from flyte_ddp.sections import Pictures, encode_sections
+from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.text.sections import Pictures, encode_sections
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flyte_ddp.clock import DATA, WAITING
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import Hardware
-from flyte_ddp.json_lines import JsonLines
-from flyte_ddp.machine import read_cpu
+from flyte_ddp.machine.clock import DATA, WAITING
+from flyte_ddp.machine.hardware import Hardware
+from flyte_ddp.machine.resources import read_cpu
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.checkpoint import Arithmetic
+from flyte_ddp.text.json_lines import JsonLines
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.training_state import TrainingState

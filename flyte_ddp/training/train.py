@@ -17,10 +17,9 @@ from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.prepared import check_share_of_rank
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
-from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
-from flyte_ddp.machine import bf16_support
+from flyte_ddp.machine.resources import bf16_support
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
@@ -28,6 +27,7 @@ from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.device_errors import explain_device_memory
 from flyte_ddp.parallel.distributed import gather_objects, world_size
+from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split

@@ -14,20 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from flyte_ddp import catalog, user_source
+from flyte_ddp import catalog
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.clock import make_clock
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.hardware import Hardware
-from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.collate import widen_type
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerSource
+from flyte_ddp.machine.clock import make_clock
+from flyte_ddp.machine.hardware import Hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec
@@ -46,12 +45,14 @@ from flyte_ddp.parallel.embeddings import refuse_rescaled_embeddings
 from flyte_ddp.parallel.exchange import RankExchange
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.torchvision_weights import find_weights
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
 from flyte_ddp.training.moving_average import MovingAverage
 from flyte_ddp.training.optimisation import create_optimizer, make_schedule
+from flyte_ddp.user_code import source as user_source
 
 
 class TrainingState:

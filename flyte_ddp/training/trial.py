@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, name_leaves
 from flyte_ddp.loading.collate import MASK, PADDED
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.language import Language
@@ -22,6 +21,7 @@ from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import hide_process_group, rank
+from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
 from flyte_ddp.training.training_state import TrainingState
 

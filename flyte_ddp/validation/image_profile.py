@@ -14,7 +14,7 @@ from flyte_ddp.datasets.prepared import order_test_split
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image, open_with_pillow
 from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.opening import open_image_reader
-from flyte_ddp.machine import count_cores
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex

@@ -19,14 +19,14 @@ from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, name_leaves
 from flyte_ddp.loading.facts import FEW
 from flyte_ddp.loading.opening_items import open_items
 from flyte_ddp.loading.own_items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
-from flyte_ddp.machine import count_cores
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
+from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 

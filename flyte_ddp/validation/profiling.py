@@ -13,10 +13,10 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.prepared import ItemSet, open_prepared, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import name_sample
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.facts import FEW, join_few
 from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.formatting import format_count
 from flyte_ddp.validation.image_profile import measure_encoded_images, measure_image_arrays
 from flyte_ddp.validation.leaf_profile import Compared, PartProfile, add_split, kind_of_targets, measure_item_set
 from flyte_ddp.validation.profile import (

@@ -13,13 +13,13 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 
 from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.loops.call import Call, pickle_by_value
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.process import count_out_of_memory_kills, hide_main_script
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, record_result
-from flyte_ddp.process import count_out_of_memory_kills, hide_main_script
 from flyte_ddp.settings import read_whole_number
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte

@@ -5,7 +5,7 @@ from typing import Any
 from flytekit import Resources
 from flytekit.core.resources import ResourceSpec
 
-from flyte_ddp.machine import MOST_CPU_RANKS
+from flyte_ddp.machine.resources import MOST_CPU_RANKS
 from flyte_ddp.pods.profiles import Size, parse_quantity, size_of_part
 
 ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster

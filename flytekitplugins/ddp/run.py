@@ -11,7 +11,7 @@ from typing import Any
 
 from flyte_ddp.loops.call import Call
 from flyte_ddp.loops.run_ranks import disable_wandb_without_key, remove_saves, run_call
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flytekit import PythonFunctionTask
 
 from flyte_ddp.errors import UserError, require_extra
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS

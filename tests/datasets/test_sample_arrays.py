@@ -24,12 +24,12 @@ from flyte_ddp.datasets.prepared import check_prepared_set, count_training_class
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import form_of, map_leaves, name_leaves
 from flyte_ddp.loading.own_items import ArrayItems
 from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.progress import Progress
+from flyte_ddp.samples.leaves import form_of, map_leaves, name_leaves
 
 
 class Frame:

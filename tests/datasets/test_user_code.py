@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_folders import write_files
 
-from flyte_ddp.code_digest import PARSING, parse_python
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods.preparation import fetch_data_set
-from flyte_ddp.user_code import SPEC, load_callable, split_spec
-from flyte_ddp.user_source import find_top_level, find_user_sources, user_source_digest
+from flyte_ddp.user_code.callables import SPEC, load_callable, split_spec
+from flyte_ddp.user_code.digest import PARSING, parse_python
+from flyte_ddp.user_code.source import find_top_level, find_user_sources, user_source_digest
 
 
 @pytest.fixture

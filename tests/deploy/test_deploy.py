@@ -20,7 +20,7 @@ from flyteidl.admin.launch_plan_pb2 import ACTIVE
 from flytekit.configuration import PlatformConfig
 from image import make_commands
 
-from flyte_ddp.code_digest import package_digest
+from flyte_ddp.user_code.digest import package_digest
 
 BIN = Path(sys.executable).parent
 SOURCES = ("config/", "flyte_ddp/", "flytekitplugins/", "tasks/", "workflows/")  # what a pod needs

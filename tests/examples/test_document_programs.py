@@ -27,7 +27,7 @@ from examples.tutorial.tutorial import MODEL_FILE, TRANSFORM, Hyperparameters, N
 from examples.wids_ray.wids_ray import Config, train_in_ray
 from flyte_ddp import RankError, run_ranks
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.text.json_lines import read_records
 
 pytestmark = pytest.mark.slow
 COUNT = 48  # of training samples, 24 on each rank

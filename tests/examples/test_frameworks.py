@@ -16,11 +16,11 @@ from engines import Launch
 from killed_ranks import call_and_kill
 
 import flyte_ddp
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.loops.in_rank import torchrun_variables
 from flyte_ddp.runs.work import World
+from flyte_ddp.text.json_lines import read_records
 
 SCRIPTS = {name: ROOT / f"examples/{name}/{name}_digits.py" for name in ("lightning", "accelerate")}
 UNDER_TORCHRUN = f"""

@@ -10,7 +10,7 @@ from cli import ROOT, pyflyte
 from training_runs import train_in
 
 from flyte_ddp import Hyperparameters, fetch
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.text.json_lines import read_records
 
 README = (ROOT / "examples" / "README.md").read_text()
 AGAIN = pytest.mark.exhaustive  # tests/objectives and tests/loading train such data and objectives, too

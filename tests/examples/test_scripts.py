@@ -15,7 +15,7 @@ from processes import wait_until
 from examples.finetune import photos
 from examples.sample_data import write_image_folder
 from flyte_ddp.datasets.packing import pack_image_folder
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.text.json_lines import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 FOLDER = "--folder", "run"

@@ -12,7 +12,7 @@ from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import detect_world
+from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.runs.work import Work
 
 NOWHERE = Path("/nowhere")

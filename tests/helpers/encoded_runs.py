@@ -10,9 +10,9 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 
 SIDE = 16
 BASE = Hyperparameters(

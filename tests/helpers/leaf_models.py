@@ -11,9 +11,9 @@ from torch.nn import functional
 from flyte_ddp.datasets.on_demand_set import OnDemand, on_demand
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
-from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.opening_items import open_item_test_split
 from flyte_ddp.models.artifacts import describe_model_input, save_model
+from flyte_ddp.samples.leaves import Leaves
 
 TRAIN, TEST, TOKENS = 4, 23, 11
 

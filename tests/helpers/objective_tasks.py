@@ -13,7 +13,7 @@ from torchmetrics import CatMetric
 
 from flyte_ddp.datasets import ImageArrays, image_arrays
 from flyte_ddp.objectives import HIGHER, Classification, Multilabel, Objective
-from flyte_ddp.sections import Section
+from flyte_ddp.text.sections import Section
 
 TRAIN, TEST, SIDE = 41, 23, 8
 CLASSES = ("a", "b", "c")

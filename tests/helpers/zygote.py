@@ -34,8 +34,8 @@ COMMANDS = ("flytekit.clis.sdk_in_container.pyflyte", "flytekit.bin.entrypoint")
 LEFT_OUT = ("flytekit", "flytekitplugins", "flyte_ddp")  # flytekit imports our plugin by its entry point
 RANKS = ("torch", "torch._dynamo", "torchvision.models")
 NAME = "zygote"
-# linux/prctl.h. flyte_ddp.process has these calls, too; imported here it would be this repository's in each fork, and
-# a pod runs the one that was registered.
+# linux/prctl.h. flyte_ddp.machine.process has these calls, too; imported here it would be this repository's in each
+# fork, and a pod runs the one that was registered.
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 15, 36, 37
 MOST_FILES = 64
 HELPERS = Path(__file__).parent

@@ -21,7 +21,7 @@ from trials import Trial, starts
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import capacity, dask, ray
-from flyte_ddp.machine import Request, detect_world
+from flyte_ddp.machine.resources import Request, detect_world
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.usefixtures("temporary")

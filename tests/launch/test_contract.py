@@ -23,10 +23,10 @@ from training_runs import train_in
 from trials import Trial, close, starts
 
 from flyte_ddp.errors import RankError, StoppedError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchanged")]
 

@@ -21,7 +21,7 @@ from mounts import ALONE, need_mounts
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import dask
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 
 pytestmark = pytest.mark.usefixtures("temporary")
 

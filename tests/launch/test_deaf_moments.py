@@ -33,7 +33,7 @@ from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.machine import Request, World
+from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.runs.work import Work
 

@@ -26,7 +26,7 @@ ALONE = """
 import importlib, os, signal, sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp import process
+from flyte_ddp.machine import process
 from training_runs import train_in
 
 def mine():

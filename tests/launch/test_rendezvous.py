@@ -31,7 +31,7 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.runs.work import Work
 

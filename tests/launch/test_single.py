@@ -22,7 +22,7 @@ from trials import Trial
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.launch.supervise.rank import Rank
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.runs.work import Work

@@ -30,8 +30,8 @@ from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.machine.process import list_children, list_living_trees
 from flyte_ddp.order.sampling import ListedOrder
-from flyte_ddp.process import list_children, list_living_trees
 from flyte_ddp.training import train as training
 
 SAMPLES = np.arange(24)

@@ -16,7 +16,6 @@ from cli import HELPERS
 from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import name_leaves
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
 from flyte_ddp.loading.opening_items import describe_items, open_items
 from flyte_ddp.loading.own_items import ItemLoader
@@ -25,6 +24,7 @@ from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.order.sampling import ListedOrder, take_slice
+from flyte_ddp.samples.leaves import name_leaves
 
 CPU = torch.device("cpu")
 ORDER = ListedOrder(np.arange(40))

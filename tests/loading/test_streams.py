@@ -21,7 +21,6 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.datasets.prepared import check_share_of_rank
 from flyte_ddp.errors import RankLostError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.encoded import ShardImages
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
 from flyte_ddp.run import Result, run_training
@@ -29,6 +28,7 @@ from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.packing import pack_samples
+from flyte_ddp.text.json_lines import read_records
 
 PER_SHARD = 75
 

@@ -9,10 +9,11 @@ import own_functions
 import pytest
 from engines import Run
 
-from flyte_ddp import UserError, machine
+from flyte_ddp import UserError
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch import spawn
 from flyte_ddp.loops.call import describe_call
+from flyte_ddp.machine import resources
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
 
 
 def test_more_ranks_than_gpus(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "count_gpus", lambda: 1)
+    monkeypatch.setattr(resources, "count_gpus", lambda: 1)
     with pytest.raises(UserError, match=r"num_ranks=2: this process sees 1 GPU\(s\) and each rank needs one; set num_"):
         run(own_functions.fail)
 
@@ -172,7 +173,7 @@ def test_a_checkpoint_of_other_arguments_or_code(run: Run, monkeypatch: pytest.M
         run(own_functions.step_back, "save", num_ranks=1)
     with pytest.raises(UserError, match="belongs to another run: what='save', now 'record'; restore what has changed"):
         run(own_functions.step_back, "record", num_ranks=1)
-    monkeypatch.setattr("flyte_ddp.user_source.user_source_digest", lambda _: "other")
+    monkeypatch.setattr("flyte_ddp.user_code.source.user_source_digest", lambda _: "other")
     with pytest.raises(UserError, match=r"belongs to another run: other code of .*; restore what has changed, or"):
         run(own_functions.step_back, "save", num_ranks=1)
 

@@ -17,11 +17,11 @@ from interruptions import ended_before_each_change
 from processes import wait_until
 
 from flyte_ddp import RankError, StoppedError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.loops import checkpoints
 from flyte_ddp.loops.checkpoints import Checkpoints
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.text.json_lines import read_records
 
 pytestmark = pytest.mark.slow
 TOTAL = {step: step * (step + 1) / 2 for step in range(30)}

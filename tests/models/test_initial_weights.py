@@ -17,7 +17,6 @@ from torchvision.models import resnet18
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
 from flyte_ddp.progress import Progress
@@ -25,6 +24,7 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
 from flyte_ddp.storage import UnavailableError
+from flyte_ddp.text.json_lines import read_records
 
 
 class Named(nn.Module):

@@ -23,13 +23,13 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.report.class_colors import class_colors, color_table
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking.wandb_feed import predictions_table
 
 pytestmark = pytest.mark.slow

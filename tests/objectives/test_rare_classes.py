@@ -21,12 +21,12 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import HIGHER, LOWER, Classification, Facts, Multilabel, Objective
 from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
-from flyte_ddp.sections import Curve, Table, encode_sections
+from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.text.sections import Curve, Table, encode_sections
 
 HP = Hyperparameters(
     dataset="rare_tasks:table", model="rare_tasks:linear", optimizer="adamw", learning_rate=0.02, batch_size=256,

@@ -14,8 +14,8 @@ from training_runs import train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import RankError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.evaluate import Evaluation, Selection
 from flyte_ddp.training.training_state import TrainingState
 

@@ -15,8 +15,8 @@ from training_runs import train_in
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 
 HP = Hyperparameters(
     dataset="test_texts:texts", model="test_texts:pairs", objective="language", batch_size=16, max_steps=2, epochs=1,

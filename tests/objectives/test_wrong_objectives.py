@@ -20,9 +20,9 @@ from flyte_ddp.datasets import ImageArrays, image_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 
 OWN = "test_wrong_objectives:"
 HP = Hyperparameters(model="objective_tasks:flat", num_ranks=1, epochs=1, batch_size=8, precision="fp32")

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import Train
 
-from flyte_ddp.clock import Clock
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.rank_process import classify_failure, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
+from flyte_ddp.machine.clock import Clock
 from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
 from flyte_ddp.parallel.strategies import create_gradient_sync

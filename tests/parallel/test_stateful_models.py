@@ -23,14 +23,14 @@ from training_runs import Train
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.moving_average import MovingAverage
 from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
 from flyte_ddp.training.training_state import TrainingState

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
-from flyte_ddp.clock import Clock
+from flyte_ddp.machine.clock import Clock
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import copy_from_rank_0, sum_over_ranks
 from flyte_ddp.parallel.node_memory import NodeMemory

@@ -27,7 +27,7 @@ from flyte_ddp import Hyperparameters, UserError, arrays, fetch, load_model, rea
 from flyte_ddp.datasets.preprocessing import pack_preprocessing
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
-from flyte_ddp.stored_code import StoredSpec
+from flyte_ddp.user_code.stored import StoredSpec
 
 CODE = """
 import csv

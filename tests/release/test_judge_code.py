@@ -17,8 +17,8 @@ from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
-from flyte_ddp.stored_code import StoredSpec
-from flyte_ddp.user_source import read_user_sources
+from flyte_ddp.user_code.source import read_user_sources
+from flyte_ddp.user_code.stored import StoredSpec
 
 MODEL = """
 import math

@@ -15,7 +15,6 @@ from training_runs import QUIET, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.formatting import name_measure
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split
 from flyte_ddp.release.policy import Policy
@@ -23,6 +22,7 @@ from flyte_ddp.release.promotion import promote_version, roll_back_champion, sto
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.scores import name_scores
 from flyte_ddp.run import Result
+from flyte_ddp.text.formatting import name_measure
 
 pytestmark = pytest.mark.slow
 

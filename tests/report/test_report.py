@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 from report_page import Page, matrix, records, write_run
 
-from flyte_ddp import formatting
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.classification import count_confusions
@@ -24,7 +23,8 @@ from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
 from flyte_ddp.report.report import Run
 from flyte_ddp.report.section_values import list_section_values
-from flyte_ddp.sections import Confusions, Histogram, Scatter, Section, Table, encode_sections
+from flyte_ddp.text import formatting
+from flyte_ddp.text.sections import Confusions, Histogram, Scatter, Section, Table, encode_sections
 
 
 @pytest.fixture(scope="module")

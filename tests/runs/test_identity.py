@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp import code_digest
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import checkpoint_identity, run_training
 from flyte_ddp.runs.identity import run_name
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.user_code import digest
 
 HP = Hyperparameters()
 
@@ -21,14 +21,14 @@ HP = Hyperparameters()
 def test_another_release_of_what_computes_is_another_run(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upgrade retrains, and no checkpoint of the release before is taken for its own; torchcodec may be missing."""
     found = {(run_name(HP, "data"), checkpoint_identity(HP, digits).releases)}
-    for changed in code_digest.ARITHMETIC:
+    for changed in digest.ARITHMETIC:
 
         def version(name: str, changed: str = changed) -> str:
             if name == changed == "torchcodec":
                 raise PackageNotFoundError
             return "99.0" if name == changed else metadata.version(name)
 
-        monkeypatch.setattr(code_digest, "version", version)
+        monkeypatch.setattr(digest, "version", version)
         found.add((run_name(HP, "data"), checkpoint_identity(HP, digits).releases))
     assert len({name for name, _ in found}) == len({releases for _, releases in found}) == 8
 

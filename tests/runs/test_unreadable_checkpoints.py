@@ -15,15 +15,15 @@ from kept_checkpoints import IDENTITY, write
 from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, add_failure_details
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 NOBODY = 65534

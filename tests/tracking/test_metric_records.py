@@ -13,9 +13,9 @@ from wandb_runs import IMAGES, RECORDS
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.json_lines import JsonLines, read_records
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.table_columns import merge_columns
+from flyte_ddp.text.json_lines import JsonLines, read_records
 from flyte_ddp.tracking import wandb_feed
 from flyte_ddp.training.predictions import name_table_columns
 

@@ -11,12 +11,12 @@ from fake_wandb_server import fake_server
 from processes import wait_until
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
-from flyte_ddp.process import kill_process_trees
+from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking import wandb_run
 
 pytestmark = pytest.mark.slow

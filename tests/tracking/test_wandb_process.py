@@ -216,7 +216,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from flyte_ddp.settings import Settings
-from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.text.json_lines import JsonLines
 from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
 folder = Path(sys.argv[1])
 wandb = start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")

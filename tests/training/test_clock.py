@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.clock import WORK, Clock, make_clock
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import Hardware
+from flyte_ddp.machine.clock import WORK, Clock, make_clock
+from flyte_ddp.machine.hardware import Hardware
 from flyte_ddp.training.recording import Recorder, describe_waiting
 
 WAITS = ("waiting_data", "waiting_launches")
@@ -68,7 +68,7 @@ class Event:
 
 def make_device(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Device, Clock]:
     device = Device(**options)
-    monkeypatch.setattr("flyte_ddp.clock.time", SimpleNamespace(perf_counter=lambda: device.now))
+    monkeypatch.setattr("flyte_ddp.machine.clock.time", SimpleNamespace(perf_counter=lambda: device.now))
     return device, Clock(lambda: Event(device), device.spin)
 
 
@@ -132,7 +132,7 @@ def test_busy_time_is_told_from_waits_for_launches_and_for_data(monkeypatch: pyt
     assert found["waiting_launches"] == pytest.approx((1 - share) * waited, rel=0.01)
     assert device.spun
     alone = Device()
-    monkeypatch.setattr("flyte_ddp.clock.time", SimpleNamespace(perf_counter=lambda: alone.now))
+    monkeypatch.setattr("flyte_ddp.machine.clock.time", SimpleNamespace(perf_counter=lambda: alone.now))
     without = train(alone, Clock(), 200, host=1e-3, kernel=1e-4, load=load)
     assert seconds < 1.001 * without
 

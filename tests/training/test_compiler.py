@@ -15,7 +15,7 @@ from torch import nn
 from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.optimisation import make_optimizer
 
 HP = Hyperparameters(

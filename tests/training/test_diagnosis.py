@@ -14,9 +14,9 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result
 from flyte_ddp.runs import checkpoint
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import training_state
 from flyte_ddp.training.diagnosis import LossWatch, nothing_learned_warning
 from flyte_ddp.training.optimisation import make_optimizer

@@ -13,13 +13,13 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
+from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import evaluate as evaluation
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import evaluate_splits

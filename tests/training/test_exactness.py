@@ -18,12 +18,12 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 

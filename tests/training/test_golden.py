@@ -12,9 +12,9 @@ import pytest
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 
 LOSSES = Path(__file__).with_name("golden_losses.json")
 # In fp64, whose differences between processors stay far below the tolerance (measured: AVX2 against AVX-512, 5e-16;

@@ -15,17 +15,17 @@ from faulty_runs import in_spawned_processes, saved
 from ranks import run_ranks
 from training_runs import Train, cut_off
 
-from flyte_ddp.clock import SPIN, Clock, keep_gpu_busy
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.machine.clock import SPIN, Clock, keep_gpu_busy
 from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]

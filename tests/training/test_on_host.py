@@ -14,7 +14,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine import Request
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.job import Training

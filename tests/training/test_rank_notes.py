@@ -15,8 +15,8 @@ from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.text.json_lines import read_records
 
 OWN = "test_rank_notes:"
 HP = Hyperparameters(dataset="own:data", model=f"{OWN}plain", num_ranks=1, epochs=1, batch_size=8, precision="fp32")

@@ -13,16 +13,16 @@ from plain_loop import arrays_in_fp64
 from torch.nn import functional
 from training_runs import QUIET, Train
 
-from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.json_lines import read_records
-from flyte_ddp.machine import World
+from flyte_ddp.machine import hardware, resources
+from flyte_ddp.machine.resources import World
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
-from flyte_ddp.sections import Confusions, decode_sections
+from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.text.sections import Confusions, decode_sections
 
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
 EXPLODING = replace(BASE, learning_rate=1000.0, schedule="constant")
@@ -141,11 +141,11 @@ def test_a_users_mistake_ends_in_one_error_and_no_result(
 
 
 def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
-    assert machine.read_cpu_quota(tmp_path) > 1000
+    assert resources.read_cpu_quota(tmp_path) > 1000
     (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert machine.read_cpu_quota(tmp_path) == 2.5
+    assert resources.read_cpu_quota(tmp_path) == 2.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.read_cpu_quota(tmp_path) > 1000
+    assert resources.read_cpu_quota(tmp_path) > 1000
 
 
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from flyte_ddp.datasets.on_demand_set import OnDemand
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training
 
 OWN = "test_trial:"

@@ -21,10 +21,10 @@ from google.protobuf.json_format import MessageToDict
 from packaged import Package
 from pod_inputs import CHECK, FETCH, PREDICT, TRAIN
 
-from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.profiles import parse_quantity
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.user_code.digest import library_digest, package_digest
 
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_packed")))
 LIGHT = (CHECK,)

@@ -21,8 +21,8 @@ from mnist_files import sums, tiny_files
 from pod import Cluster, PodEnded, unpacked
 from pod_inputs import CHECK, FETCH, PREDICT, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console, refused
 
-from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.user_code.digest import library_digest, package_digest
 
 pytestmark = pytest.mark.slow
 again = pytest.mark.exhaustive

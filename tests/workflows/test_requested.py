@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp import machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.machine import resources
 from flyte_ddp.pods.profiles import PROFILES
 from flytekitplugins.ddp.flyte import translate_errors_for_flyte
 from tasks.preparation import check_inputs
@@ -62,9 +62,9 @@ def test_what_the_pods_of_training_cannot_serve_is_refused(
 
 def test_a_pod_that_does_not_see_its_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_GPUS", "2")
-    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    monkeypatch.setattr(resources, "count_gpus", lambda: 0)
     with pytest.raises(UserError, match=r"0 GPU\(s\) visible but 2 requested"):
-        machine.detect_world(machine.Request())
+        resources.detect_world(resources.Request())
 
 
 def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(

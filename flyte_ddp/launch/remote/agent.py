@@ -12,7 +12,7 @@ import threading
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.remote.sources import unpack_sources
 from flyte_ddp.launch.supervise.processes import RankHandle, start_process
-from flyte_ddp.process import become_subreaper, kill_descendants
+from flyte_ddp.machine.process import become_subreaper, kill_descendants
 
 
 class RankEndedError(RuntimeError):

@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.code_digest import package_digest
 from flyte_ddp.launch.remote.file_sync import write_piece
 from flyte_ddp.launch.supervise.network import is_loopback
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.work import Work
+from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message

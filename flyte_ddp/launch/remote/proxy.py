@@ -13,7 +13,7 @@ from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import describe_error
 from flyte_ddp.launch.supervise.stopping import call_on_signals
-from flyte_ddp.process import SIGNALS
+from flyte_ddp.machine.process import SIGNALS
 
 
 class LauncherGoneError(ConnectionError):

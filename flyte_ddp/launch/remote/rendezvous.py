@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import results
-from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.launch.remote.file_sync import read_file_as_messages, write_piece
@@ -29,6 +28,7 @@ from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.runs.work import Work
+from flyte_ddp.user_code.digest import package_digest
 
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
 JOIN_SECONDS = 10.0  # for a killed rank to end

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flyte_ddp.code_digest import list_package_files
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_source import find_user_sources
+from flyte_ddp.user_code.digest import list_package_files
+from flyte_ddp.user_code.source import find_user_sources
 
 LIBRARY = Path(__file__).parents[2]
 

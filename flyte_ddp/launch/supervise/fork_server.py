@@ -20,7 +20,13 @@ from typing import NoReturn
 
 from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo, describe_error, flush_output, start_rank
-from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_process_name, spawn_context
+from flyte_ddp.machine.process import (
+    become_subreaper,
+    die_with_parent,
+    kill_descendants,
+    set_process_name,
+    spawn_context,
+)
 
 POSSIBLE = sys.platform == "linux"  # macOS's libraries rely on threads, which a fork does not have
 TRIED_ON = ("cpu",)  # types of devices for which the server imports torch

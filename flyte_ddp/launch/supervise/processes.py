@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.launch.supervise.rank_process import PipeEnd, RankInfo, start_rank
-from flyte_ddp.process import count_out_of_memory_kills, spawn_context
+from flyte_ddp.machine.process import count_out_of_memory_kills, spawn_context
 
 HOST = "127.0.0.1"
 READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many

@@ -18,11 +18,11 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, SaveFunction
+from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.device_errors import explain_failed_device
 from flyte_ddp.parallel.distributed import patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
-from flyte_ddp.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.runs.work import Work
 
 FINISHED = "flyte-ddp finished"  # in the ranks' common store

@@ -21,7 +21,7 @@ from typing import Any
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.network import set_network_interface
 from flyte_ddp.launch.supervise.stopping import call_on_signals
-from flyte_ddp.process import SIGNALS, die_with_parent, set_process_name
+from flyte_ddp.machine.process import SIGNALS, die_with_parent, set_process_name
 
 GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, and its words, in its errors' texts
 TORCH_TIMEOUTS = ("timed out", "timeout")  # of torch's stores and NCCL, where users' code waits in them

@@ -9,7 +9,7 @@ from multiprocessing import Pipe
 from types import FrameType
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.process import SIGNALS, signal_handlers
+from flyte_ddp.machine.process import SIGNALS, signal_handlers
 
 OVER = 0  # no signal has this number: it ends a thread that waits for numbers of signals
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import get_args
 
-from flyte_ddp.json_lines import replace_non_finite
+from flyte_ddp.text.json_lines import replace_non_finite
 
 Numbers = Sequence[float | None]  # None: not defined
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flyte_ddp import catalog
-from flyte_ddp.checked_fields import OWN_CODE, short_repr
+from flyte_ddp.checks.fields import OWN_CODE, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.torchvision_weights import find_weights
 

@@ -22,7 +22,7 @@ ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", 
 DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
-    *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "leaves.py", "machine.py", "pictures.py"),
+    *("samples", "catalog.py", "machine/resources.py", "machine/device_copy.py", "machine/hardware.py"),
     *("torchvision_weights.json", "torchvision_weights.py"),
 )
 PARSING = threading.Lock()
@@ -30,7 +30,7 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsi
 
 
 @cache
-def library_digest(root: Path = Path(__file__).parent) -> str:
+def library_digest(root: Path = Path(__file__).parents[1]) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over DECIDING, the code that decides a run's result.
 
     Comments, docstrings and formatting do not count. Keeps the digest in ``__pycache__``.
@@ -50,7 +50,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
 
 
 @cache
-def package_digest(root: Path = Path(__file__).parent) -> str:
+def package_digest(root: Path = Path(__file__).parents[1]) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over the library's Python, TOML and JSON files."""
     return hash_files(root, list_package_files(root), bytes)
 

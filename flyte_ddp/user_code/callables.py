@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.stored_code import StoredSpec, import_stored_module
+from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 NAME = r"[^\W\d]\w*"
 SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")

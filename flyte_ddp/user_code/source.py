@@ -15,9 +15,9 @@ from types import ModuleType
 
 import click
 
-from flyte_ddp.code_digest import ARITHMETIC, normalize_code, parse_python
 from flyte_ddp.errors import UserError, shorten_path
-from flyte_ddp.user_code import missing_module_error, search_working_directory, split_spec
+from flyte_ddp.user_code.callables import missing_module_error, search_working_directory, split_spec
+from flyte_ddp.user_code.digest import ARITHMETIC, normalize_code, parse_python
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
 INSTALLED = {"site-packages", "dist-packages"}
@@ -171,7 +171,7 @@ def explain_own_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = Path(__file__).parent
+        ours = Path(__file__).parents[1]
         is_own = [is_user_file(each.filename) and not Path(each.filename).is_relative_to(ours) for each in frames]
         if not any(is_own):
             raise

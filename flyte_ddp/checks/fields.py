@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
 
-from flyte_ddp.credentials import refuse_credentials
+from flyte_ddp.checks.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name_error
 
 # Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.

@@ -1,0 +1,1 @@
+"""What this machine has, and its processes, devices and clocks."""

@@ -1,0 +1,1 @@
+"""What samples consist of: leaves, pictures, names of classes."""

@@ -1,0 +1,1 @@
+"""Texts, lines of JSON and sections of files."""
