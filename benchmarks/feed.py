@@ -17,13 +17,13 @@ from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.loading import opening
 from flyte_ddp.loading.arrays import open_array_images
 from flyte_ddp.loading.split import Split
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.workers import LoaderPool
-from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.settings import Settings
 

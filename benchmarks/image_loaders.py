@@ -27,12 +27,12 @@ from benchmarks import generated_images
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import decode_image
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Split
-from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.settings import Settings
 

@@ -25,8 +25,8 @@ from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_folder import StoredSet
+from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
-from flyte_ddp.machine.hardware import request_ranks
 from flyte_ddp.machine.resources import bf16_support, detect_world
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description
+from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.machine.hardware import request_ranks
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
@@ -89,36 +89,38 @@ def run_training(
     with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
-        with (
-            resume_run(work, identity, settings, run_folder.name) as found,
-            wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
-        ):
-            init_from = hp.init_from if found is None else ""
-            try:
-                with initial_weights.fetch_weights(
-                    init_from, hp.model, work, progress, settings.weights_source
-                ) as weights:
-                    launch(
-                        Work(
-                            function="flyte_ddp.training.train:train",
-                            arguments=Training(hp, settings, data),
-                            request=request,
-                            run_folder=work,
-                            identity=identity,
-                            timeout=settings.timeout,
-                            save_seconds=settings.save_seconds,
-                            quiet=settings.progress == "off",
-                            checkpoint=found,
-                            files={INITIAL_WEIGHTS: weights} if weights else {},
-                            own_code=hp.own_code(),
-                            on_host="flyte_ddp.training.on_host:find_or_fetch_data",
+        try:
+            with (
+                resume_run(work, identity, settings, run_folder.name) as found,
+                wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
+            ):
+                init_from = hp.init_from if found is None else ""
+                try:
+                    with initial_weights.fetch_weights(
+                        init_from, hp.model, work, progress, settings.weights_source
+                    ) as weights:
+                        launch(
+                            Work(
+                                function="flyte_ddp.training.train:train",
+                                arguments=Training(hp, settings, data),
+                                request=request,
+                                run_folder=work,
+                                identity=identity,
+                                timeout=settings.timeout,
+                                save_seconds=settings.save_seconds,
+                                quiet=settings.progress == "off",
+                                checkpoint=found,
+                                files={INITIAL_WEIGHTS: weights} if weights else {},
+                                own_code=hp.own_code(),
+                                on_host="flyte_ddp.training.on_host:find_or_fetch_data",
+                            )
                         )
-                    )
-                report.write_report(work, run_folder.name)
-            except BaseException:
-                remove_outputs(work)  # also files that killed ranks have written in part
-                raise
-        publish_complete_run(run_folder)
+                    report.write_report(work, run_folder.name)
+                except BaseException:
+                    remove_outputs(work)  # also files that killed ranks have written in part
+                    raise
+        finally:  # also if Ctrl-C comes while wandb or the copy of the results is waited for
+            publish_complete_run(run_folder)
         return read_result(run_folder)
 
 

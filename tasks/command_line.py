@@ -187,7 +187,7 @@ def input_file_error(error: Exception) -> UserError | None:
     """Return the error for a file of --hp, --policy or --inputs-file that flytekit cannot open, or parse as YAML."""
     given = [f"{option} {word}" for option in EXAMPLES if (word := word_after_option(sys.argv, option))]
     is_unreadable = isinstance(error, OSError) and any(each.endswith(f" {error.filename}") for each in given)
-    if not is_unreadable and not isinstance(error, yaml.YAMLError):
+    if not given or not (is_unreadable or isinstance(error, (yaml.YAMLError, UnicodeDecodeError))):
         return None
     return UserError(
         f"{' or '.join(given)}: {unreadable_reason(error)}; give a file of JSON or YAML, such as {EXAMPLES['--hp']}"

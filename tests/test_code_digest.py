@@ -16,7 +16,7 @@ DECIDES_NOTHING = {  # files that are imported by those that decide
     "checks/contradictions checks/fields config": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
     "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
-    "checks/credentials files lookahead machine/process": "how files, processes and threads are treated",
+    "text/credentials files lookahead machine/process": "how files, processes and threads are treated",
     "user_code/callables user_code/digest user_code/source user_code/stored": "which code there is",
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
     "runs/checkpoint runs/checkpoint_writer": "how a state gets to a file and back",

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from training_runs import train_in
 
+from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine import hardware, resources
+from flyte_ddp.machine import resources
 from flyte_ddp.machine.resources import Bf16, Cpu, read_cpu
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training

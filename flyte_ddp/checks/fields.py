@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
 
-from flyte_ddp.checks.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.text.credentials import refuse_credentials
 
 # Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
@@ -123,7 +123,7 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     rule = field.metadata
     kind: Any = field.type
     if rule["json"] and isinstance(value, Mapping):
-        value = json.dumps(value, sort_keys=True)
+        value = json.dumps(value, sort_keys=True, default=str)  # YAML has dates
     if kind is bool or kind is str:
         fits = isinstance(value, kind)
     else:

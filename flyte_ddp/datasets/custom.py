@@ -71,8 +71,11 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     [d], or a mask [H, W]. Other inputs become leaves, as those of ``arrays``. The training set's attribute ``classes``
     names the classes (default: "0", "1", "2", ...), and ``sample_weights`` is for ``sampling`` "weighted".
     """
-    if isinstance(result, (ImageArrays, SampleArrays)):
+    if isinstance(result, SampleArrays):
         return replace(result, name=spec)
+    if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
+        pairs = result.train_images, result.train_labels, result.test_images, result.test_labels
+        return image_arrays(*pairs, result.classes, name=spec, sample_weights=result.sample_weights)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise UserError(
             f"dataset={spec!r}: returned {type(result).__name__}; must return arrays(...), image_arrays(...) or "

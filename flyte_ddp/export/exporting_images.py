@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.loading.opening_items import open_items
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.inputs import prepare_inputs
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.settings import Settings
 
 Image = NDArray[np.uint8]
@@ -40,7 +38,8 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> t
     write_onnx_and_pt2(served, folder)
     found = {"logits": Comparison(of_classes=bool(model.classes) and not sidecar.get("target_shape"))}
     seed = int(sidecar.get("hyperparameters", {}).get("seed", 0))
-    batches = compute_batches(model, served, read_test_images(data, served.channels, model.settings, seed))
+    images = read_test_images(data, served.channels, model.settings, seed)
+    batches = make_batches(served, images, compute_logits(model, data))
     return compare_outputs(folder / ONNX, batches, len(order_test_split(data)), found, model.device.type)
 
 
@@ -51,20 +50,35 @@ def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
     write_graphs(served, images, sizes, folder, inputs=["images"], outputs=["logits"])
 
 
-def compute_batches(model: SavedModel, served: ServedModel, images: Iterator[Image]) -> Batches:
-    """Yield batches of BATCH_SIZES images each, and torch's logits of them; one image alone has its own size."""
-    start = 0
-    while found := [*islice(images, max(BATCH_SIZES))]:
-        cropped = [crop_to_square(each, served.height, share=served.share) if served.middle else each for each in found]
-        inputs = prepare_inputs(torch.from_numpy(np.stack(cropped)).to(model.device), model.spec)
-        logits = logits_of(model.compute_outputs(inputs)).float().cpu().numpy()
-        of_one_size = [place_on_canvas(each, served) if served.middle else each for each in cropped]
-        for size in BATCH_SIZES:
-            for first in range(0, len(found), size):
-                part = slice(first, min(first + size, len(found)))
-                batch = np.stack((found if size == 1 else of_one_size)[part])
-                yield slice(start + part.start, start + part.stop), {"images": batch}, {"logits": logits[part]}
-        start += len(found)
+def compute_logits(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
+    """Yield torch's logits of each decodable test sample, with the user's own ``sample`` as in the judgement."""
+    for batch in read_test_split(model, data):
+        if len(batch.inputs):
+            yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu().numpy()
+
+
+def make_batches(served: ServedModel, images: Iterator[Image], logits: Iterator[NDArray[np.float32]]) -> Batches:
+    """Yield each image alone, of its own size, and batches of the other BATCH_SIZES of their crops, with the logits."""
+    squares: list[Image] = []
+    expected: list[NDArray[np.float32]] = []
+    place = -1
+    for place, (image, row) in enumerate(zip(images, logits, strict=True)):
+        yield slice(place, place + 1), {"images": image[None]}, {"logits": row[None]}
+        squares.append(place_on_canvas(image, served))
+        expected.append(row)
+        if len(squares) == max(BATCH_SIZES):
+            yield from divide(squares, expected, place + 1)
+            squares, expected = [], []
+    if squares:
+        yield from divide(squares, expected, place + 1)
+
+
+def divide(squares: list[Image], logits: list[NDArray[np.float32]], end: int) -> Batches:
+    for size in BATCH_SIZES[1:]:
+        for first in range(0, len(squares), size):
+            part = slice(first, first + size)
+            batch, start = np.stack(squares[part]), end - len(squares) + first
+            yield slice(start, start + len(batch)), {"images": batch}, {"logits": np.stack(logits[part])}
 
 
 def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed: int = 0) -> Iterator[Image]:
@@ -96,10 +110,12 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
         yield from (image for image in decoded if image is not None)
 
 
-def place_on_canvas(cropped: Image, served: ServedModel) -> Image:
-    """Return the size of all images of a batch around a cropped one: its logits are those of the whole image."""
+def place_on_canvas(image: Image, served: ServedModel) -> Image:
+    """Return the size of all images of a batch around an image's crop: its logits are those of the whole image."""
+    if not served.middle:
+        return image
     side = served.height
     square = np.zeros((round(side / served.share), round(side / served.share), served.channels), dtype=np.uint8)
     start = (len(square) - side) // 2
-    square[start : start + side, start : start + side] = cropped
+    square[start : start + side, start : start + side] = crop_to_square(image, side, share=served.share)
     return square

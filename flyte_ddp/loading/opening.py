@@ -19,6 +19,7 @@ from flyte_ddp.datasets.prepared import (
     order_test_split,
     order_training,
 )
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.encoded import BadSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening_items import open_item_splits
@@ -28,7 +29,6 @@ from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, make_pool
-from flyte_ddp.machine.hardware import Hardware
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams

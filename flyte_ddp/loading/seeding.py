@@ -39,6 +39,7 @@ def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
     but not into lists, nor into other functions.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
+    function = getattr(function, "__func__", function)  # of a bound method
     found = [own, *(value for _, value in inspect.getmembers_static(own))]
     if inspect.isfunction(function):
         used = inspect.getclosurevars(function)

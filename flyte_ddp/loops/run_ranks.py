@@ -94,6 +94,9 @@ def run_ranks(
         except RankError as error:
             error.step, error.file = 0, None
             raise
+        except KeyboardInterrupt as error:
+            error.args = ()
+            raise
 
 
 def print_errors_as_messages() -> None:

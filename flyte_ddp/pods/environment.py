@@ -7,7 +7,6 @@ import hashlib
 import os
 import sys
 
-from flyte_ddp.checks.credentials import refuse_credentials
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_bytes
 from flyte_ddp.settings import (
@@ -19,6 +18,7 @@ from flyte_ddp.settings import (
     read_text,
     read_variable_table,
 )
+from flyte_ddp.text.credentials import refuse_credentials
 from flyte_ddp.user_code.digest import package_digest
 
 CODE_VARIABLE = "FLYTE_DDP_CODE"

@@ -3,9 +3,8 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flyte_ddp import datasets
+from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.machine import hardware
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import node_and_rank_limits

@@ -206,4 +206,5 @@ def check_export(found: Comparison | str, *, required: bool) -> Check:
     others = f", and {format_count(len(found.others), 'sample')} get another class" if found.others else ""
     said = f"logits of the ONNX differ by {found.worst:.2g} at most, {found.tolerance:.2g} is allowed{others}"
     passed, left_out = found.passed or not required, "" if found.passed else "; it is left out"
-    return Check("export", passed, found.worst, found.tolerance, f"{found.worst:.2g}", rule, f"{said}{left_out}")
+    value = found.worst if math.isfinite(found.worst) else None
+    return Check("export", passed, value, found.tolerance, f"{found.worst:.2g}", rule, f"{said}{left_out}")

@@ -42,7 +42,7 @@ class CheckpointWriter:
         self.write_lock = threading.Lock()  # held while a snapshot is taken by the thread, and written
         self.changed = threading.Condition()  # of the attributes below, and newest
         self.waiting: Snapshot | None = None
-        self.puts = self.handled = 0  # calls of put, and the number of the last one whose snapshot was written
+        self.puts = self.handled = 0  # calls of put, and the number of the last one whose writing did not fail
         self.closed = self.failure_printed = False
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
@@ -88,8 +88,11 @@ class CheckpointWriter:
         if self.thread.ident is not None:
             self.thread.join()
 
-    def write_newest(self, waiting: Snapshot | None, *, now: bool) -> None:
-        """Write the current state if ``now``, else the waiting snapshot; print the first failure. Hold write_lock."""
+    def write_newest(self, waiting: Snapshot | None, *, now: bool) -> bool:
+        """Write the current state if ``now``, else the waiting snapshot; return whether that did not fail.
+
+        Prints the first failure. Hold write_lock.
+        """
         position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         try:
             for snapshot in (self.take_snapshot() if now else None, waiting):
@@ -100,6 +103,8 @@ class CheckpointWriter:
             if not self.failure_printed:
                 print(f"checkpoint could not be written: {error}; the run continues", file=sys.stderr, flush=True)
             self.failure_printed = True
+            return False
+        return True
 
     def _write_until_closed(self) -> None:
         while True:
@@ -109,9 +114,9 @@ class CheckpointWriter:
             with self.write_lock:
                 if self.closed:
                     return
-                self.write_newest(waiting, now=waiting is None)
+                is_handled = self.write_newest(waiting, now=waiting is None)
             with self.changed:
-                if waiting is not None:
+                if waiting is not None and is_handled:
                     self.handled = number
                 if self.waiting is waiting:
                     self.waiting = None

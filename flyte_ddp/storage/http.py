@@ -13,7 +13,6 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from requests.exceptions import ConnectTimeout, InvalidURL, ReadTimeout, SSLError, TooManyRedirects
 
-from flyte_ddp.checks.credentials import mask_credentials
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import failures
@@ -22,6 +21,7 @@ from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_e
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, parse_digest_list
 from flyte_ddp.storage.failures import UnavailableError, http_status_error
 from flyte_ddp.storage.origins import may_follow_redirect, origin_of
+from flyte_ddp.text.credentials import mask_credentials
 
 CONNECTIONS = 64  # kept open by one process to one server
 PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.LocationParseError)

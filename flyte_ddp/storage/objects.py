@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
-from flyte_ddp.checks.credentials import mask_credentials
 from flyte_ddp.storage import clouds
 from flyte_ddp.storage.addresses import split_key
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
 from flyte_ddp.storage.failures import ExistsError, ForbiddenError, MissingError, UnavailableError, http_status_error
+from flyte_ddp.text.credentials import mask_credentials
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
 PART_BYTES = 16 << 20  # of each part of a multipart upload, which may have 10,000 parts
@@ -121,7 +121,10 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
     kind = next((kind for raised, kind in KINDS.items() if isinstance(error, raised)), UnavailableError)
     words = QUERY.sub("", text.partition("\n")[0])  # the query of an address may hold a signature
     words += f": {cause[1]}" if (cause := CAUSE.search(text)) else ""
-    return kind(mask_credentials(words), transient=any(sign in text for sign in PASSING))
+    if "InvalidCertificate" in text:
+        words += ": its certificate is not trusted; name a file of the authority's certificate in AWS_CA_BUNDLE"
+    transient = "InvalidCertificate" not in text and any(sign in text for sign in PASSING)
+    return kind(mask_credentials(words), transient=transient)
 
 
 USERS: set[int] = set()  # ids of processes that have used obstore: this process, and the processes it was forked from

@@ -30,7 +30,8 @@ def send_run(run_folder: Path, run_id: str) -> None:
     settings = replace(read_settings(), wandb_mode="online", wandb_run_id=run_id or name)
     unfinished = run_folder / UNFINISHED / METRICS
     records = read_records(unfinished if unfinished.exists() else run_folder / METRICS)
-    run = wandb.init(**make_init_arguments(run_folder, settings, {}, name))
+    arguments = make_init_arguments(run_folder, settings, {}, name)
+    run = wandb.init(**arguments | {"resume": None})  # replaces what the server has of it
     log_run(run, run_folder, records, click.echo)
     click.echo(f"wandb: {run.url}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.machine.hardware import Hardware, choose_hardware
+from flyte_ddp.hardware import Hardware, choose_hardware
 from flyte_ddp.machine.resources import Bf16
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity
 from flyte_ddp.runs.work import Work

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.machine.clock import DATA, WAITING
-from flyte_ddp.machine.hardware import Hardware
 from flyte_ddp.machine.resources import read_cpu
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED

@@ -21,12 +21,12 @@ from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.collate import widen_type
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerSource
 from flyte_ddp.machine.clock import make_clock
-from flyte_ddp.machine.hardware import Hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec

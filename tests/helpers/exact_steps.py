@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.machine.hardware import detect_hardware
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.training.evaluate import evaluate_split

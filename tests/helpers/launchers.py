@@ -28,7 +28,7 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def dask_client() -> Iterator[object]:
     """Of a cluster with four workers."""
     import distributed
@@ -52,7 +52,7 @@ def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "default_client", default_client)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """Of a cluster with room for four ranks; it ends with the standard input of its head."""
     environment = {**os.environ, **RAY_ENVIRONMENT}

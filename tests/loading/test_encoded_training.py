@@ -21,8 +21,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.datasets.prepared import check_share_of_rank
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
-from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.mixing import choose_partners

@@ -20,9 +20,9 @@ from training_runs import Train, cut_off, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
-from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split

@@ -22,15 +22,16 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays, open_prepared
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import workers
 from flyte_ddp.machine import resources
-from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training import parts as loaded_parts
+from flyte_ddp.training import train
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import compute_gradients
 from flyte_ddp.training.training_state import TrainingState
@@ -500,7 +501,7 @@ def test_a_step_exchanges_one_number_for_weights_and_none_without(
 @pytest.mark.usefixtures("user_models")
 def test_outputs_in_a_dataclass_come_through_a_whole_run(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """In bf16, which losses and measures must not see, and to the check of the saved model, which compares outputs."""
-    monkeypatch.setattr(resources, "bf16_support", lambda _: resources.Bf16.SLOWER)  # torch emulates it
+    monkeypatch.setattr(train, "bf16_support", lambda _: resources.Bf16.SLOWER)  # torch emulates it
     case = list_cases(every=False)["outputs in a dataclass"]
     hp = replace(case.hp, num_ranks=1, precision="bf16", accumulation_steps=1)
     assert train_in(tmp_path, hp, folder / case.folder).model.exists()

@@ -23,7 +23,7 @@ from training_runs import Train
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.machine.hardware import detect_hardware
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.buffers import Buffers

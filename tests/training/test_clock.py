@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.machine.clock import WORK, Clock, make_clock
-from flyte_ddp.machine.hardware import Hardware
 from flyte_ddp.training.recording import Recorder, describe_waiting
 
 WAITS = ("waiting_data", "waiting_launches")

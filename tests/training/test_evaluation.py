@@ -13,9 +13,9 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
-from flyte_ddp.machine.hardware import detect_hardware
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size

@@ -18,7 +18,7 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.machine.hardware import detect_hardware
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order import sampling

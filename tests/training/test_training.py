@@ -13,9 +13,10 @@ from plain_loop import arrays_in_fp64
 from torch.nn import functional
 from training_runs import QUIET, Train
 
+from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine import hardware, resources
+from flyte_ddp.machine import resources
 from flyte_ddp.machine.resources import World
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
