@@ -39,7 +39,7 @@ def request_ranks(hp: Hyperparameters) -> Request:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError if the GPUs that are requested for training pods, if this is one's task, do not fit ``hp``.
+    """Raise UserError if the GPUs requested for training pods do not fit ``hp``; without FLYTE_DDP_GPUS do nothing.
 
     ``nodes`` is the largest number of training pods. ``ranks`` is the number that the engine starts; 0: ``hp`` decides.
     ``capacity`` is the largest number of ranks without GPUs; 0: no limit.

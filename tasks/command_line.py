@@ -184,14 +184,22 @@ def unknown_option_error(error: Exception) -> UserError | None:
 
 
 def input_file_error(error: Exception) -> UserError | None:
-    """Return the error for a file of --hp, --policy or --inputs-file that flytekit cannot open, or parse as YAML."""
-    given = [f"{option} {word}" for option in EXAMPLES if (word := word_after_option(sys.argv, option))]
-    is_unreadable = isinstance(error, OSError) and any(each.endswith(f" {error.filename}") for each in given)
-    if not given or not (is_unreadable or isinstance(error, (yaml.YAMLError, UnicodeDecodeError))):
+    """Return the error for a file of --hp, --policy or --inputs-file that cannot be parsed; read each once more.
+
+    The exception alone does not tell: a user's own code may raise the same.
+    """
+    if not isinstance(error, (OSError, UnicodeDecodeError, yaml.YAMLError)):
         return None
-    return UserError(
-        f"{' or '.join(given)}: {unreadable_reason(error)}; give a file of JSON or YAML, such as {EXAMPLES['--hp']}"
-    )
+    for option, example in EXAMPLES.items():
+        word = word_after_option(sys.argv, option)
+        if word and not word.lstrip().startswith(("{", "[", "'")):
+            try:
+                yaml.safe_load(Path(word).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
+                return UserError(
+                    f"{option} {word}: {unreadable_reason(reason)}; give a file of JSON or YAML, such as {example}"
+                )
+    return None
 
 
 def local_cache_error(error: Exception) -> UserError | None:

@@ -67,13 +67,13 @@ def make_batches(served: ServedModel, images: Iterator[Image], logits: Iterator[
         squares.append(place_on_canvas(image, served))
         expected.append(row)
         if len(squares) == max(BATCH_SIZES):
-            yield from divide(squares, expected, place + 1)
+            yield from batch_squares(squares, expected, place + 1)
             squares, expected = [], []
     if squares:
-        yield from divide(squares, expected, place + 1)
+        yield from batch_squares(squares, expected, place + 1)
 
 
-def divide(squares: list[Image], logits: list[NDArray[np.float32]], end: int) -> Batches:
+def batch_squares(squares: list[Image], logits: list[NDArray[np.float32]], end: int) -> Batches:
     for size in BATCH_SIZES[1:]:
         for first in range(0, len(squares), size):
             part = slice(first, first + size)

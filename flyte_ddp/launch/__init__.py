@@ -1,7 +1,7 @@
 """Launchers: single, spawn, elastic, ray and dask, one file each.
 
-``launch(work)`` returns when all ranks have completed. Each finds
-the World for the work's request: ``machine.detect_world`` on one machine, else its own ``find_world``.
+``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. The World is that of
+``machine/resources.detect_world`` on one machine, else of the launcher's own ``find_world``.
 
 All launchers raise:
     UserError: the user's mistake, as the rank that failed first reported it.

@@ -173,7 +173,7 @@ def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, 
 def check_loss_rise(
     name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
 ) -> Check:
-    """Return the Check that the mean loss rises by at most ``limit``, or by chance (lower bound at most 0)."""
+    """Return the Check of the rise of the mean loss: at most ``limit``, or its lower bound is at most 0."""
     rise = float((challenger - champion).mean())
     bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
     passed = bound <= 0 or rise <= limit

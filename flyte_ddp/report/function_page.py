@@ -21,7 +21,10 @@ UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and on
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
-    """Return the HTML page of an own function's run, which may go on; UserError if it has no record of a start."""
+    """Read the records of a user's function, and return the page of its run as HTML, also while it is running.
+
+    Raises UserError without a record of a start.
+    """
     found = RunRecords(folder)
     starts, steps, end = found.starts, found.by_step["record"], found.end
     points = collect_points(steps)
@@ -46,7 +49,6 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
             (argument, json.dumps(given, ensure_ascii=False))
             for argument, given in starts[-1].get("hyperparameters", {}).items()
         ],
-        last_record=json.dumps(end or (steps[max(steps)] if steps else {})),
     )
 
 

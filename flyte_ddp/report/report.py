@@ -1,9 +1,7 @@
 """The report of a run, from the files of its folder: one HTML page that needs no other file; also the task's deck."""
 
 import dataclasses
-import html
 import json
-import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +58,6 @@ class Run:
             raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
         # Of the last step its evaluation, if there is one; empty before any.
         last: Record = max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
-        self.last_record = self.end or last
         self.steps = int(last.get("step", 0))  # optimiser steps done
         time = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
         # From the start of the last attempt to its end or last record; None without any.
@@ -124,14 +121,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         sections=[*list_section_values(run.sections, run.pictures, run.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
         settings=hyperparameter_rows(run.start.get("hyperparameters", {})),
-        last_record=json.dumps(run.last_record),
     )
-
-
-def parse_last_record(page: str) -> Record | None:
-    """Return the last record of metrics in a report's HTML: empty if it had none yet; None if the page is no report."""
-    found = re.search('<data class="ddp-last-record" value="([^"]*)"', page)
-    return None if found is None else json.loads(html.unescape(found[1]))
 
 
 def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:

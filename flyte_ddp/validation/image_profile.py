@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +12,8 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import order_test_split
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image, open_with_pillow
-from flyte_ddp.loading.encoded import Encoded, map_samples
-from flyte_ddp.loading.opening import open_image_reader
-from flyte_ddp.machine.resources import count_cores
+from flyte_ddp.loading.encoded import Encoded, ImageReader, map_samples
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.validation.leaf_profile import PartProfile, count_targets, digest_leaves, digest_samples, find_unnamed
 from flyte_ddp.validation.profile import CLASSES, DataProfile
@@ -43,22 +40,25 @@ def measure_image_arrays(data: ImageArrays, split: str, profile: DataProfile) ->
 
 
 def measure_encoded_images(
-    data: EncodedSet, split: str, profile: DataProfile, settings: Settings
+    source: ImageReader, numbers: Indices, profile: DataProfile, threads: int
 ) -> Iterator[PartProfile]:
-    """Yield what is found in all images of a split, which are decoded in threads."""
+    """Yield what is found in these images, which are decoded in threads."""
 
-    def decode_and_measure(number: int, encoded: Encoded) -> PartProfile:
+    def decode_and_measure(number: int, encoded: Encoded) -> tuple[int, int, Measured | str]:
         try:
             pixels = decode_image(encoded.content)
             with open_with_pillow(encoded.content) as image:
-                measured = measure_pixels(image.mode, pixels)
+                return number, encoded.label, measure_pixels(image.mode, pixels)
         except DecodingError as error:
-            return make_part([], np.empty(0, np.int64), [], profile, {number: str(error)})
-        return make_part([number], np.array([encoded.label]), [measured], profile)
+            return number, encoded.label, str(error)
 
-    with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
-        numbers, threads = sample_numbers(data, split), settings.loaders or count_cores()
-        yield from map_samples(source, numbers, threads, decode_and_measure, AHEAD)
+    found = map_samples(source, numbers, threads, decode_and_measure, AHEAD)
+    while part := [*islice(found, AHEAD)]:  # a part for each image would take far more memory
+        images = [(number, label, image) for number, label, image in part if isinstance(image, Measured)]
+        labels = np.array([label for _, label, _ in images], np.int64)
+        undecodable = {number: reason for number, _, reason in part if isinstance(reason, str)}
+        measured = [image for _, _, image in images]
+        yield make_part([number for number, *_ in images], labels, measured, profile, undecodable)
 
 
 def sample_numbers(data: EncodedSet, split: str) -> Indices:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,13 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.prepared import ItemSet, open_prepared, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import name_sample
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.encoded import ImageReader
 from flyte_ddp.loading.facts import FEW, join_few
 from flyte_ddp.loading.opening import open_image_reader
+from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count
-from flyte_ddp.validation.image_profile import measure_encoded_images, measure_image_arrays
+from flyte_ddp.validation.image_profile import measure_encoded_images, measure_image_arrays, sample_numbers
 from flyte_ddp.validation.leaf_profile import Compared, PartProfile, add_split, kind_of_targets, measure_item_set
 from flyte_ddp.validation.profile import (
     CLASSES,
@@ -44,27 +46,33 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
-
-    def name_of(split: str, number: int) -> str:
-        if not isinstance(data, EncodedSet):
-            return name_sample(data, split, number)
-        with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
-            return source.read_sample(number).name
-
-    if isinstance(data, ItemSet):
-        compared = measure_item_set(data, profile, settings, name_of)
-    else:
-        profile.compared = "pixels"
-        parts: dict[str, Iterator[PartProfile]]
+    with ExitStack() as opened:
+        readers: dict[str, ImageReader] = {}
         if isinstance(data, EncodedSet):
-            parts = {split: measure_encoded_images(data, split, profile, settings) for split in SPLITS}
+            for split, source in zip(SPLITS, (data.train, data.test_source), strict=True):
+                readers[split] = opened.enter_context(closing(open_image_reader(source, settings)))
+
+        def name_of(split: str, number: int) -> str:
+            return readers[split].read_sample(number).name if readers else name_sample(data, split, number)
+
+        if isinstance(data, ItemSet):
+            compared = measure_item_set(data, profile, settings, name_of)
         else:
-            profile.target_shape = [*data.train_labels.shape[1:]]
-            profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
-            parts = {split: measure_image_arrays(data, split, profile) for split in SPLITS}
-        compared = [add_split(profile, split, parts[split], name_of) for split in SPLITS]
-    find_equal_samples(profile, compared, name_of)
-    return profile
+            profile.compared = "pixels"
+            parts: dict[str, Iterator[PartProfile]]
+            if isinstance(data, EncodedSet):
+                threads = settings.loaders or count_cores()
+                parts = {
+                    split: measure_encoded_images(reader, sample_numbers(data, split), profile, threads)
+                    for split, reader in readers.items()
+                }
+            else:
+                profile.target_shape = [*data.train_labels.shape[1:]]
+                profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
+                parts = {split: measure_image_arrays(data, split, profile) for split in SPLITS}
+            compared = [add_split(profile, split, parts[split], name_of) for split in SPLITS]
+        find_equal_samples(profile, compared, name_of)
+        return profile
 
 
 def find_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:

@@ -201,6 +201,24 @@ def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pyte
     assert checkpoint.newest_step(tmp_path) == 2
 
 
+def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    in_the_way = tmp_path / "checkpoints"
+    in_the_way.touch()
+    saving = Checkpoints(tmp_path, NO_IDENTITY, None, 60.0)
+    saving.save(1, {"step": 1})
+    asked = threading.Thread(target=lambda: answers.append(saving.save_now(30.0)))
+    answers: list[int] = []
+    asked.start()
+    wait_until(saving.due)
+    saving.save(2, {"step": 2})
+    saving.wait_until_written()
+    in_the_way.unlink()
+    saving.save(3, {"step": 3})
+    asked.join()
+    assert answers == [3]
+
+
 def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

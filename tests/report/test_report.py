@@ -275,20 +275,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
-def test_a_program_finds_the_last_record_and_a_reader_sees_nothing_of_it(tmp_path: Path) -> None:
-    hostile = """ends "early" </data></div><script>alert('1')</script> &quot; \u00fc"""
-    lines = records(epochs=2)
-    for last, written in ((lines[-1] | {"stopped": hostile}, lines), (lines[-2], lines[:-1]), (lines[-3], lines[:-2])):
-        folder = write_run(tmp_path / str(len(written)), [*written[:-1], last])
-        html = report.render_report(folder)
-        assert report.parse_last_record(html) == last
-        [found] = [(each, inside) for tag, each, inside in Page(html).elements if tag == "data"]
-        assert found[0].keys() == {"class", "value", "hidden"}
-        assert found[1] == []
-    assert report.parse_last_record(report.render_report(write_run(tmp_path / "begun", lines[:1]))) == {}
-    assert report.parse_last_record("<p>another page</p>") is None
-
-
 @pytest.mark.parametrize("shape", [(300, 200, 3), (40, 40, 4), (1, 1, 1), (64, 64, 2)])
 def test_thumbnails_of_any_image_fit_their_place(shape: tuple[int, int, int]) -> None:
     uri = thumbnail(np.zeros(shape, dtype=np.uint8))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cli import DEADLINE, ROOT, TINY, WORKFLOWS, Ended, is_pyflyte, pyflyte, train
 from processes import wait_until
 from test_cli_errors import also, assert_refused
 
 from benchmarks.running import descendants
+from tasks.command_line import input_file_error
 
 pytestmark = pytest.mark.slow
 LONG = {"num_ranks": 2, "epochs": 20, "batch_size": 64, "eval_interval": 5}
@@ -128,6 +130,20 @@ def test_inputs_that_cannot_be_read(
 ) -> None:
     (tmp_path / "file.yaml").write_text(content)
     assert re.search(words, refusal("training", "training_wf", *arguments))
+
+
+@pytest.mark.parametrize(
+    "raised", [yaml.YAMLError("mine"), UnicodeDecodeError("utf-8", b"", 0, 1, "mine"), OSError(2, "x")]
+)
+def test_what_own_code_raises_is_not_the_mistake_of_a_file_that_can_be_read(
+    raised: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("epochs: 3")
+    monkeypatch.setattr("sys.argv", ["pyflyte", "run", "workflow.py", "training_wf", "--hp", str(file)])
+    assert input_file_error(raised) is None
+    file.write_bytes(b"\xff")
+    assert "is not text" in input_file_error(raised).message
 
 
 def test_a_mistake_on_the_command_line_is_one_panel(tmp_path: Path) -> None:
