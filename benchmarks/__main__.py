@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import measuring, rendering
 from flyte_ddp.errors import StoppedError
 
-NAMES = ["images", "dropout", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
+NAMES = ["images", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
 NAMES += ["table", "gpt", "preset", "cost", "gate"]
 LONG = ["published", "chaos", "gpu"]  # run when they are named
 CHECKS = ["same_bits"]  # so are these, which have no figures: the exit code says what they found

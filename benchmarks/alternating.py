@@ -27,8 +27,6 @@ from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.training_state import TrainingState
 
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
-
-
 EXCLUDE_SNAPSHOTS, COPY_AFTER_STEP = TrainingState.exclude_snapshots, Buffers.copy_after_step
 CHECK_LOSS, SAVE_EPOCH, WRITE = LossWatch.check_loss, Checkpointer.save_epoch, Checkpointer._write_snapshot
 seconds: defaultdict[str, float] = defaultdict(float)

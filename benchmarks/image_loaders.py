@@ -183,13 +183,13 @@ def write_chunks(folder: Path, images: int) -> dict[str, str]:
     return found
 
 
-def decode_and_crop(stored: Sequence[bytes]) -> int:
+def decode_and_crop(numbers: Sequence[int]) -> int:
     """What there is to do at the least, from images in memory; returns how many."""
-    for content, draws in zip(stored, cropping.draw_crops(0, 0, np.arange(len(stored))), strict=True):
-        pixels = decode_image(content)
+    for number, draws in zip(numbers, cropping.draw_crops(0, 0, np.arange(len(numbers))), strict=True):
+        pixels = decode_image(generated_images.content(number))
         height, width, _ = pixels.shape
         cropping.resize_crop(pixels, cropping.random_crop(draws, height, width), SIZE)
-    return len(stored)
+    return len(numbers)
 
 
 def bare_threads(order: dict[str, Any], _: Path) -> Epoch:
@@ -210,14 +210,10 @@ def in_workers(pool: Executor, workers: int, images: Sequence[int]) -> Epoch:
     [generated_images.content(number) for part in parts for number in part]
 
     def epoch(_: int) -> Iterator[Tensor]:
-        for count in pool.map(part_decoded, parts):
+        for count in pool.map(decode_and_crop, parts):
             yield torch.empty(count)
 
     return epoch
-
-
-def part_decoded(numbers: Sequence[int]) -> int:
-    return decode_and_crop([generated_images.content(number) for number in numbers])
 
 
 def fast(side: Callable[..., Epoch]) -> Side:

@@ -79,9 +79,8 @@ def measure(options: Options) -> Result:
         run = folder / f"ranks-{ranks}-batch-{batch}"
         train(ranks, batch, data, run, max_steps=2 if options.quick else 0)
         found[ranks, batch] = losses(run, batch)
-        found[ranks, batch]["validation"] = [
-            documents_validation(path, data, ranks, batch) for path in weights_of_epochs(run)
-        ]
+        weights = sorted((run / "weights").glob("*.pt"), key=lambda path: int(path.stem))  # named by the step
+        found[ranks, batch]["validation"] = [documents_validation(path, data, ranks, batch) for path in weights]
         for kind, values in found[ranks, batch].items():
             for loss in values:
                 result.add(f"{ranks} ranks, batches of {batch}: {kind} loss, epoch by epoch", loss, "")
@@ -124,11 +123,6 @@ def losses(run: Path, batch: int) -> dict[str, list[float]]:
     epochs = [steps[start : start + of_epoch] for start in range(0, len(steps), of_epoch)]
     exact = [record["test_loss"] for record in records if record["kind"] == "evaluation"]
     return {"train": [float(np.mean(epoch)) for epoch in epochs], "exact test": exact}
-
-
-def weights_of_epochs(run: Path) -> list[Path]:
-    """Return the weights after each epoch, in order; they are named by the number of steps."""
-    return sorted((run / "weights").glob("*.pt"), key=lambda path: int(path.stem))
 
 
 def documents_validation(weights: Path, data: Path, ranks: int, batch: int) -> float:

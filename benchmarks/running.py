@@ -37,9 +37,6 @@ class Run:
         times = [self.of("start")[0]["time"], *(record["time"] for record in self.of("evaluation"))]
         return [after - before for before, after in itertools.pairwise(times)]
 
-    def seconds_to_first_step(self) -> float:
-        return float(self.of("train")[0]["time"]) - self.began
-
 
 def environment(changes: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
     """Return this process's environment without settings of ours, of wandb and of OpenMP, and with another HOME."""

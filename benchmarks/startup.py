@@ -47,7 +47,7 @@ def measure(options: Options) -> Result:
 
     def ours(repeat: int) -> None:
         run = run_library(hp, data, options.folder / f"run-{repeat}", wandb="offline")
-        result.add(OURS, run.seconds_to_first_step(), "s")
+        result.add(OURS, float(run.of("train")[0]["time"]) - run.began, "s")
 
     interleaved(options, result, {"bare": bare, "ours": ours}, options.number(10))
     result.targets += [
