@@ -3,19 +3,21 @@
 import csv
 import io
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from traceback import format_exception
 
 import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from encoded_runs import BASE, SIDE, labelled, losses, notes, quiet, train, weights
+from encoded_runs import BASE, SIDE, labelled, losses, notes, quiet, train
 from file_server import file_server
 from PIL import Image
 from served_shards import contents
 from tars import shard_bytes
-from training_runs import Train, cut_off, train_in
+from training_runs import Train, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
@@ -32,7 +34,7 @@ from flyte_ddp.training.training_state import open_objective
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
 ARRAYS = Hyperparameters(
-    model="faults:model", epochs=2, batch_size=300, precision="fp64", num_ranks=2, log_interval=1, learning_rate=0.05,
+    model="faults:model", epochs=1, batch_size=300, precision="fp64", num_ranks=2, log_interval=1, learning_rate=0.05,
     augment="own_loading:albumentations_pipeline",
 )  # fmt: skip
 LABELS = ["left", "bright"]
@@ -113,17 +115,19 @@ def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path
         splits.close()
 
 
-def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_ranks_and_processes(photos: Path, tmp_path) -> None:
+def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_processes(photos: Path, tmp_path: Path) -> None:
     hp = replace(
-        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", epochs=2, batch_size=20,
-        augment="own_loading:torchvision_pipeline", image_size=8, model="faults:model",
+        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", image_size=8,
+        augment="own_loading:torchvision_pipeline",
     )  # fmt: skip
-    one = train(hp, tmp_path / "one", quiet(tmp_path, loaders=3))
-    several = train(replace(hp, num_ranks=2), tmp_path / "several", quiet(tmp_path, loaders=1))
-    assert losses(several) == pytest.approx(losses(one), abs=1e-9)
-    plain = train(replace(hp, augment="none"), tmp_path / "plain")
-    assert losses(plain) != pytest.approx(losses(one), abs=1e-3)
-    assert json.loads(one.sidecar.read_text())["classes"] == LABELS
+
+    def load(hp: Hyperparameters, workers: int) -> torch.Tensor:
+        with closing(open_all(hp, tmp_path, workers)) as splits:
+            return splits.training.load_batch(splits.training.order.samples(slice(0, 20)), 1).inputs
+
+    one, several = load(hp, 1), load(hp, 3)
+    assert torch.equal(one, several)
+    assert not torch.equal(one, load(replace(hp, augment="none"), 1))
 
 
 def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_a_model_predicts_what_it_was_trained_on(photos: Path, tmp_path: Path) -
     """Its evaluation by the table of predictions is that of the training."""
     hp = replace(
         BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:members", objective="multilabel",
-        model="faults:model", num_ranks=2, batch_size=20, image_size=8, precision="fp32",
+        model="faults:model", batch_size=20, image_size=8, precision="fp32",
     )  # fmt: skip
     result = train(hp, tmp_path / "trained")
     [data] = (tmp_path / "trained").glob("shards-*")
@@ -193,26 +197,21 @@ def test_images_of_a_folder(tmp_path: Path) -> None:
     splits.close()
 
 
-def test_own_augmentations_do_not_depend_on_ranks_and_interruptions(train_digits: Train) -> None:
-    """Cut off in the second epoch, of five steps each, and resumed bit for bit."""
-    hp = replace(ARRAYS, num_ranks=1)
-    one = train_digits(hp, "one", loaders=3)
+def test_own_augmentations_do_not_depend_on_ranks(train_digits: Train) -> None:
+    one = train_digits(replace(ARRAYS, num_ranks=1), "one", loaders=3)
     assert losses(train_digits(ARRAYS, "two", loaders=1)) == pytest.approx(losses(one), abs=1e-9)
-    cut_off(lambda: train_digits(hp, "cut"), 8)
-    resumed = train_digits(hp, "cut", loaders=2)
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
 
 
 def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
     text = r"OwnCodeError: augment='own_loading:fail' on sample \d+: ZeroDivisionError: the augmentation's own words"
     with pytest.raises(RankError, match=text) as raised:
-        train_digits(replace(ARRAYS, augment="own_loading:fail"))
-    assert 'raise ZeroDivisionError("the augmentation\'s own words")' in raised.value.details
+        train_digits(replace(ARRAYS, augment="own_loading:fail", num_ranks=1))
+    assert 'raise ZeroDivisionError("the augmentation\'s own words")' in "".join(format_exception(raised.value))
 
 
 def test_a_killed_loader_process_is_told(train_digits: Train) -> None:
     with pytest.raises(RankError, match="a loader process ended with SIGKILL, often for lack of memory") as caught:
-        train_digits(replace(ARRAYS, augment="own_loading:killed"))
+        train_digits(replace(ARRAYS, augment="own_loading:killed", num_ranks=1))
     assert caught.value.recoverable
 
 
@@ -227,14 +226,14 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
     create_index([f"{tmp_path}/train.tar"], tmp_path / "train.json", classes=LABELS, progress="off")
     hp = replace(
         BASE, dataset=f"shards:{tmp_path}/train.json", sample="own_loading:class_of", batch_size=20,
-        model="faults:model", image_size=8, num_ranks=2, bad_samples=2, epochs=1,
+        model="faults:model", image_size=8, bad_samples=2, epochs=1,
     )  # fmt: skip
     result = train(hp, tmp_path / "out", quiet(tmp_path, loaders=2))
     assert any("2 samples could not be decoded and were replaced" in note for note in notes(result))
     with pytest.raises(RankError, match="UnidentifiedImageError: cannot identify") as raised:
         train(replace(hp, bad_samples=0), tmp_path / "none")
     assert "sample='own_loading:class_of' on sample '" in str(raised.value)
-    assert "in class_of" in raised.value.details
+    assert "in class_of" in "".join(format_exception(raised.value))
 
 
 def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_path: Path) -> None:
@@ -242,11 +241,9 @@ def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_pa
         server.files = {path.name: path.read_bytes() for path in photos.iterdir() if path.is_file()}
         hp = replace(
             BASE, dataset=f"shards:{server.url}/train.json", sample="own_loading:class_of", batch_size=20, epochs=1,
-            model="faults:model", image_size=8, num_ranks=2,
+            model="faults:model", image_size=8,
         )  # fmt: skip
         result = train(hp, tmp_path, quiet(tmp_path, loaders=2))
         fetched = [name for name in server.requests if name.endswith(".tar")]
     assert sorted(fetched) == [f"train-{shard}.tar" for shard in range(4)]
     assert "4 shards were fetched, none of them more than once." in notes(result)
-    here = train(replace(hp, dataset=f"shards:{photos}/train.json"), tmp_path / "here")
-    assert losses(here) == losses(result)
