@@ -22,7 +22,6 @@ from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.planning import sufficient_cache_bytes
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.user_code.callables import load_callable
 
@@ -139,17 +138,10 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     return []
 
 
-def check_share_of_rank(
-    data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
-) -> list[str]:
-    """Refuse a stream with too few shards for all ranks; return warnings of a cache that is too small for them.
-
-    ``workers`` is the number of decoding threads or processes of each rank. ``cache_bytes`` None: no limit.
-    """
-    if not isinstance(data, EncodedSet) or isinstance(data.train, ImageList):
-        return []
-    if not data.is_stream:
-        return cache_size_warnings(data.train, hp, ranks, cache_bytes)
+def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
+    """Raise UserError for a stream with fewer shards than all ranks have workers."""
+    if not isinstance(data, EncodedSet) or not data.is_stream:
+        return
     fraction = hp.validation_fraction
     order = order_splits(data, validation_fraction=fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards)["training"]
     assert isinstance(order, ShardOrder)
@@ -159,7 +151,6 @@ def check_share_of_rank(
             f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
             "each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
         )
-    return []
 
 
 def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str]:
@@ -177,24 +168,6 @@ def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str
     if len(missing) >= len(classes) - 1 and any((mask == IGNORED).any() for mask in masks):
         text += f", and pixels that are {IGNORED} are ignored; of masks painted 0 and 255 make classes by masks // 255"
     return [text]
-
-
-def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
-    """Return a list of one warning if ``cache_bytes`` (None: no limit) are too few for the remote shards, else []."""
-    sizes = index.sizes
-    if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
-        return []
-    streams, parts = min(hp.shuffle_shards, len(sizes)), min(hp.accumulation_steps, hp.batch_size)
-    # With mixup all ranks read from all streams, as one rank would.
-    wanted = sufficient_cache_bytes(sizes, streams, parts, ranks=1 if hp.mixup else ranks)
-    limit, all_of_it = f"FLYTE_DDP_CACHE_BYTES={cache_bytes}", int(sizes.sum())
-    if cache_bytes < min(wanted, all_of_it):
-        what = f"{limit}: less than the {min(wanted, all_of_it)} that training wants, so that it may fetch shards"
-        return [f"{what} more than once an epoch; raise it, or lower shuffle_shards (now {hp.shuffle_shards})"]
-    if hp.validation_fraction or not hp.test_dataset:
-        what = f"{limit}: less than the {all_of_it} of all shards, which evaluations therefore fetch again"
-        return [f"{what}; raise it or eval_interval, or set test_dataset and validation_fraction 0"]
-    return []
 
 
 def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:

@@ -1,5 +1,6 @@
 """HTML pages for the console: what is going to be trained, packed shards, and the first predictions."""
 
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,8 @@ from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import render_template
 from flyte_ddp.report.report import hyperparameter_rows
-from flyte_ddp.shards.dataset import Sample
+from flyte_ddp.shards.dataset import Sample, ShardDataset
 from flyte_ddp.shards.index import ShardIndex, read_index
-from flyte_ddp.shards.inspection import read_sample
 from flyte_ddp.text.formatting import format_percent
 
 PICTURES = 24  # on a page
@@ -50,9 +50,11 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 
 
 def render_index_preview(address: str) -> str:
-    """Return an HTML page on what an index of shards lists, with PICTURES (24) of its samples, which it downloads."""
+    """Return an HTML page on what an index of shards lists, and its first PICTURES (24) samples; fetch their shards."""
     index = read_index(address)
-    numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
+    with tempfile.TemporaryDirectory() as cache:
+        samples = ShardDataset(index, cache, decode=False)
+        pictures = [make_sample_picture(index, samples[number]) for number in range(min(PICTURES, len(index)))]
     return render_template(
         "preview.html",
         title=address,
@@ -60,7 +62,7 @@ def render_index_preview(address: str) -> str:
         facts=index.summary().items(),
         classes=", ".join(index.classes[:LISTED]) or "not known",
         pictured="Some samples",
-        pictures=[make_sample_picture(index, read_sample(index, number)) for number in numbers],
+        pictures=pictures,
     )
 
 

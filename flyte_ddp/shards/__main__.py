@@ -1,21 +1,15 @@
 """The commands for shards: ``python -m flyte_ddp.shards --help``."""
 
 import io
-import json
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import click
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import MODES
 from flyte_ddp.shards.index import ShardIndex, read_index
-from flyte_ddp.shards.inspection import read_sample, write_members
 from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.planning import describe_plan
 from flyte_ddp.shards.scanning import create_index, verify_index
 from flyte_ddp.text.formatting import format_count
 
@@ -85,22 +79,6 @@ def show(index: str, list_shards: bool) -> None:
 
 
 @shards.command()
-@click.argument("index")
-@click.argument("number", type=int)
-@click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Write the members into this folder.")
-def sample(index: str, number: int, to: Path | None) -> None:
-    """Print one sample of an index as JSON; write its members into --to. Fetches the whole shard if it has no table."""
-    shown = read_sample(index, number)
-    members = {name: value for name, value in shown.items() if isinstance(value, bytes)}
-    for name, value in members.items():
-        is_short_text = len(value) <= 80 and value.isascii()
-        shown[name] = value.decode() if is_short_text else f"{len(value):,} bytes"
-    if to is not None:
-        write_members(shown["__key__"], members, to)
-    click.echo(json.dumps(shown, indent=1, ensure_ascii=False))
-
-
-@shards.command()
 @click.argument("source")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--name", default="train", help="Name of the data set; the files' names begin with it.")
@@ -122,22 +100,6 @@ def pack(
     options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
     click.echo(f"{folder / name}.json: {format_counts(index)}")
-
-
-def plan(**options: Any) -> None:
-    """Print how many batches each rank gets, what each node reads and caches, and whether DDP would hang.
-
-    INDEX is the address of an index; only the first sample of each of its data sets is read. Without an index give
-    --shards, --samples and --size. Exits with status 1 if DDP would hang.
-    """
-    for line in describe_plan(PlanRequest(**options)):
-        click.echo(line)
-
-
-for entry in reversed(fields(PlanRequest)[1:]):
-    flag = f"--{entry.name.replace('_', '-')}"
-    click.option(flag, default=entry.default, is_flag=entry.default is False, help=entry.metadata["doc"])(plan)
-shards.command()(click.argument("index", default="")(plan))
 
 
 def read_class_names(path: Path | None) -> list[str]:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +19,7 @@ from flyte_ddp.files import unlock_file
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.samples import SampleTable, read_table_or_none, tabulate_members
+from flyte_ddp.shards.samples import read_table_or_none, tabulate_members
 from flyte_ddp.shards.tar import iterate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
@@ -108,27 +107,6 @@ def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
             pause = min(2 * pause, 1.0)
 
 
-def read_sample_members(
-    shard: Shard, table: SampleTable, sample: int, read_bytes: Callable[[int, int], bytes], wanted: Wanted = None
-) -> StoredSample:
-    """Return the key of a sample in a shard, and its members' contents by their extensions.
-
-    ``read_bytes(start, length)`` must return bytes of the shard; its OSErrors become UserErrors.
-    """
-    contents = {}
-    for member in table.sample_members(sample):
-        if wanted is None or member.extension.lower() in wanted:
-            try:
-                content = read_bytes(member.offset, member.size) if member.size else b""  # a range has a byte
-            except OSError as error:
-                raise unusable_shard_error(shard, error) from None
-            if len(content) != member.size:
-                problem = f"ends before {member.key}{member.extension}, at byte {member.offset:,}, does"
-                raise UserError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
-            contents[member.extension] = content
-    return table.keys[sample], contents
-
-
 def read_at(file: int, start: int, length: int) -> bytes:
     """Read ``length`` bytes of a file (a descriptor) from byte ``start``; return fewer if the file ends before."""
     content = piece = os.pread(file, length, start)
@@ -176,8 +154,19 @@ class ShardReader:
         another process downloads the shard. Raises UserError if the shard is damaged or unreadable.
         """
         number, inside = self.index.locate(sample)
-        with self.open_shard(number) as shard:
-            return read_sample_members(shard.shard, shard.table, inside, partial(read_at, shard.file), wanted)
+        contents = {}
+        with self.open_shard(number) as opened:
+            for member in opened.table.sample_members(inside):
+                if wanted is None or member.extension.lower() in wanted:
+                    try:
+                        content = read_at(opened.file, member.offset, member.size)
+                    except OSError as error:
+                        raise unusable_shard_error(opened.shard, error) from None
+                    if len(content) != member.size:
+                        problem = f"ends before {member.key}{member.extension}, at byte {member.offset:,}, does"
+                        raise UserError(f"shard {opened.shard.url}: {problem}; copy it again, or renew the index")
+                    contents[member.extension] = content
+            return opened.table.keys[inside], contents
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
@@ -254,27 +243,21 @@ class ShardDataset:
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         number %= len(self)
-        sample = make_sample(self.index, number, *self.reader.read_sample(number))
+        key, contents = self.reader.read_sample(number)
+        shard_number, inside = self.index.locate(number)
+        shard = self.index.shards[shard_number]
+        sample: Sample = {
+            **contents,
+            "__key__": key,
+            "__dataset__": self.index.parts[shard.part].name,
+            "__index__": number,
+            "__shard__": shard.url,
+            "__shardindex__": inside,
+        }
         try:
             return decode_sample(sample) if self.decode else sample
         except UserError as error:
-            shard, _ = self.index.locate(number)
-            copy = self.reader.cache.describe_copy(self.index.shards[shard])
-            raise UserError(f"{error.message}{copy}") from None
+            raise UserError(f"{error.message}{self.reader.cache.describe_copy(shard)}") from None
 
     def close(self) -> None:
         self.reader.close()
-
-
-def make_sample(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
-    """Return sample ``number`` of an index as a dict: its members' contents, and wids' keys (``__key__`` and so on)."""
-    shard_number, inside = index.locate(number)
-    shard = index.shards[shard_number]
-    return {
-        **contents,
-        "__key__": key,
-        "__dataset__": index.parts[shard.part].name,
-        "__index__": number,
-        "__shard__": shard.url,
-        "__shardindex__": inside,
-    }

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.prepared import check_share_of_rank
+from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
@@ -60,12 +60,9 @@ def train(rank: Rank) -> None:
     job = Job.from_work(rank.work, bf16)
     hp = job.hp
     data = open_prepared(job.data)
-    workers, cache_bytes = job.settings.loaders or job.hardware.threads, job.settings.cache_bytes
-    warnings = check_share_of_rank(data, hp, ranks=world_size(), workers=workers, cache_bytes=cache_bytes)
+    refuse_too_few_shards(data, hp, ranks=world_size(), workers=job.settings.loaders or job.hardware.threads)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
     with closing(state.splits), closing(Recorder(job, state)) as recorder:
-        for warning in warnings if recorder.writes else ():
-            recorder.progress.print_note(warning)
         write_start_record(job, state, recorder)
         if job.checkpoint is not None:
             restore_run(state, recorder, job.checkpoint)

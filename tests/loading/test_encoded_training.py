@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from encoded_runs import BASE, SIDE, labelled, losses, notes, of, quiet, train, weights
-from file_server import FileServer, file_server
+from file_server import file_server
 from PIL import Image
 from plain_loop import train_plainly
 from torchvision.transforms import v2
@@ -20,7 +20,6 @@ from training_runs import cut_off
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
-from flyte_ddp.datasets.prepared import check_share_of_rank
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.models import zoo
@@ -72,11 +71,10 @@ def test_two_ranks_compute_what_one_process_would(shards: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_random_crops_do_not_depend_on_ranks_and_interruptions(shards: Path, tmp_path: Path) -> None:
+def test_random_crops_do_not_depend_on_interruptions(shards: Path, tmp_path: Path) -> None:
     """Cut off in the second epoch, of five steps each."""
     hp = of(shards / "train.json", model="faults:model", batch_size=250, augment="resized_crop", image_size=8)
     one = train(hp, tmp_path / "one")
-    assert losses(train(replace(hp, num_ranks=2), tmp_path / "two")) == pytest.approx(losses(one), abs=1e-9)
     cut_off(lambda: train(hp, tmp_path / "cut"), 7)
     resumed = train(hp, tmp_path / "cut")
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
@@ -105,29 +103,6 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(many_shards: P
     found = re.fullmatch(r"20 shards were fetched, (\d+) of them more than once; the cache has no room .*", note)
     assert found
     assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
-
-
-def test_a_cache_that_is_too_small_is_a_warning(shards: Path, server: FileServer, tmp_path: Path) -> None:
-    """Two ranks on two streams each: they want two shards each, and as many on their way; here there are ten."""
-    server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
-    sizes = [path.stat().st_size for path in shards.glob("*.tar")]
-    largest, whole = max(sizes), sum(sizes)
-    hp = of(f"{server.url}/train.json", shuffle_shards=2)
-    data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-
-    def said(cache_bytes: int | None, hp: Hyperparameters = hp) -> list[str]:
-        return check_share_of_rank(open_prepared(data), hp, ranks=2, workers=1, cache_bytes=cache_bytes)
-
-    assert said(None) == said(whole) == said(whole, replace(hp, shuffle_shards=1000)) == []
-    [caution] = said(8 * largest - 1)
-    assert f"={8 * largest - 1}: less than the {8 * largest} that training wants" in caution
-    assert "lower shuffle_shards (now 2)" in caution
-    [caution] = said(8 * largest)
-    assert f"={8 * largest}: less than the {whole} of all shards, which evaluations therefore fetch again" in caution
-    [caution] = said(4 * largest - 1, replace(hp, mixup=0.2))  # both ranks read from both streams
-    assert f"less than the {4 * largest} that training wants" in caution
-    own_tests = replace(hp, validation_fraction=0.0, test_dataset="shards:elsewhere")
-    assert said(8 * largest, own_tests) == []
 
 
 def test_an_image_folder_is_learnt(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from processes import processes_with, wait_until
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_source
-from flyte_ddp.datasets.prepared import check_share_of_rank
+from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import RankLostError, UserError
 from flyte_ddp.loading.encoded import ShardImages
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
@@ -131,19 +131,19 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards: Path, tmp_path, monkeypatch) -> None:
     """It takes its worker along, and the retry begins another stream."""
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", epochs=4, log_interval=1)
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", epochs=2, log_interval=1)
     monkeypatch.setenv("MARK", str(tmp_path))  # in the environment of the workers
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 5})
     with pytest.raises(RankLostError, match="killed by SIGKILL"):
         train(hp, tmp_path, loaders=1)
     wait_until(lambda: not processes_with(f"MARK={tmp_path}", "spawn_main"), 5)
     result = train(hp, tmp_path, loaders=1)
-    assert result.test_accuracy > 0.6
+    assert result.test_accuracy > 0.5
     *_, start = (record for record in read_records(result.metrics) if record["kind"] == "start")
     # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
     assert (start["test_samples"], start["validation_samples"]) == (2 * PER_SHARD, 2 * PER_SHARD)
     assert start["training_samples"] == 16 * PER_SHARD
-    assert start["steps"] == 4 * 16 * PER_SHARD // 50
+    assert start["steps"] == 2 * 16 * PER_SHARD // 50
     said = read_records(result.metrics)[-1]["notes"]
     (note,) = (note for note in said if "went on from a checkpoint" in note)
     assert "but for the stream, which restarted from scratch" in note
@@ -187,7 +187,7 @@ def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_b
         train(hp, tmp_path / "weighted", loaders=1, launch=launch)
     hp = replace(BASE, dataset=f"stream:{shards}/train.json")
     with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
-        check_share_of_rank(
+        refuse_too_few_shards(
             open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off")), hp, ranks=2, workers=9
         )
 

@@ -17,7 +17,6 @@ from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.shards.__main__ import shards as commands
-from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.scanning import create_index, verify_index
 
 FILES = image_files(*(f"{kind}/{number}.png" for kind in ("ant", "bee") for number in range(6)))
@@ -29,7 +28,7 @@ def shards(*arguments: object) -> tuple[int, str, str]:
     return ended.exit_code, ended.stdout, ended.stderr
 
 
-def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_folder_of_images_to_a_verified_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands, one after the other, as in the documentation."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "images", FILES)
@@ -57,12 +56,6 @@ def test_from_a_folder_of_images_to_a_single_sample(tmp_path: Path, monkeypatch:
         assert line in shown
     assert [line.split()[0] for line in shown[-3:]] == ["5", "5", "2"]
 
-    described = json.loads(shards("sample", "out/val.json", 7, "--to", "members")[1])
-    expected = ShardDataset("out/val.json", "cache", decode=False)[7]
-    texts = {".png": f"{len(expected['.png'])} bytes", ".cls": expected[".cls"].decode()}
-    assert described == expected | texts
-    assert (tmp_path / "members" / f"{expected['__key__'].replace('/', '_')}.png").read_bytes() == expected[".png"]
-
 
 @pytest.mark.slow
 def test_mistakes_are_one_message_without_a_traceback(tmp_path: Path) -> None:
@@ -84,7 +77,6 @@ def test_the_exit_status_says_whether_all_is_well(tmp_path: Path) -> None:
     for arguments, said in {
         ("create", path, "--classes", tmp_path / "gone"): "gone: No such file or directory",
         ("create", path, "--classes", tmp_path / "empty"): "empty: is empty; it must have the classes' names",
-        ("sample", index, "3"): "sample 3: the index has 3, so it must be 0..2",
     }.items():
         status, _, errors = shards(*arguments)
         assert status == 1

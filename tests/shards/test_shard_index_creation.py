@@ -24,10 +24,7 @@ from flyte_ddp.shards.__main__ import read_class_names
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Part, read_index
-from flyte_ddp.shards.inspection import read_sample
 from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.planning import describe_plan
 from flyte_ddp.shards.scanning import create_index, expand_ranges, verify_index
 
 
@@ -53,23 +50,6 @@ def test_an_index_of_remote_shards(scheme: str, server: FileServer, tmp_path: Pa
     got = [(sample["__key__"], sample[".bin"], sample[".cls"]) for sample in map(dataset.__getitem__, range(0, 49, 7))]
     assert got == expected[:49:7]
     assert verify_index(str(tmp_path / "index.json"), progress="off") == []
-    server.spans.clear()
-    assert read_sample(str(tmp_path / "index.json"), 42) == dataset[42]
-    lengths = [len(content) for content in expected[42][1:]]
-    asked = [text.removeprefix("bytes=").split("-") for text in server.spans]
-    assert [int(end) - int(start) + 1 for start, end in asked] == (lengths if scheme != "file" else [])
-
-
-def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: FileServer, tmp_path: Path) -> None:
-    server.files["0.tar"] = shard_bytes(samples(5))
-    index = tmp_path / "index.json"
-    create_index([f"{server.url}/0.tar"], index, progress="off")
-    expected = read_sample(str(index), 3)
-    server.gives_parts = False
-    assert read_sample(str(index), 3) == expected
-    server.gives_parts = True
-    scanning.tables_path(index).unlink()
-    assert read_sample(str(index), 3) == expected
 
 
 def test_a_page_of_samples_reads_the_index_once(server: FileServer, tmp_path: Path) -> None:
@@ -301,9 +281,6 @@ def test_what_training_refuses_is_said_when_the_index_is_made(samples: Samples, 
     # The first sample is looked at again where no other command was asked.
     create_index([str(second)], output, progress="off")
     assert refused_by_training(output, tmp_path).startswith(said + NAMES)
-    [*_, last] = describe_plan(PlanRequest(index=str(output), validation_fraction=0.0, test_fraction=0.0, batch_size=1))
-    assert last.startswith(f"warning: {said}{NAMES}")
-    assert "create" not in last
     # As wids' own tool writes it, which looks at numbers of samples only.
     output.write_text(json.dumps({"wids_version": 1, "shardlist": [{"url": second.name, "nsamples": 1}]}))
     assert refused_by_training(output, tmp_path).startswith(said + NAMES)
@@ -320,10 +297,3 @@ def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path
     server.files["0.tar"] = shard_bytes(GOOD)
     server.faults["0.tar"] = [503]  # which passes
     fetch(f"shards:{server.url}/index.json", "", tmp_path / "prepared", progress="off")
-
-
-def test_a_plan_of_shards_that_cannot_be_read_says_so(server: FileServer, tmp_path: Path) -> None:
-    server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 400}]}).encode()
-    [plan, warning] = describe_plan(PlanRequest(index=f"{server.url}/index.json"))
-    assert "warning" not in plan
-    assert warning.startswith(f"warning: shard {server.url}/0.tar: cannot be fetched (HTTP 404 Not Found); check the")
