@@ -90,7 +90,7 @@ def show(index: str, list_shards: bool) -> None:
 def pack(
     *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
 ) -> None:
-    """Pack SOURCE into shards and an index in FOLDER; replace those packed before under this name.
+    """Pack SOURCE into shards and an index in FOLDER, which has none of this name.
 
     SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), a data set by its name
     (digits; downloaded: mnist, fashion_mnist, cifar10), or package.module:callable, called for a pair (train, test).

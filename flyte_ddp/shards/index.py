@@ -291,7 +291,7 @@ def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
     return value
 
 
-def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
+def index_json(index: ShardIndex, folder: str, tables: str) -> bytes:
     """Return the JSON of an index of one part, one shard a line; addresses below ``folder`` become relative."""
     [part] = index.parts
     prefix = f"{folder.rstrip('/')}/"
@@ -309,5 +309,5 @@ def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = Fa
         lines.append(json.dumps({field: value for field, value in entry.items() if value is not None}))
     head = {"__kind__": KIND, "wids_version": 1, "name": index.name}
     head |= {"weight": part.weight} if part.weight != 1 else {}
-    head |= {EXTENSION: {"classes": index.classes, "tables": tables} | ({"packed": True} if packed else {})}
+    head |= {EXTENSION: {"classes": index.classes, "tables": tables}}
     return (json.dumps(head)[:-1] + ', "shardlist": [\n' + ",\n".join(lines) + "\n]}\n").encode()

@@ -162,15 +162,12 @@ def create_index(
     return index_shards(expanded, output, name=name, classes=classes, progress=progress)
 
 
-def index_shards(
-    urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str, packed: bool = False
-) -> ShardIndex:
+def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Without ``classes`` (names in the order of the labels), these are "0", "1", "2" up to the highest label. ``packed``
-    says that the next packing under this name may remove the shards. Prints progress and a warning to stderr. Raises
-    UserError if a shard cannot be read, is malformed or is given twice, if a label has no class, or if ``output``
-    cannot be written.
+    Without ``classes`` (names in the order of the labels), these are "0", "1", "2" up to the highest label. Prints
+    progress and a warning to stderr. Raises UserError if a shard cannot be read, is malformed or is given twice, if a
+    label has no class, or if ``output`` cannot be written.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
@@ -205,7 +202,7 @@ def index_shards(
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
     with replace_file(output) as file:
-        file.write(index_json(index, str(output.parent), tables.name, packed=packed))
+        file.write(index_json(index, str(output.parent), tables.name))
     if unfit:
         counted = f"{unfit:,} of {format_count(len(index), 'sample')}"
         Progress(progress).print_note(f"warning: {counted} cannot be trained on without code of yours: {reason}")
