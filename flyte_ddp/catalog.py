@@ -41,31 +41,6 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "language": ("perplexity", "token_accuracy"),
 }
 
-# What to take in place of names that other programs have for hyperparameters.
-NAMES_ELSEWHERE = {
-    "learning_rate": "lr base_lr eta",
-    "epochs": "max_epochs num_epochs n_epochs num_train_epochs",
-    "num_ranks": "devices gpus num_gpus n_gpus nproc_per_node num_processes world_size",
-    "batch_size, of all ranks together": "per_device_train_batch_size train_batch_size micro_batch_size",
-    "accumulation_steps": "accumulate_grad_batches gradient_accumulation_steps grad_accum",
-    "grad_clip_norm": "gradient_clip_val max_grad_norm clip_grad_norm grad_clip",
-    "schedule": "scheduler lr_scheduler lr_scheduler_type",
-    "objective": "loss criterion loss_fn task",
-    "select_by": "monitor metric_for_best_model",
-    "early_stop_patience": "patience early_stopping_patience",
-    "validation_fraction": "val_split validation_split val_fraction",
-    "data_source": "data_dir data_path root",
-    "dataset": "data datamodule train_dataset",
-    "precision": "fp16 bf16 amp mixed_precision dtype",
-    "augment": "transform transforms augmentation",
-    "init_from": "pretrained weights",
-    "weight_decay": "wd",
-    "seed": "random_state seed_everything",
-    "the variable FLYTE_DDP_LOADERS": "num_workers dataloader_num_workers",
-    "elastic_training_wf, ray_training_wf or dask_training_wf": "num_nodes",
-}
-ELSEWHERE = {name: here for here, names in NAMES_ELSEWHERE.items() for name in names.split()}
-
 # The two small CNNs, each with the smallest image side that it takes, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
 # Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.

@@ -20,7 +20,7 @@ OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which
 
 
 @dataclass(frozen=True)
-class Hyperparameters(CheckedFields, called="hyperparameter", elsewhere=catalog.ELSEWHERE):
+class Hyperparameters(CheckedFields, called="hyperparameter"):
     """Everything that determines a training run's result; UserError for an unknown field or a wrong value."""
 
     # Data

@@ -10,7 +10,6 @@ import operator
 import re
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
@@ -51,16 +50,14 @@ def setting(
 class CheckedFields(DataClassJsonMixin):
     """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
 
-    A subclass gives ``called``, the noun for a field in errors, and may give ``elsewhere``: what to take in place of
-    names of other programs.
+    A subclass gives ``called``, the noun for a field in errors.
     """
 
     called: ClassVar[str]
-    elsewhere: ClassVar[Mapping[str, str]]
 
-    def __init_subclass__(cls, *, called: str, elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init_subclass__(cls, *, called: str) -> None:
         super().__init_subclass__()
-        cls.called, cls.elsewhere = called, elsewhere
+        cls.called = called
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raise UserError for an unknown field, with the nearest known one; ``__init__`` would raise a TypeError."""
@@ -78,8 +75,6 @@ class CheckedFields(DataClassJsonMixin):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in values:
-            if here := cls.elsewhere.get(key):
-                raise UserError(f"unknown {cls.called} {key!r}: take {here}")
             if key not in names:
                 raise unknown_name_error(cls.called, str(key), names)
         return dict(values)

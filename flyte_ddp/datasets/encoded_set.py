@@ -61,7 +61,7 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
     """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last."""
     data = read_encoded_set(dataset, test_dataset)
-    left_out = {}
+    others = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
             if not decoded_by_user:
@@ -76,7 +76,7 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
             columns["name_ends"] = np.cumsum([*map(len, names)], dtype=np.int64)
             for column, values in columns.items():
                 prepared_folder.write_array(folder / f"{split}_{column}.npy", values)
-            left_out[split] = source.left_out
+            others[split] = source.others
     test_part = "a tenth" if data.test is None else "all"
     description = {
         **prepared_folder.FORMAT,
@@ -84,7 +84,7 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
         "classes": data.classes,
         "digest": data.digest,
         prepared_folder.TEST_DIGEST: digest_lines([data.test_source.digest, test_part, *data.classes]),
-        "left_out": left_out,
+        "others": others,
         "data_source": "",
         "test_dataset": test_dataset,
     }
@@ -105,11 +105,11 @@ def open_encoded_set(folder: Path) -> EncodedSet:
             np.load(folder / f"{split}_{column}.npy", mmap_mode="r") for column in ("names", "name_ends", *COLUMNS)
         )
         address = dataset.partition(":")[2]
-        return ImageList(address, classes, NameList(names, ends), labels, sizes, tags, left_out[split])
+        return ImageList(address, classes, NameList(names, ends), labels, sizes, tags, others[split])
 
     described = prepared_folder.read_description(folder)
     with prepared_folder.translate_damage_to_user_error(folder):
-        classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
+        classes, tests, others = tuple(described["classes"]), described["test_dataset"], described.get("others", {})
         train = open_split_source(described["name"], "train")
         test = open_split_source(tests, "test") if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)

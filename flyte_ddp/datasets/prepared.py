@@ -127,8 +127,6 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
             raise no_samples_error(hp.dataset, purpose)
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
         order_training(data, orders["training"], hp.sampling)
-    if isinstance(data, SampleArrays):
-        return [*data.notes, *describe_missing_classes(data, hp)]
     if not isinstance(data, EncodedSet):
         return describe_missing_classes(data, hp)
     if isinstance(data.train, ImageList):

@@ -21,13 +21,11 @@ from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
-from flyte_ddp.text.formatting import join_first
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
-COMPARED_ROWS, LEAST_KEPT = 10_000, 0.99  # the second: share of different numbers that stay different
 # Types that torch does not compute with, and those that they become.
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
@@ -74,7 +72,6 @@ class SampleArrays(ArraySet):
     classes: tuple[str, ...] = ()
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
-    notes: tuple[str, ...] = ()  # what the user should know of the values
     not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: the first such sample
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
@@ -104,7 +101,7 @@ class SampleArrays(ArraySet):
         rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
         described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
-        return described | {"notes": self.notes, "not_finite": rows}
+        return described | {"not_finite": rows}
 
 
 def name_sample(data: object, split: str, number: int) -> str:
@@ -142,16 +139,15 @@ def arrays(
     infinite, names that are no Python identifiers, different forms of training and test samples, a ``preprocessing``
     that cannot be pickled, and class names and weights that :func:`flyte_ddp.image_arrays` refuses.
     """
-    parts, ids, notes = dict[str, Leaves](), dict[str, Any](), list[str]()
+    parts, ids = dict[str, Leaves](), dict[str, Any]()
     for side, given in (("train", train), ("test", test)):
         if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
             raise UserError(
                 f"{side}: must be a pair (inputs, targets), or (inputs, targets, ids), got {type(given).__name__}"
             )
         inputs, targets, named = (*given, None)[:3]
-        said = notes if side == "train" else []
-        parts[f"{side}_inputs"], ids[f"{side}_ids"] = store_inputs(f"{side}_", inputs, named, said)
-        parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets, said))
+        parts[f"{side}_inputs"], ids[f"{side}_ids"] = store_inputs(f"{side}_", inputs, named)
+        parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
         parts |= unify_sides(kind, parts[f"train_{kind}"], parts[f"test_{kind}"])
@@ -162,16 +158,16 @@ def arrays(
                 require_class_numbers(f"{side}_targets", targets, len(names))
     require_same_columns("test_inputs", test[0], columns := list_columns(train[0]))
     fitted = pack_preprocessing(preprocessing, prepare, columns)
-    found = SampleArrays(name, **parts, classes=names, notes=(*notes,), **ids, preprocessing=fitted)
+    found = SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted)
     if sample_weights is None:
         return found
     return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
 
 
-def store_inputs(where: str, inputs: Any, named: Any, notes: list[str]) -> tuple[Leaves, NDArray[np.str_] | None]:
+def store_inputs(where: str, inputs: Any, named: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return inputs as :func:`store_leaves` does, and ids; UserError also for None, and for a number not finite."""
     name = f"{where}inputs"
-    stored = store_leaves(name, inputs, notes)
+    stored = store_leaves(name, inputs)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
     ids = None if named is None else np.array([*map(convert_id, named)])
@@ -190,15 +186,14 @@ def convert_id(given: Any) -> str:
     return given.decode(errors="backslashreplace") if isinstance(given, bytes) else str(given)
 
 
-def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
-    """Return leaves as arrays and :class:`Ragged`; add to ``notes`` what their types lose."""
+def store_leaves(name: str, leaves: Any) -> Leaves:
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
             raise UserError(f"{name}: has no array; give at least one")
-        named = {key: store_leaf(f"{name}[{key!r}]", leaf, notes) for key, leaf in name_leaves(leaves).items()}
+        named = {key: store_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
         return restore_leaves(form_of(leaves), named)
-    return None if leaves is None else store_leaf(name, leaves, notes)
+    return None if leaves is None else store_leaf(name, leaves)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
@@ -207,7 +202,7 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
 
 
-def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragged:
+def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
     """Return values of N samples as a C-contiguous array [N, ...], or a list of different lengths as Ragged."""
     values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
     try:
@@ -217,15 +212,14 @@ def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragge
             raise
         # Of arrays of different shapes.
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
-        return store_ragged(name, notes, samples)
+        return store_ragged(name, samples)
     array = convert_columns(name, values, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
-    notes += describe_lost_digits(name, array, getattr(values, "columns", None))
     return np.ascontiguousarray(store_values(name, array))
 
 
-def store_ragged(name: str, notes: list[str], samples: Sequence[NDArray[Any]]) -> Ragged:
+def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
     for place, sample in enumerate(samples):
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
         if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
@@ -235,7 +229,6 @@ def store_ragged(name: str, notes: list[str], samples: Sequence[NDArray[Any]]) -
             )
     # An empty list is an array of floats, and must not make floats of the others' whole numbers.
     values = np.concatenate([sample for sample in samples if len(sample)] or samples)
-    notes += describe_lost_digits(name, values)
     return Ragged(store_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
 
 
@@ -246,28 +239,6 @@ def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
             return values.astype(stored_type(values.dtype), copy=False)
     except FloatingPointError:
         raise UserError(f"{name}: a number is too large for float32, in which floats are kept; scale them") from None
-
-
-def describe_lost_digits(name: str, values: NDArray[Any], columns: Sequence[Any] | None = None) -> list[str]:
-    """Return a note if columns have different numbers, such as times or ids, that become equal in float32."""
-    if values.dtype.kind != "f" or values.dtype.itemsize <= 4:
-        return []
-    rows = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
-    rows = np.sort(rows[: min(COMPARED_ROWS, max(2, 1_000_000 // max(1, rows.shape[1])))], axis=0)
-    with np.errstate(over="ignore"):
-        kept = rows.astype(np.float32)
-    changed, unknown = rows != kept, np.isnan(rows)
-    # Of whole numbers, which may be ids, each digit counts. Others may lose some by chance.
-    whole = ((rows == np.rint(rows)) | unknown).all(axis=0) & (changed & ~unknown).any(axis=0)
-    before, after = ((each[1:] != each[:-1]).sum(axis=0) for each in (rows, kept))
-    found = np.flatnonzero(whole | (after < LEAST_KEPT * before)).tolist()
-    if not found:
-        return []
-    place = int(np.flatnonzero(changed[:, found[0]])[0]), found[0]
-    names = (str(each if columns is None else columns[each]) for each in found)
-    where = f" column {join_first(names)}" if values.ndim > 1 else ""
-    note = f"{name}{where}: floats are kept as float32, in which {rows[place]:.17g} is {kept[place]:.17g}; subtract"
-    return [f"{note} what all have in common, such as the first time, or give ids as whole numbers"]
 
 
 def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -368,5 +339,5 @@ def open_sample_arrays(folder: Path) -> SampleArrays:
                 named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
             fields[part] = restore_leaves(kind["form"], named)
         fields |= {name: read_array(folder, f"{name}.npy") for name in description.get("ids", ())}
-        fields |= {"notes": (*description.get("notes", ()),), "not_finite": description.get("not_finite", {})}
+        fields["not_finite"] = description.get("not_finite", {})
         return SampleArrays(**fields, preprocessing=description.get(PREPROCESSING, {}))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from flyte_ddp.samples.pictures import opaque_picture, png_layout, scale_transparent_colour
+from flyte_ddp.samples.pictures import opaque_picture, png_layout
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")  # formats that can hold many images
@@ -101,7 +101,6 @@ def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
     """Yield an image with only its header read; turn Pillow's errors, in the block too, into DecodingErrors."""
     try:
         with Image.open(io.BytesIO(content)) as image:
-            scale_transparent_colour(image)
             yield image
     except UnidentifiedImageError:
         raise DecodingError("of no known format") from None

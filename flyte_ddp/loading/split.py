@@ -1,6 +1,5 @@
-"""A rank's view of the splits: which samples a split has, the source that loads them as batches, what they show."""
+"""A rank's view of the splits: which samples a split has, and the source that loads them as batches."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +12,6 @@ from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.order.sampling import Indices, Order, take_slice
 from flyte_ddp.samples.leaves import Leaves
-
-PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
 
 Item = TypeVar("Item")
 
@@ -151,20 +148,4 @@ def make_splits(
         Split(sources.get("test", sources["train"]), orders["test"]),
         inputs,
         targets,
-    )
-
-
-def describe_equal_pictures(split: Split, samples: Indices) -> str:
-    """Return a warning if at least 3/4 of 8 or more unaugmented ``samples`` are equal pictures, else an empty text."""
-    batch = split.load_batch(samples)
-    pixels = [image.tobytes() for image in batch.inputs.cpu().numpy()]
-    [(commonest, count)] = Counter(pixels).most_common(1)
-    if len(pixels) < 8 or count < 0.75 * len(pixels):
-        return ""
-    names = batch.names or [f"sample {sample}" for sample in samples.tolist()]
-    one, other = [name for name, content in zip(names, pixels, strict=True) if content == commonest][:2]
-    return (
-        f"warning: {count} of the first {len(pixels)} pictures are equal as the model gets them, such as {one} and "
-        f"{other}: look at them; their differences may have been lost when they were stored, or in the conversion to "
-        "8-bit RGB"
     )

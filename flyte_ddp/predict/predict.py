@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.image_folder import join_kinds
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -79,8 +78,7 @@ def write_prediction_table(
     if images is not None:
         paths, others = find_images(images)
         if others:
-            left_out = f"{format_count(sum(others.values()), 'file')} left out, as no images: {join_kinds(others)}"
-            progress.print_note(f"images={images}: {left_out}")
+            progress.print_note(f"images={images}: {format_count(others, 'file')} left out, as no images")
         batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
     elif table is not None:
         rows, ids = read_new_rows(model.sidecar, str(table))

@@ -1,7 +1,6 @@
 """A saved model, and what it predicts, in batches: a folder of images, or the test split of a data set."""
 
-from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
+from flyte_ddp.datasets.image_folder import SUFFIXES, is_image, list_visible_files
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
@@ -105,16 +104,15 @@ class Batch(NamedTuple):
     targets: Leaves = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
 
 
-def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
-    """Return a folder's image files at all depths, sorted, without hidden ones, and counts of others by extension."""
+def find_images(folder: Path) -> tuple[list[Path], int]:
+    """Return a folder's image files at all depths, sorted, without hidden ones, and the number of other files."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
-    others = Counter(file_kind(name) for name in names if not is_image(name))
-    if len(names) == others.total():
-        found = f" but {join_kinds(others)}" if others else ""
-        raise UserError(f"images={folder}: no image in it{found}; put {', '.join(SUFFIXES)} files there")
-    return sorted(folder / name for name in names if is_image(name)), others
+    images = sorted(folder / name for name in names if is_image(name))
+    if not images:
+        raise UserError(f"images={folder}: no image among its {len(names):,} files; put {', '.join(SUFFIXES)} there")
+    return images, len(names) - len(images)
 
 
 def read_folder_batches(

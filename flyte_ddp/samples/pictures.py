@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 BACKGROUND = (255, 255, 255)
 BITS_PER_SAMPLE = 258  # TIFF's tag
-GREY_LEVELS = {"L;2": 85, "L;4": 17}  # by layout: the factor by which Pillow scales a PNG's greys of 2 or 4 bits to 8
 
 
 def opaque_picture(image: Image.Image) -> Image.Image:
@@ -68,20 +67,6 @@ def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
             "which training does itself"
         )
     return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
-
-
-def scale_transparent_colour(image: Image.Image) -> None:
-    """Scale the transparent colour in a PNG's ``info`` to 8 bits, in place; leave other images unchanged.
-
-    Call this before Pillow loads the pixels: it scales them, not this colour, and would then find no transparent pixel.
-    """
-    colour, layout = image.info.get("transparency"), png_layout(image)
-    if colour is None:
-        return
-    if layout in GREY_LEVELS:
-        image.info["transparency"] = colour * GREY_LEVELS[layout]
-    elif layout == "RGB;16B":
-        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 def png_layout(image: Image.Image) -> str:

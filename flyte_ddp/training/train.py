@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
-from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.machine.resources import bf16_support
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import explain_model_errors
@@ -67,8 +65,6 @@ def train(rank: Rank) -> None:
         if job.checkpoint is not None:
             restore_run(state, recorder, job.checkpoint)
         else:
-            if recorder.writes:
-                recorder.add_warning(equal_pictures_warning(state))
             for warning in try_evaluation(state):
                 if recorder.writes:
                     recorder.add_warning(warning)
@@ -88,22 +84,6 @@ def train(rank: Rank) -> None:
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
         write_outputs(job, data, state, recorder)
-
-
-def equal_pictures_warning(state: TrainingState) -> str:
-    """Return a warning if 3/4 of the first 64 pictures are equal: of training, or the test split of a stream."""
-    hp, split = state.hp, state.training
-    if not isinstance(state.spec, InputSpec):
-        return ""
-    if encoded_kind(hp.dataset) == "stream":
-        first = state.test.order.samples(slice(0, min(PICTURES_COMPARED, len(state.test))))
-        return describe_equal_pictures(state.test, first)
-    batches: Iterator[sampling.Indices] = itertools.islice(split.order.batches(0, hp.batch_size), state.total_steps)
-    if split.source.prefetch_files is not None:
-        batches = (part.samples for batch in batches for part in split_for_rank(batch, hp.accumulation_steps))
-    samples = itertools.islice(itertools.chain.from_iterable(batches), PICTURES_COMPARED)
-    different = dict.fromkeys(samples)  # an order by weights may draw a sample more than once
-    return describe_equal_pictures(split, np.fromiter(different, np.int64))
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:

@@ -15,7 +15,6 @@ from PIL import Image
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.datasets.image_folder import is_image, list_visible_files
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 
@@ -190,13 +189,11 @@ def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cats").mkdir()
     Image.new("RGB", (8, 8)).save("cats/1.png")
-    before, listed = content_identity("."), list_visible_files(".")
+    before = content_identity(".")
     for name in ("runs/x/metrics.jsonl", "runs/x/results/1.png", "__pycache__/data.pyc", ".git/HEAD", ".venv/a/b.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("written")
     assert content_identity(".") == before
-    for address in (".", str(tmp_path)):
-        assert [entry for entry in list_visible_files(address) if is_image(entry.name)] == listed
     monkeypatch.setenv("FLYTE_DDP_RUNS", "elsewhere")
     assert content_identity(".") != before, "another folder of that name counts"
     monkeypatch.undo()

@@ -41,14 +41,11 @@ def files_of(classes: dict[str, list[str]]) -> dict[str, bytes]:
     return {f"{name}/{file}": image_bytes(seed=ord(file[0])) for name, files in classes.items() for file in files}
 
 
-def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
+def test_other_files_are_counted(tmp_path: Path) -> None:
     images = files_of({"ant": ["1.jfif", "2.PNG"], "bee": ["1.avif", "2.heic", "3.HEIC", "4.txt", "LICENSE"]})
     others = dict.fromkeys(["top.jpg", "README", "labels.csv", "SHA256SUMS", ".hidden.heic"], b"")
     folder = str(write_files(tmp_path / "images", images | others))
-    expected = (
-        f"image folder {folder}: 7 files left out, as no images: 2 .heic, 2 without an extension, 1 .csv, 1 .jpg in "
-        "no class's folder, 1 .txt"
-    )
+    expected = f"image folder {folder}: 7 other files left out, as no images in such folders"
     found = list_images(folder)
     assert list(found.names) == ["ant/1.jfif", "ant/2.PNG", "bee/1.avif"]
     assert found.describe_images()[1:] == [expected]
@@ -60,27 +57,16 @@ def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
     assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
 
 
-def test_a_class_whose_folder_is_empty_is_an_error_that_names_it(tmp_path: Path) -> None:
-    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"], NFC: ["1.png"]}) | {".git/config": b""})
-    (folder / NFD).mkdir(exist_ok=True)  # of a class that has images under its other name
-    assert list_images(str(folder)).classes == ("ant", NFC)
-    write_files(folder / "cow", {".DS_Store": b""})
-    (folder / "cow" / "deep").mkdir()
-    said = rf"image folder {folder}: class 'cow' has no images, as its folder has no files; fill it, or, if it is no"
-    with pytest.raises(UserError, match=said):
-        list_images(str(folder))
-
-
-def test_a_class_or_a_folder_without_images_is_an_error_that_says_what_it_has(server, tmp_path: Path) -> None:
-    files = files_of({"ant": ["1.jpg"], "bee": ["1.heic", "2.heic", "deep/3.dng"], "cow": ["1.jpg", "2.heic"]})
+def test_a_class_or_a_folder_without_images_is_an_error(server, tmp_path: Path) -> None:
+    files = files_of({"ant": ["1.jpg"], "bee": ["1.heic", "deep/3.dng"], "cow": ["1.jpg", "2.heic"]})
     folder = write_files(tmp_path / "bucket", files)
     server.files["bucket/SHA256SUMS"] = "".join(f"{'0' * 64}  {name}\n" for name in files).encode()
     for place in (str(tmp_path), server.url):
-        with pytest.raises(UserError, match=r"class 'bee' has no images, but 2 \.heic, 1 \.dng; convert images to"):
+        with pytest.raises(UserError, match=r"class 'bee' has no images; convert its files to PNG or JPEG"):
             list_images(f"{place}/bucket")
     (folder / "ant/1.jpg").unlink()
     (folder / "cow/1.jpg").unlink()
-    with pytest.raises(UserError, match=r"among its 4 files \(3 \.heic, 1 \.dng\); it must hold class/name\.jpg"):
+    with pytest.raises(UserError, match=r"among its 3 files; it must hold class/name\.jpg"):
         list_images(str(folder))
 
 
@@ -97,29 +83,20 @@ def test_a_class_whose_name_is_no_text_is_refused_before_anything_else(server: F
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("classes", "said"),
-    [
-        (["ant", NO_TEXT], r"class 'caf\\udce9' is not UTF-8"),
-        ([NFC, NFD], r"classes 'caf\\xe9' and 'cafe\\u0301' are one name in two of Unicode's forms"),
-    ],
-)
-def test_bad_names_are_refused_in_lists_of_classes_too(classes: list[str], said: str, tmp_path: Path) -> None:
-    picture = np.zeros((2, 4, 4), np.uint8)
+def test_bad_names_are_refused_in_lists_of_classes_too(tmp_path: Path) -> None:
+    picture, classes = np.zeros((2, 4, 4), np.uint8), ["ant", NO_TEXT]
     index = indexed(tmp_path, {"0": {".png": image_bytes(), ".cls": b"0"}}, classes=["ant", "bee"])
-    one, other = map(json.dumps, classes)
-    index.write_text(index.read_text().replace('"ant"', one).replace('"bee"', other))
+    index.write_text(index.read_text().replace('"bee"', json.dumps(NO_TEXT)))
     for attempt in (
         lambda: image_arrays(picture, [0, 1], picture, [0, 1], classes),
         lambda: create_index([f"{tmp_path}/0.tar"], tmp_path / "y.json", classes=classes, progress="off"),
         lambda: pack_images([(picture[0], 0)], tmp_path / "out", classes=classes, progress="off"),
         lambda: read_index(str(index)),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=r"class 'caf\\udce9' is not UTF-8"):
             attempt()
     assert not (tmp_path / "y.json").exists()
     assert not (tmp_path / "out").exists()
-    assert image_arrays(picture, [0, 1], picture, [0, 1], ["crane", "crane"]).classes == ("crane", "crane")
     assert image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NFD]).classes == ("ant", NFC)
 
 
@@ -159,11 +136,3 @@ def test_advice_for_a_link_to_nothing_is_not_to_check_a_server(link: str, tmp_pa
     said = rf"cannot be listed \({folder}/{link}: No such file or directory\); check the address, and links"
     with pytest.raises(UserError, match=said):
         list_images(str(folder))
-
-
-def test_the_runs_folder_is_no_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a run has begun in the folder of the images, by whatever name that is called."""
-    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"], "bee": ["1.png"], "runs": ["plot.png"]}))
-    monkeypatch.chdir(folder)
-    for address in (".", "../images", str(folder)):
-        assert list_images(address).classes == ("ant", "bee")

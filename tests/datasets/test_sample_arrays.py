@@ -2,7 +2,6 @@
 
 import base64
 import pickle
-import re
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -255,43 +254,6 @@ def test_what_is_no_pair_is_refused() -> None:
 def test_a_mask_that_masks_nothing_is_no_loss() -> None:
     found = arrays(pair(np.ma.masked_less(NUMBERS, -1e9)), pair(NUMBERS))
     np.testing.assert_array_equal(found.train_inputs, NUMBERS.astype(np.float32))
-
-
-TIMES = 1_732_645_000.25 + np.arange(2000.0)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "words"),
-    [
-        (
-            np.stack((np.arange(2000) / 7, TIMES), axis=1),
-            r"train_inputs column 1: .* 1732645000.25 is 1732644992; subtract",
-        ),
-        (2.0**24 + np.arange(5), "train_inputs: floats are kept as float32, in which 16777217 is 16777216; "),
-        ({"at": [TIMES[:3, None], TIMES[:7, None]]}, r"train_inputs\['at'\] column 0: .* 1732645000.25 is 1732644992"),
-        (TIMES.astype(np.float32), ""),
-        (np.arange(2000) * 3 + 2**40, ""),
-        (np.random.default_rng(0).normal(size=(20_000, 2)), ""),
-        (np.random.default_rng(0).random(200_000), ""),
-    ],
-    ids=["times", "ids", "ragged times", "float32", "whole numbers", "normal", "uniform"],
-)
-def test_digits_that_float32_has_not_are_said(leaf: Any, words: str, tmp_path: Path) -> None:
-    """When the set is made, and before each run of it."""
-    made = arrays((leaf, None), (leaf, None), name="own:data")
-    write_prepared_set(made, tmp_path, {})
-    hp = replace(HP, objective="own:objective", num_classes=1, collate="padded")
-    said = check_prepared_set(tmp_path, hp)
-    assert tuple(said) == made.notes
-    assert len(said) == bool(words)
-    assert not words or re.match(words, said[0])
-
-
-def test_the_name_of_a_column_is_said() -> None:
-    frame = Frame(np.stack((TIMES, TIMES), axis=1))
-    frame.columns = ["opened", "closed"]  # type: ignore[attr-defined]
-    [note] = arrays((frame, None), (frame, None)).notes
-    assert note.startswith("train_inputs column opened, closed: floats are kept as float32")
 
 
 def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:

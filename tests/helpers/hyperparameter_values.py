@@ -48,8 +48,6 @@ BESIDE: Values = {"batch_size": 1_000_000, "nesterov": False}
 
 # Values, and what the message must name: the field, the value, the rule.
 BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
-    "Lightning's devices": ({"devices": 2}, ("unknown hyperparameter 'devices': take num_ranks",)),
-    "everybody's lr": ({"lr": 0.1}, ("unknown hyperparameter 'lr': take learning_rate",)),
     "misspelt": ({"epoch": 3}, ("'epoch'", "did you mean 'epochs'")),
     "unknown": ({"colour": "red"}, ("unknown hyperparameter 'colour'", "choose one of", "batch_size")),
     "empty key": ({"": 3}, ("unknown hyperparameter ''",)),

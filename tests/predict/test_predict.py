@@ -131,7 +131,7 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(grey_model, fo
     os.mkfifo(folder / "a" / "pipe.png")
 
     rows = predict(grey_model, images=folder, batch_size=4)
-    assert capfd.readouterr().err == f"images={folder}: 1 file left out, as no images: 1 .txt\n"
+    assert capfd.readouterr().err == f"images={folder}: 1 file left out, as no images\n"
     order = sorted(range(len(names)), key=lambda k: names[k].split("/"))
     assert [row["id"] for row in rows] == [names[k] for k in order]
     assert list(rows[0]) == ["id", "prediction", "score", *(f"score_{name}" for name in CLASSES)]
@@ -224,7 +224,7 @@ def text_as_png(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare_folder", "message"),
     [
-        (lambda folder: (folder / "x.heic").touch(), r"images: no image in it but 1 \.heic; put \.jpg"),
+        (lambda folder: (folder / "x.heic").touch(), r"images: no image among its 1 files; put \.jpg"),
         (lambda folder: folder.rmdir(), "images: must be a folder"),
         (text_as_png, r"notes\.png cannot be decoded: of no known format; fix or remove it, or raise bad_samples$"),
         (lambda folder: (folder / "gone.png").symlink_to("nowhere"), r"cannot be listed .*gone\.png: No such file"),
