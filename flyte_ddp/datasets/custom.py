@@ -37,18 +37,12 @@ class CustomSet:
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a name that changes with name and code of the callable, and with address and content of ``source``.
-
-        Reads the user's modules that ``spec`` needs, without importing them; their comments do not count.
-        """
+        """Return a name that changes with name and code of the callable, and with address and content of ``source``."""
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[CustomData, str]:
-        """Import the user's callable, call it with ``source``, and return the checked data, and the call as text.
-
-        Ignores ``workspace``. Does not catch errors of the user's code but an ImportError or SyntaxError of the import.
-        """
+        """Import the user's callable, call it with ``source``, and return the checked data, and the call as text."""
         del workspace  # the user's code chooses its own place for downloads
         result = call_seeded(load_callable(self.spec), source)
         called = f"{self.spec}({source!r})"
@@ -63,14 +57,7 @@ class CustomSet:
 
 
 def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays | SampleArrays:
-    """Convert what the user's callable returned to checked arrays named ``spec``, and return them.
-
-    ``result`` is what ``image_arrays`` or ``arrays`` returns, or a pair (training set, test set) of map-style data sets
-    such as torchvision's, with ``len()`` and items (inputs, targets), or dicts with ``labels``, which are read into
-    memory. If the first item's input is an image, all must be (image, label); a label is a number, an array or tensor
-    [d], or a mask [H, W]. Other inputs become leaves, as those of ``arrays``. The training set's attribute ``classes``
-    names the classes (default: "0", "1", "2", ...), and ``sample_weights`` is for ``sampling`` "weighted".
-    """
+    """Convert what the user's callable returned to checked arrays named ``spec``, and return them."""
     if isinstance(result, SampleArrays):
         return replace(result, name=spec)
     if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
@@ -111,7 +98,6 @@ def has_images(set_name: str, samples: Any) -> bool:
 
 
 def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves, Leaves]:
-    """Read a map-style data set; return inputs and targets, each leaf a list of its samples' arrays."""
     count = require_samples(set_name, samples)
     pairs = list[tuple[Leaves, Leaves]]()
     with progress.track(set_name, count, "samples") as advance:
@@ -132,7 +118,6 @@ def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves
 
 
 def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, Targets]:
-    """Read a map-style data set; return images uint8 [N, H, W, C] and labels [N] or [N, ...]."""
     count = require_samples(set_name, samples)
     images, labels = np.empty((0,), dtype=np.uint8), list[Targets]()
     with progress.track(set_name, count, "images") as advance:

@@ -11,11 +11,7 @@ from flyte_ddp.progress import Progress
 def download_verified(
     address: str, name: str, file: BinaryIO, *, algorithm: str, digests: Sequence[str], progress: Progress
 ) -> str:
-    """Download the file at ``address`` into the open ``file``, verify its digest, and return the file's folder.
-
-    ``address`` ends with ``name``. ``digests`` (hex, by hashlib's ``algorithm``) are allowed, or their first digits.
-    Does not retry. Raises AlteredError for another digest, UnavailableError if the address cannot be read.
-    """
+    """Download the file at ``address`` into the open ``file``, verify its digest, and return the file's folder."""
     digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
     remote = storage.local_path(address) is None
     file.seek(0)  # an earlier try may have written a part

@@ -59,7 +59,6 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
-    """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last."""
     data = read_encoded_set(dataset, test_dataset)
     others = {}
     for split, source in {"train": data.train, "test": data.test}.items():
@@ -92,10 +91,8 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
-    """Open a folder that :func:`prepare_encoded_set` wrote; lists of image files are memory-mapped."""
 
     def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
-        """Read the split's shard index from ``folder``, or memory-map its image list there, and return it."""
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

@@ -14,8 +14,7 @@ from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import FORMAT, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.files import DISK_FULL
-from flyte_ddp.progress import MODES, Progress, format_size
+from flyte_ddp.progress import MODES, Progress
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
@@ -34,12 +33,7 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """Return a short text, fit for a file name, that changes when the content of the data does.
-
-    It covers the files' digests of a published set, and address and index, or list of files, of encoded images. For
-    ``package.module:callable`` it covers the source code, which is not imported, and address and content of ``source``.
-    Raises a UserError for an unknown data set, or a source that is missing, empty, unfit or cannot be read.
-    """
+    """Return a short text, fit for a file name, that changes when the content of the data does."""
     definition = find_dataset(dataset, source)
     if definition is not None:
         return definition.fingerprint(source)
@@ -74,7 +68,7 @@ def fetch(
         progress: auto, bar, lines or off; printed to stderr.
 
     Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
-    unknown data set, unusable data, a full disk, or a folder that holds something else or cannot be written.
+    unknown data set, unusable data, or a folder that holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -83,22 +77,12 @@ def fetch(
     if holds_usable_set(folder, dataset, requested):
         return folder
     with make_workspace_beside(folder) as workspace:
-        needed, definition = "", find_dataset(dataset, source)
-        try:
-            if definition is None:
-                prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
-            else:
-                data, called = definition.load(source, workspace, Progress(progress))
-                size = sum(array.nbytes for array in data.list_arrays().values())
-                needed = f"{dataset} needs {format_size(size)}, "
-                write_prepared_set(data, workspace, {"source": called, **requested})
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            free = format_size(shutil.disk_usage(workspace).free)
-            raise UserError(
-                f"{folder}: the disk is full ({needed}{free} are free there); free some space or choose another folder"
-            ) from error
+        definition = find_dataset(dataset, source)
+        if definition is None:
+            prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
+        else:
+            data, called = definition.load(source, workspace, Progress(progress))
+            write_prepared_set(data, workspace, {"source": called, **requested})
         try:
             workspace.rename(folder)
         except OSError:

@@ -14,11 +14,7 @@ from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
-    """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
-
-    Reads local files whole, but of a server only listings, digests or headers where it has them. A ``source`` that is
-    missing, empty or unreadable is a UserError about ``hyperparameter``.
-    """
+    """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``."""
     if not source:
         return ""
     where, path = f"{hyperparameter}={source!r}", storage.local_path(source)
@@ -61,7 +57,6 @@ def digest_lines(lines: Iterable[str]) -> str:
 
 
 def hash_object_listing(source: str) -> str:
-    """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of one file."""
     entries = list(storage.list_files(source))
     if not entries:
         try:

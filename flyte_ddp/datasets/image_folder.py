@@ -75,11 +75,7 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address`` by torchvision's rule: the first folder of a file's name is the class.
-
-    Leaves out hidden files and folders. Folders whose names differ only in Unicode's form are one class. Raises a
-    UserError if the address cannot be listed, a class's folder has no images, or its name is not UTF-8.
-    """
+    """List the images below ``address`` by torchvision's rule: the first folder of a file's name is the class."""
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     if not images:

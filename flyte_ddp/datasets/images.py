@@ -89,14 +89,12 @@ def image_arrays(
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones, or 2**63 and more."""
+    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones."""
     refuse_masked(name, values)
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
-    if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
-        raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats, or lower ones")
     return array
 
 
@@ -195,7 +193,6 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
 
 
 def open_arrays(folder: Path) -> ImageArrays:
-    """Open a prepared folder of arrays, which are memory-mapped."""
     with open_folder(folder) as (description, fields):
         fields |= {key: tuple(description[key]) for key in ("mean", "std")}
         fields |= {name: read_array(folder, f"{name}.npy") for name in ARRAYS}

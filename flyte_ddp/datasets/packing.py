@@ -73,11 +73,7 @@ def make_sample_keys(names: Iterable[str]) -> list[str]:
 
 
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
-    """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
-
-    An image is a PIL image, a uint8 array [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W], of any size.
-    Threads read ``samples``, one at a time. ``classes`` default to the attribute ``classes`` of ``samples``.
-    """
+    """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index."""
     from PIL import Image
 
     what = f"{type(samples).__name__} to pack"

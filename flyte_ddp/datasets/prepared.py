@@ -169,7 +169,6 @@ def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str
 
 
 def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
-    """Raise a UserError for a stream with weights, or without webdataset."""
     if importlib.util.find_spec("webdataset") is None:
         raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
     for part in index.parts:

@@ -58,11 +58,7 @@ class PublishedSet:
         return arrays, " and ".join(dict.fromkeys(used))
 
     def download_file(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
-        """Download one file into ``folder``, verify its digest, and return the folder or address it came from.
-
-        Tries only ``source``; if that is empty, the system's copy and then the public addresses. Without the mirror's
-        SHA-256 in ``sums`` the published MD5 counts.
-        """
+        """Download one file into ``folder``, verify its digest, and return the folder or address it came from."""
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         usual = [storage.join(place, name) for place in (*system, *self.addresses)]
@@ -123,10 +119,7 @@ SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the imp
 
 
 def read_digits_file(folder: Path) -> Arrays:
-    """Read scikit-learn's digits; return train images [N, 8, 8] and labels, then test ones. Scales 0..16 to 0..255.
-
-    One writer's digits are neighbours in the file, so most writers of the last 297, the test set, are not in training.
-    """
+    """Read scikit-learn's digits; return train images [N, 8, 8] and labels, then test ones. Scales 0..16 to 0..255."""
     try:
         rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",", ndmin=2)  # 64 pixels and the label
         images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
@@ -220,7 +213,6 @@ class BatchUnpickler(pickle.Unpickler):
 
 
 def read_cifar10_archive(folder: Path) -> Arrays:
-    """Read CIFAR-10's archive; return train images [N, 32, 32, 3] and labels, then the test ones."""
     images, labels = {}, {}
     try:
         with tarfile.open(folder / CIFAR10_FILE, "r:gz") as archive:

@@ -293,7 +293,6 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
 
 
 def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:
-    """Return an array [N, length, ...] as Ragged samples of one length; a Ragged unchanged."""
     if isinstance(leaf, Ragged):
         return leaf
     return Ragged(leaf.reshape(-1, *leaf.shape[2:]), np.arange(1, len(leaf) + 1, dtype=np.int64) * leaf.shape[1])
@@ -304,7 +303,6 @@ def is_class_numbers(targets: Leaves) -> bool:
 
 
 def number_truth_values(targets: Leaves) -> Leaves:
-    """Return truth values [N] as the class numbers 0 and 1, and other targets as they are."""
     is_truth = isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind == "b"
     return targets.astype(np.uint8) if is_truth else targets
 
@@ -329,7 +327,6 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
 
 
 def open_sample_arrays(folder: Path) -> SampleArrays:
-    """Open a prepared folder of such arrays, which are memory-mapped and read-only."""
     with open_folder(folder) as (description, fields):
         for part in PARTS:
             kind, named = description[LEAVES][part.rpartition("_")[2]], dict[str, Any]()

@@ -36,11 +36,7 @@ def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leave
 
 
 def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of samples as one batch: leaves with a first dimension are padded at their ends.
-
-    Inputs are padded with 0, targets as :func:`padding_of` says. :func:`add_mask` adds the mask, bool [n, longest], of
-    the input ``masked``: where it has values.
-    """
+    """Return inputs and targets of samples as one batch: leaves with a first dimension are padded at their ends."""
     masks = list[Tensor]()
 
     def pad_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:

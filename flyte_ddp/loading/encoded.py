@@ -155,10 +155,7 @@ def name_decoder() -> str:
 def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Read samples, call ``use`` in threads with each sample's number and encoded image; yield the results in order.
-
-    At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` are being fetched.
-    """
+    """Read samples, call ``use`` in threads with each sample's number and encoded image; yield the results in order."""
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
         for place, sample in enumerate(samples.tolist()):

@@ -104,11 +104,7 @@ class EncodedSamples(SampleLoader):
         return Sample(image, convert_target(self.augment or self.decode, target, self.targets, where), name)
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
-        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
-
-        The other is the next (with shards: in the same shard) that can be decoded. Adds damaged samples to ``bad``, and
-        ``sample`` to ``replaced``. Raises a UserError if there are too many, or no other sample can be decoded.
-        """
+        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split."""
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key
         self.replaced.add(sample)
@@ -134,10 +130,7 @@ class EncodedSamples(SampleLoader):
             return None
 
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
-        """Return image and target, the image of any size.
-
-        An exception of the user's function is a DecodingError if such samples are allowed, else an OwnCodeError.
-        """
+        """Return image and target, the image of any size."""
         own = self.decode
         if own is None:
             return decode_checked_sample(encoded, self.classes)
@@ -172,7 +165,6 @@ class EncodedSamples(SampleLoader):
         return cropping.resize_crop(image, crop, self.size), target
 
     def read_label(self, sample: int) -> int | None:
-        """Read a sample's label, also of a damaged image; None if only own code knows it."""
         return None if self.decode else require_valid_label(self.reader.read_sample(sample), self.classes)
 
     def skip_read(self, samples: Indices) -> None:

@@ -43,11 +43,7 @@ from flyte_ddp.torchvision_weights import choose_side, find_weights
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open the training, validation and test split of a prepared data set for this rank, and return them.
-
-    Copies arrays to a GPU that has room. :meth:`Splits.close` ends threads and processes that load. Without a process
-    group this is rank 0 of 1.
-    """
+    """Open the training, validation and test split of a prepared data set for this rank, and return them."""
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
@@ -114,11 +110,7 @@ def open_encoded_test_split(
     device: torch.device,
     settings: Settings,
 ) -> tuple[Split, EncodedSamples]:
-    """Open the test split of encoded images alone; return it, and its loader, whose ``replaced`` grows as it loads.
-
-    ``spec`` is the input, a square, of the model that gets the images; ``bad`` collects undecodable samples. With
-    ``sample``, the hyperparameter, the user's code decodes the first sample here. Raises UserError for an empty split.
-    """
+    """Open the test split of encoded images alone; return it, and its loader, whose ``replaced`` grows as it loads."""
     order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")

@@ -78,11 +78,7 @@ def open_item_test_split(
     *,
     like: LeavesSpec | None = None,
 ) -> tuple[Split, ModelInput]:
-    """Open the test split alone; return it, and what its inputs are.
-
-    Reads up to LOOKED_AT (16) samples here if the user's own code reads or collates them. ``collate`` and ``seed`` are
-    the hyperparameters of the model that gets the samples, ``like`` its inputs, whose order a dict of inputs gets.
-    """
+    """Open the test split alone; return it, and what its inputs are."""
     order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, like=like)
     if not isinstance(data, OnDemandSet) and (data.pictures or ":" not in collate):
@@ -146,10 +142,7 @@ def describe_items(
     like: LeavesSpec | None = None,
     num_classes: int = 0,
 ) -> ItemFacts:
-    """Return the facts of a data set, leaves of inputs in the order of ``like``.
-
-    On demand, or with a ``collate`` of the user's own, they are of up to 16 samples (LOOKED_AT), which are read here.
-    """
+    """Return the facts of a data set, leaves of inputs in the order of ``like``."""
     if data.pictures:
         return describe_images(data, side, order, seed, num_classes)
     if isinstance(data, SampleArrays) and ":" not in collate:
@@ -178,10 +171,7 @@ def describe_items(
 
 
 def describe_images(data: ImageArrays | ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
-    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand.
-
-    Pictures on demand are normalised as ImageNet, because their own mean and deviation would need all of them.
-    """
+    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand."""
     if isinstance(data, ImageArrays):
         _, height, width, channels = data.train_images.shape
         targets = TargetSpec(data.train_labels.dtype, data.train_labels.shape[1:], len(data.classes))

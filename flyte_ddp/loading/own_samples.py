@@ -94,10 +94,7 @@ class OwnFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, name: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the function for ``name``, one sample or several, and return the pair that it returns.
-
-        Raises OwnCodeError, whose cause is the user's exception, or UserError for anything else than a pair.
-        """
+        """Call the function for ``name``, one sample or several, and return the pair that it returns."""
         function = self.load()
         try:
             returned = function(*arguments)

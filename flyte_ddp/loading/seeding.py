@@ -19,11 +19,7 @@ GLOBAL = Generators(torch.default_generator, random, np.random)
 
 
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
-    """Seed this process's generators of Python, NumPy and torch (CPU), and ``transforms``, for one sample in an epoch.
-
-    Draws for one ``purpose``, such as a hyperparameter, are independent of those for another. ``transforms`` have a
-    method ``set_random_seed``, such as those of Albumentations.
-    """
+    """Seed this process's generators of Python, NumPy and torch, and ``transforms``, for one sample in an epoch."""
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     bits = int.from_bytes(hashed, "little")
@@ -33,11 +29,7 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 
 
 def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
-    """Return the objects with a method ``set_random_seed`` that a function, or an object's ``method``, uses, each once.
-
-    Looks at the object, its attributes and those of its class, and the global variables and closure of the function,
-    but not into lists, nor into other functions.
-    """
+    """Return the objects with ``set_random_seed`` that a function, or an object's ``method``, uses, each once."""
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method
     found = [own, *(value for _, value in inspect.getmembers_static(own))]

@@ -42,10 +42,7 @@ class BatchSource:
     prefetch_files: Callable[[Indices], None] | None = None
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples as a batch on the device: augmented for an ``epoch`` of training, not for None.
-
-        Another sample's image and target may stand for a damaged sample.
-        """
+        """Return these samples as a batch on the device: augmented for an ``epoch`` of training, not for None."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
@@ -86,11 +83,7 @@ class Split:
         epoch: int | None,
         batch_size: int,
     ) -> Iterator[Item]:
-        """Yield ``items``, such as batches, in order; before each, start to load or fetch the samples of later items.
-
-        ``list_samples`` returns the samples of an item that this rank loads, one array for each call of
-        :meth:`load_batch`. ``batch_size`` is the number of samples of an item over all ranks.
-        """
+        """Yield ``items``, such as batches, in order; before each, start to load the samples of later items."""
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
             for samples in list_samples(item):
@@ -137,10 +130,7 @@ def make_splits(
     inputs: ModelInput,
     targets: TargetSpec | None,
 ) -> Splits:
-    """Return the splits, given their orders, and sources of "train" and "test"; without "test" it is a part of "train".
-
-    ``by_processes`` are sources with the user's own code, for training; evaluations prefer the ``direct`` ones.
-    """
+    """Return the splits: ``by_processes``, sources with the user's code, are for training, others for evaluations."""
     sources = {**by_processes, **direct}
     return Splits(
         Split(by_processes.get("train", sources["train"]), orders["training"]),

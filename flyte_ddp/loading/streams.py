@@ -115,10 +115,7 @@ class StreamImages(BatchSource):
 
 
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
-    """Return an endless iterator of a rank's shuffled samples: images uint8 [size, size, 3] with their labels.
-
-    The workers start at the first sample, and end when the iterator is released.
-    """
+    """Return an endless iterator of a rank's shuffled samples: images uint8 [size, size, 3] with their labels."""
     import webdataset as wds
 
     def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:
@@ -156,13 +153,11 @@ def return_batch_unchanged(batch: Any) -> Any:
 
 
 def prepare_worker(_: int) -> None:
-    """Make this worker process die with its rank, and ignore SIGINT, which the launcher handles."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def make_worker_pipeline(stream: RankStream) -> Any:
-    """Return a worker's endless pipeline of batches of 16 samples; a UserError comes as its last item."""
     import webdataset as wds
 
     buffer = stream.shuffle_buffer
@@ -188,7 +183,6 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 
 
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
-    """Yield pass and encoded sample of each (pass, shard), in order; fetch the next shard ahead."""
     index = reader.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:

@@ -25,7 +25,6 @@ class LoaderThreads:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
-        """Start to load samples, in at least two tasks a thread; return their memory, and the tasks."""
         memory = np.empty(layout.size, np.uint8)
         loads = loader.start_loads(samples.tolist(), epoch)
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))
@@ -34,7 +33,6 @@ class LoaderThreads:
         return memory, tasks
 
     def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
-        """Wait for tasks without a timeout, and raise the first exception of one."""
         wait(tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
         return [task.result() for task in tasks]
 

@@ -39,7 +39,6 @@ class WorkerSource(BatchSource, Generic[Pool]):
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
     def submit_batch(self, pool: Pool, samples: Indices, epoch: int | None) -> Any:
-        """Start to load these samples in the pool, and return what is needed to receive them."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:

@@ -4,7 +4,6 @@ A batch does not depend on which process loads which sample, nor on how many the
 each sample has a place and a seed of its own. On Linux only; elsewhere the rank loads its batches itself.
 """
 
-import errno
 import io
 import itertools
 import mmap
@@ -14,7 +13,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.errors import MachineError, UserError
+from flyte_ddp.errors import MachineError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.lookahead import start_ahead
-from flyte_ddp.machine.process import count_out_of_memory_kills, spawn_context
+from flyte_ddp.machine.process import spawn_context
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
@@ -71,8 +70,7 @@ class LoaderPool:
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
-        self.memory_kills = count_out_of_memory_kills()
-        with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
+        with spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
             self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1]
@@ -87,7 +85,6 @@ class LoaderPool:
         self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
     def send_loaders(self) -> None:
-        """Send the loaders to all processes; waits until they have started if the loaders are large."""
         self.started = True
         content = pickle_with_mapped_files(self.loaders)
         for worker in self.workers.values():
@@ -110,7 +107,6 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start to load samples, in about two tasks a process or one for all; return their memory, and the tasks."""
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
         tasks_in_all = 2 * self.number if self.number > 1 else 1  # two balance what samples take among several
@@ -162,15 +158,13 @@ class LoaderPool:
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
-            with explain_limits(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
-                self.memories.append(BatchMemory())
+            self.memories.append(BatchMemory())
             return self.memories[-1]
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
         """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
-        with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
-            whole = memory.resize(size)
+        whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
@@ -189,28 +183,13 @@ class LoaderPool:
             return RuntimeError(f"{who} has closed its pipe, and has not ended")
         if code >= 0:
             return RuntimeError(f"{who} ended with exit code {code}")
-        counted = count_out_of_memory_kills() > self.memory_kills
-        why = "as memory ran out (by the kernel's own count)" if counted else "often for lack of memory"
-        hint = f", {why}; lower FLYTE_DDP_LOADERS, or give the pod more memory" if code == -signal.SIGKILL else ""
+        why = ", often for lack of memory; lower FLYTE_DDP_LOADERS, or give the pod more memory"
+        hint = why if code == -signal.SIGKILL else ""
         return MachineError(f"{who} ended with {signal.Signals(-code).name}{hint}")
 
     def close(self) -> None:
         """Kill the processes, and wait up to 5 s for the end of the process that forked them."""
         self.end()
-
-
-@contextmanager
-def explain_limits(what: str, setting: str) -> Iterator[None]:
-    """Raise UserError where this process's limits refuse what the block needs; MachineError where the machine does."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.EFBIG):
-            why = f"more than this process's limits allow ({error.strerror})"
-            raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
-        if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENFILE):
-            raise MachineError(f"{what}: no room on this machine ({error.strerror}); lower {setting}") from error
-        raise
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:

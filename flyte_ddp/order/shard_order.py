@@ -167,13 +167,11 @@ class ShardOrder(sampling.Order):
         return np.cumsum(lengths) - lengths, each
 
     def _shuffle_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return an epoch's shards in order, and the cumulative sums of their samples."""
         used = np.flatnonzero(self.taken)
         shards = sampling.make_generator(sampling.ORDER, self.splits.seed, epoch).permutation(used)
         return shards, np.cumsum(self.taken[shards])
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
-        """Return the samples that an epoch takes from a shard, in random order, as numbers in the data set."""
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
             # A weight other than 1: go on in a fixed cycle of the samples where the epoch before has stopped.

@@ -50,7 +50,6 @@ class OwnOrder(ListedOrder):
 
 
 def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
-    """Return the order that draws the samples of ``order`` by ``weights`` [N]; raise UserError if all are 0."""
     ends = np.cumsum(weights, dtype=np.float64)
     if not len(ends) or ends[-1] == 0:
         raise UserError("sampling='weighted': the weights of all training samples are 0; give some of them more")
@@ -58,7 +57,6 @@ def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
 
 
 def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
-    """Return for each label [N] 1 over the number of samples with this label, to draw all classes as often."""
     _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights: NDArray[np.float64] = 1.0 / counts[classes]
     return weights

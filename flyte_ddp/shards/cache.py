@@ -28,7 +28,6 @@ from flyte_ddp.files import DISK_FULL, hold_lock
 from flyte_ddp.shards.index import Shard
 
 LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
-SPARE = 64  # of so many files one more is evicted than is necessary, so that not each fetch must look at all of them
 WHOLE, PARTIAL = ".tar", ".part"
 CACHED_NAME = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # files with other names are never removed
 
@@ -47,13 +46,7 @@ class ShardCache:
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the file; download a remote one that is not in the cache, with up to 3 retries.
-
-        Evicts other shards for a download; waits, without a limit, while another process downloads the shard. A cached
-        file is locked against eviction until it is closed or unlocked. The first time, reads a shard of this machine
-        whole to compare it with the index. Raises UserError if it differs, or cannot be read or fetched; CacheFullError
-        if shards in use leave no room.
-        """
+        """Open a shard and return the file; download a remote one that is not in the cache, with up to 3 retries."""
         path = storage.local_path(shard.url)
         if path is not None:
             return self.open_local_shard(path, shard)
@@ -61,7 +54,6 @@ class ShardCache:
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Open a file of this machine; raise UserError if its size or digest differs from the index."""
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
@@ -192,37 +184,23 @@ class ShardCache:
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
             raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
-        with self.hold_lock("room") as tally:
-            if self.limit is None:
-                self.remove_killed_downloads()
-                tally.truncate(0)
-            else:
-                growth = size - os.fstat(file.fileno()).st_size
-                # The lock's file holds the most bytes that the cache may have by now, so that few fetches look at all
-                # files. The first one of a process does: after a power cut the number may be an old one.
-                known = Path(tally.name).read_bytes() if self.fetched else b""
-                used = int(known) if known else self.limit
-                if used + growth > self.limit:
-                    used = self.evict_for(growth, self.limit)
-                tally.truncate(0)
-                tally.write(b"%d" % (used + growth))
+        with self.hold_lock("room"):
+            self.remove_killed_downloads()
+            if self.limit is not None:
+                self.evict_for(size - os.fstat(file.fileno()).st_size, self.limit)
             os.ftruncate(file.fileno(), size)
 
-    def evict_for(self, growth: int, limit: int) -> int:
-        """Evict shards until ``growth`` bytes fit, then 1 of 64; return the bytes in use. Hold the cache's lock."""
-        self.remove_killed_downloads()
+    def evict_for(self, growth: int, limit: int) -> None:
+        """Evict shards until ``growth`` bytes fit. Hold the cache's lock."""
         entries = self.list_files_oldest_first()
         excess = sum(size for _, size, _ in entries) + growth - limit
-        spare = len(entries) // SPARE if excess > 0 else 0
         for _, _, path in entries:
-            if path.suffix == WHOLE and (excess > 0 or spare > 0):
-                spare -= excess <= 0
+            if path.suffix == WHOLE and excess > 0:
                 excess -= self.evict_file(path)
         if excess > 0:
             problem = f"its limit of {limit:,} bytes is too low by {excess:,}"
             fix = "for the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
             raise CacheFullError(f"shard cache {self.folder}: {problem} {fix}")
-        return limit + excess - growth
 
     def remove_killed_downloads(self) -> None:
         """Remove partial files without a lock: a download in progress holds its shard's lock."""

@@ -148,11 +148,7 @@ class ShardReader:
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
-        """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
-
-        Fetches the shard if it is not cached. Waits up to 60 s while the cache is full, and without a limit while
-        another process downloads the shard. Raises UserError if the shard is damaged or unreadable.
-        """
+        """Read a sample by its number in the index; return its key, and its members' contents by their extensions."""
         number, inside = self.index.locate(sample)
         contents = {}
         with self.open_shard(number) as opened:
@@ -187,10 +183,7 @@ class ShardReader:
             yield shard
 
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
-        """Start daemon threads that fetch shards, given in the order of reading; at most ``most_ahead`` in advance.
-
-        Shards beyond the limit are fetched when others are read. Ignores UserErrors, which a later read raises.
-        """
+        """Start daemon threads that fetch shards, given in the order of reading; at most ``most_ahead`` in advance."""
         state = self.state
         with state.lock:
             state.wanted |= {number: None for number in numbers if number not in state.ahead}

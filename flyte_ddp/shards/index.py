@@ -130,11 +130,7 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, and return one index of all their shards.
-
-    Tries to read each up to 4 times, with pauses of up to 7 s in all. Raises UserError if an index cannot be read, is
-    malformed, or has an address that :func:`resolve_address_in_index` refuses.
-    """
+    """Read an index and the indexes that it refers to, and return one index of all their shards."""
     try:
         return build_index(address, load_index_json(address))
     except UserError:
@@ -219,7 +215,6 @@ def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
 
 
 def base_address(address: str, content: Mapping[str, Any]) -> str:
-    """Return the folder or prefix that relative addresses in the JSON of an index start from."""
     folder = storage.parent(address)
     return resolve_address_in_index(address, folder, content["base"]) if content.get("base") else folder
 
@@ -257,7 +252,6 @@ def require_encodable(index: str, named: str) -> str:
 
 
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
-    """Yield the shards of part number ``part`` in the ``shardlist`` of an index, with absolute addresses."""
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")

@@ -15,12 +15,7 @@ from flyte_ddp.shards.scanning import resolve_index_output
 def join_indexes(
     addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
 ) -> ShardIndex:
-    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index.
-
-    ``weights`` are the passes that an epoch makes through each data set, such as 2 or 0.5; by default one. Without
-    ``name``, the data set is named after the output file. Raises UserError if an index cannot be read, refers to others
-    or has other classes, if ``weights`` do not fit, or if ``output`` is a file of another kind.
-    """
+    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index."""
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):

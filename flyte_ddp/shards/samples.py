@@ -57,20 +57,14 @@ class SampleTable:
             return cls(keys, extensions, **{name: stored[name] for name in COLUMNS})
 
 
-def read_table(shard: Shard) -> SampleTable:
-    """Read the shard's stored table, once; raise ValueError if it has another digest."""
-    assert shard.table is not None
-    address, start, length, digest = shard.table
-    content = storage.read_file(address, (start, start + length))
-    if table_digest(content) != digest:
-        raise ValueError("another table, or a damaged one")
-    return SampleTable.from_bytes(content)
-
-
 def read_table_or_none(shard: Shard) -> SampleTable | None:
-    """Read the shard's stored table, once; return None if it is missing, damaged or unreadable."""
+    """Read the shard's stored table, once; return None if it is missing, damaged, unreadable or another shard's."""
+    if shard.table is None:
+        return None
+    address, start, length, digest = shard.table
     try:
-        return None if shard.table is None else read_table(shard)
+        content = storage.read_file(address, (start, start + length))
+        return SampleTable.from_bytes(content) if table_digest(content) == digest else None
     except (storage.UnavailableError, ValueError):
         return None
 

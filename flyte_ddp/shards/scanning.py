@@ -21,7 +21,7 @@ from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.pictures import opaque_picture
 from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
-from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate_members
+from flyte_ddp.shards.samples import SampleTable, table_digest, tabulate_members
 from flyte_ddp.shards.tar import Member, iterate_members
 from flyte_ddp.text.formatting import format_count
 
@@ -116,7 +116,6 @@ def scan_in_threads(
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
-    """Return a sentence about each sample without an image or a label, which training cannot read."""
     unfit = []
     for number, key in enumerate(table.keys):
         try:
@@ -163,12 +162,7 @@ def create_index(
 
 
 def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str) -> ShardIndex:
-    """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
-
-    Without ``classes`` (names in the order of the labels), these are "0", "1", "2" up to the highest label. Prints
-    progress and a warning to stderr. Raises UserError if a shard cannot be read, is malformed or is given twice, if a
-    label has no class, or if ``output`` cannot be written.
-    """
+    """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index."""
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
     if not shards:
@@ -232,24 +226,19 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Read all shards of an index in 8 threads; return a sentence about each difference from the index.
-
-    A shard that cannot be read is a difference. With ``decode``, also reports images that cannot be decoded, and
-    samples without image or label. Prints progress to stderr. Raises UserError if the index cannot be read.
-    """
+    """Read all shards of an index in 8 threads; return a sentence about each difference from the index."""
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
-    problems: dict[str, None] = {}  # as keys, since shards that share an unreadable file of tables have one problem
+    problems = list[str]()
     with scan_in_threads(verify, index.shards) as verified, track as advance:
         for found in verified:
-            problems |= dict.fromkeys(found)
+            problems += found
             advance(1)
-    return list(problems)
+    return problems
 
 
 def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
-    """Read a whole shard and its stored table; return a sentence about each difference, and if one is unreadable."""
     try:
         found = scan_shard(shard.url, stopped, decode=decode)
     except UserError as error:
@@ -267,18 +256,4 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
             problems.append(f"shard {shard.url}: {what} {here}, but {said} in the index")
     if classes and found.labels > classes:
         problems.append(f"shard {shard.url}: has label {found.labels - 1}, but the index has {classes} classes")
-    return problems + compare_table(shard, found.table)
-
-
-def compare_table(shard: Shard, found: SampleTable) -> list[str]:
-    """Return a sentence, in a list, if the shard's stored table differs from ``found`` or cannot be read."""
-    if shard.table is None:
-        return []
-    try:
-        if storage.retry(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.to_bytes():
-            return []
-    except (ValueError, storage.MissingError):
-        pass
-    except storage.UnavailableError as failure:
-        return [f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
-    return [f"shard {shard.url}: the table of samples beside the index is missing or belongs to another shard"]
+    return problems

@@ -75,10 +75,7 @@ class Archive:
         self.block, self.allowance = b"", 0  # the last block of the last header; bytes that this header may still have
 
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the header of each entry, folders and links too, and read the file to its end.
-
-        The caller may read a file's content with :meth:`read_content` before it asks for the next header.
-        """
+        """Yield the header of each entry, folders and links too, and read the file to its end."""
         try:
             self.allowance = MOST_METADATA
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]

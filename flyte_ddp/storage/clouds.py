@@ -22,11 +22,7 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 
 
 def make_s3_store(bucket: str) -> Any:
-    """Return a store of a bucket on AWS or on another server with S3's protocol.
-
-    Key and endpoint come from ``FLYTE_AWS_*``, else from botocore (variables, profiles, roles), which may ask servers.
-    Without credentials requests are anonymous. Without an endpoint, asks AWS for the bucket's region.
-    """
+    """Return a store of a bucket on AWS or on another server with S3's protocol."""
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
     from obstore.store import S3Store

@@ -93,11 +93,7 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
 
 
 def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
-    """Send an HTTP request, and again to each address that a redirect names; return the last response.
-
-    Each request has the credentials that ``~/.netrc`` has for its own host. Raises UnavailableError for a redirect to a
-    host that is neither public nor allowed; requests' exceptions go through.
-    """
+    """Send an HTTP request, and again to each address that a redirect names; return the last response."""
     session = get_process_session(os.getpid())
     for _ in range(session.max_redirects + 1):
         try:

@@ -132,10 +132,7 @@ LOCK = threading.Lock()  # held while a store is made
 
 
 def get_bucket_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket, made once for the current values of the environment variables.
-
-    Raises UnavailableError in a fork of a process that has used obstore, or if the settings cannot be used.
-    """
+    """Return obstore's store of a bucket, made once for the current values of the environment variables."""
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
     if USERS - {os.getpid()}:

@@ -1,12 +1,10 @@
-"""Processes that decode pictures: killed, short of memory or files, more than the cores, and slow."""
+"""Processes that decode pictures: killed, without shared memory, and slow."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from cli import HELPERS
 from encoded_runs import BASE, labelled, quiet, train
 from faulty_runs import when
 from image_folders import stored, write_files
-from mounts import ALONE, file_size_limit, need_mounts
+from mounts import ALONE, need_mounts
 from PIL import Image
 from processes import children_of, wait_until
 
 from flyte_ddp.datasets.image_folder import list_images
-from flyte_ddp.errors import MachineError, StoppedError, UserError
-from flyte_ddp.loading import workers
+from flyte_ddp.errors import MachineError, StoppedError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.threads import LoaderThreads
@@ -66,31 +63,16 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         source.close()
 
 
-@contextmanager
-def open_files_limit(most: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 @pytest.mark.parametrize("victim", ["a loader process", "the process that starts loader processes"])
-@pytest.mark.parametrize("counted", [0, 1])
-def test_a_decoding_process_that_is_killed_is_an_error_of_the_machine(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, victim: str, counted: int
-) -> None:
-    """With as much of the cause as the kernel tells, and without a process that stays."""
+def test_a_decoding_process_that_is_killed_is_an_error_of_the_machine(opened: Open, victim: str) -> None:
+    """Without a process that stays."""
     source = opened(2)
     source.load_batch(SAMPLES, 0)  # all have started
     server = source.pool.server.pid
     loaders = list_children(server)
     os.kill(server if "starts" in victim else min(loaders), signal.SIGKILL)  # with the server end all
     wait_until(lambda: min(loaders) not in list_living_trees(loaders))
-    monkeypatch.setattr(workers, "count_out_of_memory_kills", lambda: source.pool.memory_kills + counted)
-    why = ("often for lack of memory", r"as memory ran out \(by the kernel's own count\)")[counted]
-    with pytest.raises(MachineError, match=f"^{victim} ended with SIGKILL, {why}; lower FLYTE_DDP_LOADERS"):
+    with pytest.raises(MachineError, match=f"^{victim} ended with SIGKILL, often for lack of memory; lower"):
         source.load_batch(SAMPLES, 0)
     source.close()
     assert children_of(os.getpid()) == []
@@ -107,6 +89,7 @@ def load_large(folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_batches_need_no_shared_memory_of_the_container(tmp_path: Path) -> None:
     """/dev/shm holds 0.1 MB."""
     need_mounts(tmp_path)
@@ -116,27 +99,6 @@ def test_batches_need_no_shared_memory_of_the_container(tmp_path: Path) -> None:
     command = [*ALONE, *small, sys.executable, "-c", script, str(tmp_path / "large")]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
     assert run.returncode == 0, run.stderr
-
-
-def test_a_batch_that_the_process_may_not_have_is_refused(opened: Open) -> None:
-    source = opened(1, FileReader, 200)
-    with (
-        file_size_limit(2**20),
-        pytest.raises(UserError, match=r"^a batch of 2,880,192 bytes: .*\(File too large\); lower batch_size, or"),
-    ):
-        source.load_batch(SAMPLES, 0)
-
-
-def test_more_processes_than_open_files_are_refused(opened: Open) -> None:
-    """When all pipes but the last one have been made."""
-    limit = len([*Path("/proc/self/fd").iterdir()]) - 1 + 135
-    with open_files_limit(limit), pytest.raises(UserError) as caught:
-        opened(67)
-    assert str(caught.value) == (
-        "67 loader processes: more than this process's limits allow (Too many open files); "
-        "lower FLYTE_DDP_LOADERS, or raise the limits (ulimit)"
-    )
-    assert children_of(os.getpid()) == []
 
 
 class Slow(FileReader):

@@ -55,27 +55,6 @@ def test_what_was_not_used_for_longest_is_removed(server: FileServer, tmp_path: 
     assert server.counts == {"0.tar": 1, "1.tar": 2, "2.tar": 1, "3.tar": 1, "big.tar": 1}
 
 
-def test_few_fetches_look_at_all_files_of_the_cache(server: FileServer, tmp_path: Path, monkeypatch) -> None:
-    """A process's first one, and in a full cache of 192 files each fourth, which evicts three more; limits hold."""
-    cache, looks = ShardCache(tmp_path, limit=192 * 100), list[int]()
-    list_files = ShardCache.list_files_oldest_first
-    monkeypatch.setattr(ShardCache, "list_files_oldest_first", lambda own: looks.append(1) or list_files(own))
-    shards = [serve(server, f"{seed}.tar", blob(seed, 100)) for seed in range(260)]
-    fetch(cache, *shards[:192])
-    assert (len(looks), sum(kept(cache, shards))) == (1, 192)
-    for count, shard in enumerate(shards[192:232], start=1):
-        fetch(cache, shard)
-        assert sum(sizes_in(tmp_path).values()) <= 192 * 100
-        gone = 4 * -(-count // 4)
-        assert kept(cache, shards[: 192 + count]) == [number >= gone for number in range(192 + count)]
-    assert len(looks) == 11
-    fetch(ShardCache(tmp_path, limit=100 * 100), *shards[232:])
-    assert sum(sizes_in(tmp_path).values()) <= 100 * 100, "a lower limit"
-    fetch(ShardCache(tmp_path), *shards[:30])  # which counts nothing
-    fetch(cache, *shards)
-    assert sum(sizes_in(tmp_path).values()) <= 192 * 100
-
-
 def test_what_is_open_stays(server: FileServer, tmp_path: Path) -> None:
     """Here or in another process, even if it was not used for longest."""
     cache = ShardCache(tmp_path, limit=60_000)

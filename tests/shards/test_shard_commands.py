@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from file_server import FileServer
 from image_folders import image_files, write_files
 from tars import samples, shard_bytes, write_shards
 
@@ -126,7 +125,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "other shards": (
         lambda folder: shutil.copy(folder / "train-000001.tar", folder / "train-000000.tar"),
-        ["shard .*-000000.tar: SHA-256 .*", "shard .*: MD5 .*", "shard .*table of samples .* belongs to another shard"],
+        ["shard .*-000000.tar: SHA-256 .*", "shard .*: MD5 .*"],
     ),
     "counts in the index": (
         lambda folder: edit_index(folder, nsamples=6),
@@ -139,10 +138,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "fewer classes in the index": (
         lambda folder: edit_index(folder, classes=("ant",)),
         [r"shard .*: has label 1, but the index has 1 classes"] * 3,
-    ),
-    "missing tables": (
-        lambda folder: (folder / "train.json.tables").unlink(),
-        ["shard .*: the table of samples beside the index is missing or belongs to another shard"] * 3,
     ),
     "members left out": (
         put_samples("0.png", "0.cls", "1.png", "2.cls"),
@@ -164,22 +159,6 @@ def test_verifying_finds(tmp_path: Path) -> None:
         assert len(found) == len(expected), (damage, found)
         for text, pattern in zip(found, expected, strict=True):
             assert re.fullmatch(pattern, text)
-
-
-def test_tables_that_a_server_does_not_give_are_not_called_missing(server: FileServer, tmp_path: Path) -> None:
-    paths = write_shards(tmp_path, samples(3), samples(4, prefix="b"))
-    create_index([str(path) for path in paths], tmp_path / "x.json", progress="off")
-    server.files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    address = f"{server.url}/x.json"
-    server.gives_parts = False
-    [said] = verify_index(address, progress="off")
-    tables = f"tables of samples {address}.tables: cannot be read, and were not compared"
-    assert said == f"{tables} (the server cannot give a part of a file: it ignores Range)"
-    server.faults = {"x.json.tables": [503] * 8}
-    [said] = verify_index(address, progress="off")
-    assert said.startswith(f"{tables} (HTTP 503")
-    del server.files["x.json.tables"]
-    assert len(verify_index(address, progress="off")) == 2
 
 
 def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
