@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_server import FileServer
-from image_folders import all_files, image_files, write_files
+from image_folders import all_files
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 
 from flyte_ddp.datasets import DATASETS, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
-from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
 
 
@@ -75,34 +74,6 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str
     assert all_files(folder) == before
     assert leftovers(tmp_path) == ["data"]
     np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
-
-
-def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> None:
-    folder = fetch("digits", "", tmp_path / "data", progress="off")
-    description = folder / "dataset.json"
-    before = json.loads(description.read_text())
-    for older in ({**before, "format": 1}, {key: value for key, value in before.items() if key != "format"}):
-        description.write_text(json.dumps(older))
-        assert not is_whole(folder)
-        fetch("digits", "", folder, progress="off")
-        assert json.loads(description.read_text()) == before
-
-
-def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path) -> None:
-    """Without its test set, too, it would be another data set."""
-    images = str(write_files(tmp_path / "images", image_files("0/0.png", "1/1.png", "0/2.png")))
-    pack_source(images, tmp_path / "packed", progress="off")
-    for dataset, lost in (
-        (f"shards:{tmp_path}/packed/train.json", "test.json"),
-        (f"image_folder:{images}", "test_labels.npy"),
-    ):
-        folder = fetch(dataset, "", tmp_path / lost, test_dataset=dataset, progress="off")
-        before = all_files(folder)
-        (folder / lost).unlink()
-        with pytest.raises(UserError, match="the prepared data set is damaged"):
-            open_prepared(folder)
-        fetch(dataset, "", folder, test_dataset=dataset, progress="off")
-        assert all_files(folder) == before
 
 
 def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, monkeypatch) -> None:

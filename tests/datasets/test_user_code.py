@@ -10,13 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from image_folders import write_files
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods.preparation import fetch_data_set
-from flyte_ddp.user_code.callables import SPEC, load_callable, split_spec
+from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.digest import PARSING, parse_python
 from flyte_ddp.user_code.source import find_top_level, find_user_sources, user_source_digest
 
@@ -206,31 +204,6 @@ def test_no_other_thread_parses_at_the_same_time(monkeypatch: pytest.MonkeyPatch
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(
-    "content", [b"def broken(:\n", b"x = 1\0", b"# coding: no-such-coding\n", b"\xff\n", b"(" * 9999]
-)
-def test_a_file_that_is_no_python_counts_by_its_content(project: Path, content: bytes) -> None:
-    (project / "users_top.py").write_text("import users_odd\n")
-    (project / "users_odd.py").write_bytes(content)
-    before = user_source_digest(USERS_TOP)
-    (project / "users_odd.py").write_bytes(content + b"\n")
-    assert user_source_digest(USERS_TOP) != before
-
-
-def test_folders_and_links_named_like_sources_do_not_change_the_digest(project: Path) -> None:
-    package = project / "users_package"
-    before = user_source_digest("users_package.inner.models:one")
-    (package / "folder.py").mkdir()
-    (package / "dangling.py").symlink_to("nowhere.py")
-    (package / "again").symlink_to(package, target_is_directory=True)
-    assert user_source_digest("users_package.inner.models:one") == before
-    shared = write_sources(project / "shared", {"linked.py": "x = 1\n"})
-    (package / "inner" / "shared").symlink_to(shared, target_is_directory=True)
-    linked = user_source_digest("users_package.inner.models:one")
-    (shared / "linked.py").write_text("x = 2\n")
-    assert len({before, linked, user_source_digest("users_package.inner.models:one")}) == 3
-
-
 @pytest.mark.parametrize("where", ["editable", "lib/python3.11/site-packages", "lib/python3/dist-packages"])
 def test_installed_packages_do_not_count_but_the_users_own_elsewhere_do(project: Path, monkeypatch, where: str) -> None:
     elsewhere = project / where
@@ -266,17 +239,6 @@ def test_the_digest_depends_neither_on_the_place_nor_on_the_order_of_the_path(pr
             digests.add(user_source_digest("users_parts.a:make"))
             assert len([*find_user_sources("users_parts.a:make")]) == 4
     assert len(digests) == 1
-
-
-@given(st.text(st.sampled_from("ab_.:1é/ \n"), max_size=12))
-def test_what_is_accepted_are_two_names_that_python_could_import(spec: str) -> None:
-    if SPEC.fullmatch(spec) is None:
-        with pytest.raises(UserError):
-            split_spec(spec)
-        return
-    module, attribute = split_spec(spec)
-    assert f"{module}:{attribute}" == spec
-    assert all(part.isidentifier() for part in [*module.split("."), attribute])
 
 
 def test_looking_for_pip_leaves_distutils_to_setuptools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

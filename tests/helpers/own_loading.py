@@ -74,11 +74,6 @@ def killed(image: np.ndarray, target: Any) -> Pair:
     return image, target
 
 
-def crashed(image: np.ndarray, target: Any) -> Pair:
-    os.kill(os.getpid(), signal.SIGSEGV)
-    return image, target
-
-
 def fail(image: np.ndarray, target: Any) -> Pair:
     raise ZeroDivisionError("the augmentation's own words")
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from encoded_runs import BASE, labelled, losses, notes, of, quiet, train, weights
 from faulty_proxy import Proxy, faulty_proxy
-from file_server import FileServer
 from image_folders import write_files
-from mnist_files import sums
 from s3_server import s3_server
 from surroundings import set_variables
 from tars import write_shards
@@ -170,14 +168,3 @@ def test_lasting_faults_of_a_store_are_errors(store: Store, tmp_path: Path) -> N
     with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
         run_training(STORED, data, tmp_path / "run again", quiet(tmp_path))
     assert not isinstance(failure.value, UnreachableError)
-
-
-def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_path: Path) -> None:
-    folder = labelled(tmp_path / "images", 6)
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.jpg"))}
-    server.files = {f"data/{name}": content for name, content in {**files, "SHA256SUMS": sums(files)}.items()}
-    listed = list_images(f"{server.url}/data")
-    assert {name: listed.read_image(number) for number, name in enumerate(listed.names)} == files
-    server.files["data/green/1.jpg"] = server.files["data/red/0.jpg"]
-    with pytest.raises(UserError, match=r"green/1\.jpg: cannot be read \(does not have the SHA-256 of .*; run again"):
-        listed.read_image(list(listed.names).index("green/1.jpg"))

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,24 +11,18 @@ import pytest
 import torch
 from encoded_runs import BASE, SIDE, labelled, losses, notes, of, quiet, train, weights
 from file_server import file_server
-from PIL import Image
 from plain_loop import train_plainly
 from torchvision.transforms import v2
 from training_runs import cut_off
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, fingerprint, open_prepared
+from flyte_ddp.datasets import fingerprint
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.order.mixing import choose_partners
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
-from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.training.parts import split_for_rank
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -116,23 +109,6 @@ def test_an_image_folder_is_learnt(tmp_path: Path) -> None:
     assert result.test_accuracy == 1.0
 
 
-@pytest.mark.exhaustive
-def test_easy_photos_are_learnt_with_default_hyperparameters(tmp_path: Path) -> None:
-    """Grey, lighter on one side, with a tint for each of four classes: without clipping the loss explodes on them."""
-    random = np.random.default_rng(0)
-    tints = np.array([(200, 60, 60), (60, 180, 60), (60, 60, 200), (200, 190, 60)])
-    for index in range(600):
-        slope = np.linspace(-30, 30, 96)[:, None, None] * random.uniform(-1, 1)
-        grey = 128 + slope + random.normal(0, 12, (96, 96, 3))
-        pixels = grey / 2 + tints[index % 4] / 2 + random.normal(0, 15, 3)
-        path = tmp_path / "images" / f"class{index % 4}" / f"{index}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
-    dataset = f"image_folder:{tmp_path}/images"
-    hp = Hyperparameters(dataset=dataset, image_size=96, seed=1, num_ranks=1, precision="fp32")
-    assert train(hp, tmp_path / "clipped").test_accuracy > 0.9
-
-
 def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
     """What is prepared says where the images are; the first place may be gone when the second is used."""
     folder = labelled(tmp_path / "images")
@@ -142,23 +118,3 @@ def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
     places = ("shards", "packed/train.json", "copied/train.json"), ("image_folder", "images", "images again")
     for kind, *two in places:
         assert len({fingerprint(f"{kind}:{tmp_path / place}", "") for place in two}) == 2
-
-
-def test_with_mixup_a_rank_keeps_open_what_partners_come_from(many_shards: Path, tmp_path: Path, monkeypatch) -> None:
-    """Partners come from all streams of the batch, on any number of ranks; here rank 1 of 4 loads an epoch's slices."""
-    hp = of(many_shards / "train.json", mixup=0.2, shuffle_shards=8, batch_size=48)
-    data = open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off"))
-    for name, value in (("rank", 1), ("world_size", 4)):
-        monkeypatch.setattr(f"flyte_ddp.loading.opening.{name}", lambda value=value: value)
-        monkeypatch.setattr(f"flyte_ddp.training.parts.{name}", lambda value=value: value)
-    opened: list[str] = []
-    open_shard = ShardCache.open_shard
-    monkeypatch.setattr(ShardCache, "open_shard", lambda cache, s: opened.append(s.url) or open_shard(cache, s))
-    splits = open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(tmp_path))
-    for step, batch in enumerate(splits.training.order.batches(0, hp.batch_size)):
-        [part] = split_for_rank(batch, 1, choose_partners(batch, hp.seed, step), step)
-        for samples in part.list_loads():
-            splits.training.load_batch(samples, 0)
-    splits.close()
-    # A stream of 2.5 shards begins and ends within shards, which two streams may open at different times.
-    assert (len(set(opened)), len(opened) <= 20 + 7) == (20, True), Counter(opened)

@@ -179,21 +179,6 @@ def test_mistakes_are_told_with_the_sample() -> None:
     pool.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("killed", "a loader process ended with SIGKILL, often for lack of memory; lower FLYTE_DDP_LOADERS"),
-        ("crashed", "a loader process ended with SIGSEGV$"),
-    ],
-)
-def test_a_loader_process_that_is_killed_is_an_error(name: str, text: str) -> None:
-    pool = LoaderPool([loader_of(name)], 2)
-    with pytest.raises(RuntimeError, match=text):
-        WorkerImages(pool.loaders[0], pool, CPU).load_batch(np.arange(8), 0)
-    pool.close()
-
-
 def test_arrays_in_files_are_sent_by_their_names(tmp_path: Path) -> None:
     images, classes = arrays(4000)
     np.save(tmp_path / "images.npy", images)

@@ -39,21 +39,6 @@ def test_a_shard_is_fetched_once_for_all_threads_of_all_processes(server: FileSe
     assert len(sizes_in(cache.folder)) == 12
 
 
-def test_a_shard_is_on_the_disk_before_it_has_its_name(server: FileServer, tmp_path: Path, monkeypatch) -> None:
-    shard, cache = serve(server, "a.tar", blob(1)), ShardCache(tmp_path)
-    path = cache.shard_path(shard)
-    synced = []
-    sync = os.fsync
-
-    def note(file: int) -> None:
-        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size, path.exists()))
-        sync(file)
-
-    monkeypatch.setattr(os, "fsync", note)
-    assert content_of(cache, shard) == blob(1)
-    assert synced == [(path.stat().st_ino, len(blob(1)), False)]
-
-
 @pytest.fixture
 def digested(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose digests were computed, in order."""

@@ -2,10 +2,7 @@
 
 import gc
 import os
-import pickle
 import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -69,22 +66,6 @@ def open_files(folder: Path) -> list[os.stat_result]:
             if str(path.readlink()).startswith(str(folder)):
                 found.append(path.stat())
     return found
-
-
-def test_a_process_ends_without_a_word(server: FileServer, tmp_path: Path) -> None:
-    served = serve_samples(server, 3, 3)
-    server.faults["1.tar"] = ["stall"]
-    script = (
-        "import pickle, sys; from flyte_ddp.shards.dataset import ShardDataset\n"
-        "dataset = ShardDataset(pickle.load(open(sys.argv[1], 'rb')), sys.argv[2], decode=False)\n"
-        "print(dataset[0]['__key__']); dataset.reader.prefetch_shards([1]); sys.stdin.readline()"
-    )
-    (tmp_path / "index").write_bytes(pickle.dumps(served.index))
-    command = [sys.executable, "-c", script, str(tmp_path / "index"), str(tmp_path / "cache")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert server.stalled.wait(DEADLINE)
-        assert process.communicate(b"\n", DEADLINE) == (b"0/00000\n", b"")
-    assert process.returncode == 0
 
 
 def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:

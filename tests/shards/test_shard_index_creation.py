@@ -18,7 +18,6 @@ from wids import wids_specs
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import ShardImages
-from flyte_ddp.report.previews import render_index_preview
 from flyte_ddp.shards import scanning
 from flyte_ddp.shards.__main__ import read_class_names
 from flyte_ddp.shards.cache import ShardCache
@@ -50,15 +49,6 @@ def test_an_index_of_remote_shards(scheme: str, server: FileServer, tmp_path: Pa
     got = [(sample["__key__"], sample[".bin"], sample[".cls"]) for sample in map(dataset.__getitem__, range(0, 49, 7))]
     assert got == expected[:49:7]
     assert verify_index(str(tmp_path / "index.json"), progress="off") == []
-
-
-def test_a_page_of_samples_reads_the_index_once(server: FileServer, tmp_path: Path) -> None:
-    server.files["0.tar"] = shard_bytes(samples(5))
-    create_index([f"{server.url}/0.tar"], tmp_path / "index.json", progress="off")
-    server.files["index.json"] = (tmp_path / "index.json").read_bytes()
-    page = render_index_preview(f"{server.url}/index.json")
-    assert all(key in page for key in samples(5))
-    assert server.requests.count("index.json") == 1
 
 
 def test_patterns_of_names() -> None:
@@ -182,20 +172,6 @@ def test_wids_finds_the_same_joined_shards(tmp_path: Path, monkeypatch: pytest.M
     assert [(str(Path(entry["url"]).absolute()), entry["nsamples"], entry["weight"]) for entry in found] == [
         (shard.url, shard.samples, index.parts[shard.part].weight) for shard in index.shards
     ]
-
-
-def test_what_is_joined_is_kept(tmp_path: Path) -> None:
-    addresses = [counted(tmp_path / name, 7) for name in "ab"]
-    (tmp_path / "link").symlink_to(tmp_path / "b")
-    before = [Path(address).read_bytes() for address in addresses]
-    for output in (Path(addresses[0]), tmp_path / "link" / "index.json"):
-        with pytest.raises(UserError, match=r"would replace .*index\.json, which it is made from"):
-            join_indexes(addresses, output)
-    with pytest.raises(UserError, match=r"0\.tar: exists and is not an index"):
-        join_indexes(addresses, tmp_path / "a" / "0.tar")
-    assert [Path(address).read_bytes() for address in addresses] == before
-    for _ in range(2):
-        join_indexes(addresses, tmp_path / "both.json")
 
 
 MISTAKES: list[tuple[Callable[[str, str, str], list[str]], list[float], str]] = [

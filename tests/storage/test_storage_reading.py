@@ -199,19 +199,6 @@ def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: i
 
 
 @objects
-@pytest.mark.parametrize("fault", [503, "truncate"])
-def test_a_list_that_fails_halfway_is_read_again(place: Place, fault: int | str) -> None:
-    place.server.page = 2
-    for number in range(5):
-        place.put(str(number), b"")
-    place.server.faults = {"bucket": [fault], "bucket/": [fault]}
-    assert storage.retry(place.address, names_in) == ["0", "1", "2", "3", "4"]
-    place.server.faults = {"bucket": [404], "bucket/": [404]}
-    with pytest.raises(UnavailableError, match="HTTP 404"):
-        storage.retry(place.address, names_in)
-
-
-@objects
 def test_a_list_that_is_none(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("file_server.Answer.listed", lambda *_: b"<html>log in first")
     with pytest.raises(UnavailableError, match="invalid list response") as caught:
