@@ -52,23 +52,20 @@ def fetch(
 ) -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
-    Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
-    are damaged, or its format is another release's. Does not notice changed content of the same source: put the
-    :func:`fingerprint` into the folder's name. Imports and calls the code of ``package.module:callable``, with the
-    working directory first on ``sys.path``; its errors are not caught.
+    Does nothing if ``folder`` already holds this data set of this source undamaged. Does not notice changed content of
+    the same source: put the :func:`fingerprint` into the folder's name. Errors of the user's code are not caught.
 
     Args:
-        dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
-            ``image_folder:...``. Of the last three only the index or the list of files is fetched, and a first sample.
-        source: directory, or file://, s3:// or https:// mirror; no other place is tried then. If empty: a copy that the
-            operating system has installed, then the public addresses.
+        dataset: a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
+            ``image_folder:...``, of which only the index or the list of files is fetched, and a first sample.
+        source: the hyperparameter ``data_source``.
         folder: destination; missing parents are created.
         test_dataset: shards or folder of images to test on.
         sample: the hyperparameter; if it is set, samples of shards need no image and no label.
         progress: auto, bar, lines or off; printed to stderr.
 
-    Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
-    unknown data set, unusable data, or a folder that holds something else or cannot be written.
+    Returns the absolute path of ``folder``. Raises a UserError for an unknown data set, unusable data, or a folder that
+    holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)

@@ -3,14 +3,14 @@
 import io
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import click
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import MODES
 from flyte_ddp.shards.index import ShardIndex, read_index
-from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.shards.scanning import create_index, verify_index
+from flyte_ddp.shards.scanning import create_index, join_indexes, verify_index
 from flyte_ddp.text.formatting import format_count
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
@@ -31,11 +31,16 @@ def shards() -> None:
 @click.argument("urls", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("index.json"), help="The index to write.")
 @click.option("--name", default="", help="Name of the data set; by default the name of the output file.")
-@click.option("--classes", type=Path, help="A file with the classes' names, one a line; by default 0, 1, 2 ...")
+@click.option(
+    "--classes",
+    type=click.File(encoding="utf-8-sig"),
+    help="A file with the classes' names, one a line; by default 0, 1, 2 ...",
+)
 @PROGRESS
-def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None, progress: str) -> None:
+def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | None, progress: str) -> None:
     """Read shards (paths, s3://, gs://, az://, http://; {000..127} is a range); write their index and its .tables."""
-    index = create_index(urls, output, name=name, classes=read_class_names(classes), progress=progress)
+    names = classes.read().rstrip("\n").splitlines() if classes else []
+    index = create_index(urls, output, name=name, classes=names, progress=progress)
     plural = "" if len(index.classes) == 1 else "es"
     click.echo(f"{output}: {format_counts(index)}, {len(index.classes):,} class{plural}")
 
@@ -67,15 +72,10 @@ def verify(index: str, decode: bool, progress: str) -> None:
 
 @shards.command()
 @click.argument("index")
-@click.option("--shards", "list_shards", is_flag=True, help="List the shards, too.")
-def show(index: str, list_shards: bool) -> None:
-    """Read an index, in up to 4 tries; print a summary and, with --shards, a list of its shards. Open no shard."""
-    content = read_index(index)
-    for key, value in content.summary().items():
+def show(index: str) -> None:
+    """Print a summary of an index; open no shard."""
+    for key, value in read_index(index).summary().items():
         click.echo(f"{key:<16} {value}")
-    if list_shards:
-        for shard in content.shards:
-            click.echo(f"{shard.samples:>10,} {max(0, shard.size):>15,} {shard.url}")
 
 
 @shards.command()
@@ -100,21 +100,6 @@ def pack(
     options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
     click.echo(f"{folder / name}.json: {format_counts(index)}")
-
-
-def read_class_names(path: Path | None) -> list[str]:
-    """Return the class names in a file, one a line, without empty lines at the end; [] for None."""
-    if path is None:
-        return []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip("\r\n").splitlines()  # Windows may write a byte order mark
-    except OSError as error:
-        raise UserError(f"classes {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"classes {path}: is not text in UTF-8 ({error})") from None
-    if not lines:
-        raise UserError(f"classes {path}: is empty; it must have the classes' names, one a line")
-    return lines
 
 
 if __name__ == "__main__":

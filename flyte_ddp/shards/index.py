@@ -73,7 +73,6 @@ class ShardIndex:
         # Of each shard, [shards]:
         self.counts = np.array([shard.samples for shard in self.shards], dtype=np.int64)  # samples
         self.ends = np.cumsum(self.counts)  # samples up to and including the shard
-        self.sizes = np.array([shard.size for shard in self.shards], dtype=np.int64)  # bytes; -1 if unknown
         self.weights = np.array([self.parts[shard.part].weight for shard in self.shards])  # weight of its part
 
     def __len__(self) -> int:
@@ -90,17 +89,14 @@ class ShardIndex:
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
     def summary(self) -> dict[str, str]:
-        known = self.sizes[self.sizes >= 0]
-        known_only = "" if len(known) == len(self.shards) else f" in {len(known):,} of the shards"
         least, most = self.counts.min(), self.counts.max()
+        sizes = np.array([shard.size for shard in self.shards])
         facts = {
             "name": self.name,
             "shards": f"{len(self.shards):,}",
             "samples": f"{len(self):,} ({least:,}" + ("" if least == most else f" to {most:,}") + " a shard)",
-            "bytes": f"{known.sum():,}{known_only}",
+            "bytes": f"{sizes.sum():,}" if (sizes >= 0).all() else "not known",
             "classes": f"{len(self.classes):,}" if self.classes else "not known",
-            "digests": f"{sum(1 for shard in self.shards if shard.digest[1]):,} shards have one",
-            "tables": f"{sum(1 for shard in self.shards if shard.table):,} shards have one",
             "first shard": self.shards[0].url,
             "last shard": self.shards[-1].url,
         }
@@ -228,7 +224,7 @@ def resolve_address_in_index(index: str, base: str, named: Any) -> str:
     shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:
         raise malformed_index_error(index, f"{shown} is no address")
-    whole = require_encodable(index, storage.resolve(base, named))
+    whole = storage.resolve(base, named)
     try:
         is_local = storage.local_path(whole) is not None
     except UserError as error:
@@ -242,15 +238,6 @@ def resolve_address_in_index(index: str, base: str, named: Any) -> str:
     return whole
 
 
-def require_encodable(index: str, named: str) -> str:
-    # Undecodable file names contain lone surrogates; they are allowed for local files but cannot be sent in a URL.
-    try:
-        named.encode("utf-8", "strict" if "://" in named and not named.startswith("file:") else "surrogateescape")
-    except UnicodeEncodeError:
-        raise malformed_index_error(index, f"{shorten_repr(named)} is no address") from None
-    return named
-
-
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
@@ -261,7 +248,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
             url, place = entry["url"], entry.get("table") if tables else None
             yield Shard(
                 # A fast path: an index may have 100,000 shards, and most have plain names.
-                url=require_encodable(address, f"{folder}/{storage.encode_name(base, url)}")
+                url=f"{folder}/{storage.encode_name(base, url)}"
                 if PLAIN_NAME.fullmatch(url)
                 else resolve_address_in_index(address, base, url),
                 samples=require_count(entry["nsamples"], MOST_SAMPLES),

@@ -1,15 +1,15 @@
-"""Read whole shards, to make an index of them or to compare them with their index."""
+"""Make indexes of whole shards or of other indexes, and compare shards with their index."""
 
 import hashlib
 import itertools
+import json
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
@@ -20,7 +20,17 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.pictures import opaque_picture
 from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
+from flyte_ddp.shards.index import (
+    EXTENSION,
+    KIND,
+    Part,
+    Shard,
+    ShardIndex,
+    build_index,
+    index_json,
+    load_index_json,
+    read_index,
+)
 from flyte_ddp.shards.samples import SampleTable, table_digest, tabulate_members
 from flyte_ddp.shards.tar import Member, iterate_members
 from flyte_ddp.text.formatting import format_count
@@ -154,9 +164,6 @@ def create_index(
 ) -> ShardIndex:
     """Expand ranges such as ``{000..127}`` in ``urls``; write the index of these shards by :func:`index_shards`."""
     classes = normalize_class_names("classes", classes)
-    for label, count in Counter(classes).items():
-        if count > 1 or not label.strip():
-            raise UserError(f"class {label!r} is named {format_count(count, 'time')}: each must have a name of its own")
     expanded = [whole for url in urls for whole in expand_ranges(url)]
     return index_shards(expanded, output, name=name, classes=classes, progress=progress)
 
@@ -200,6 +207,30 @@ def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Seque
     if unfit:
         counted = f"{unfit:,} of {format_count(len(index), 'sample')}"
         Progress(progress).print_note(f"warning: {counted} cannot be trained on without code of yours: {reason}")
+    return index
+
+
+def join_indexes(
+    addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
+) -> ShardIndex:
+    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index."""
+    addresses = [str(storage.local_path(address) or address) for address in addresses]
+    output = resolve_index_output(output, addresses)
+    if len(set(addresses)) < max(2, len(addresses)):
+        raise UserError(f"indexes {', '.join(addresses) or 'none'}: must be two or more, each given once")
+    if len(weights) not in (0, len(addresses)):
+        raise UserError(f"{len(weights)} weights: must be one for each of the {len(addresses)} indexes, or none")
+    references = [
+        {"source_url": address.removeprefix(f"{output.parent}/"), "weight": weight}
+        for address, weight in zip(addresses, weights or [1.0] * len(addresses), strict=True)
+    ]
+    content: dict[str, Any] = {"__kind__": KIND, "wids_version": 1, "name": name or output.stem, "datasets": references}
+    index = build_index(str(output), content)
+    for reference, part in zip(references, index.parts, strict=True):
+        reference["name"] = part.name
+    content[EXTENSION] = {"classes": index.classes}
+    with replace_file(output) as file:
+        file.write(f"{json.dumps(content, indent=1)}\n".encode())
     return index
 
 

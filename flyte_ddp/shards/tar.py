@@ -16,7 +16,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.storage.addresses import leads_out
 
 BLOCK = tarfile.BLOCKSIZE
-MOST_METADATA = 1 << 20  # bytes of a header with its pax header and long names, which tarfile reads into memory
 MOST_BYTES = 1 << 60  # of a file
 SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 # Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
@@ -72,12 +71,11 @@ class Archive:
 
     def __init__(self, file: Any, shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
-        self.block, self.allowance = b"", 0  # the last block of the last header; bytes that this header may still have
+        self.block = b""  # the last block of the last header
 
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
         """Yield the header of each entry, folders and links too, and read the file to its end."""
         try:
-            self.allowance = MOST_METADATA
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             header = archive.next()  # the first one, which the constructor has read
             while header is not None:
@@ -96,7 +94,7 @@ class Archive:
 
     def read_next_header(self, archive: tarfile.TarFile) -> tarfile.TarInfo | None:
         """Return the next entry's header, or None at the end mark; unlike ``next()``, raise for a damaged header."""
-        start, self.allowance = self.place, MOST_METADATA
+        start = self.place
         try:
             return tarfile.TarInfo.fromtarfile(archive)
         except tarfile.HeaderError:
@@ -106,9 +104,6 @@ class Archive:
 
     def read(self, length: int) -> bytes:
         """Return the next ``length`` bytes of a header to tarfile, and keep the last block of them."""
-        if not 0 <= length <= self.allowance:
-            raise self.damage_error(f"a header of over {MOST_METADATA:,} bytes")
-        self.allowance -= length
         content = self.read_content(length)
         self.block = content[-BLOCK:]
         return content

@@ -22,7 +22,7 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.dataset import ShardDataset
-from flyte_ddp.shards.joining import join_indexes
+from flyte_ddp.shards.scanning import join_indexes
 
 pytestmark = pytest.mark.usefixtures("user_models")
 

@@ -171,7 +171,7 @@ def test_jobs_in_a_small_cache_read_what_is_right_within_the_limit(server: FileS
     """And every one of them comes to its end, whenever others are killed; in the end nothing half-written is there."""
     served = serve_samples(server, *[30] * SHARDS)
     digests = [digest_of_sample(key, found) for key, found in served.expected()]
-    limit = int(served.index.sizes.max()) * 4
+    limit = max(shard.size for shard in served.index.shards) * 4
     caches = [ShardCache(tmp_path, limit=limit) for _ in range(PROCESSES)]
     chosen, seeds = random.Random(0), iter(range(1000))
 

@@ -1,7 +1,6 @@
 """The commands around shards, called as users call them, and all that verifying an index finds."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -35,7 +34,7 @@ def test_from_a_folder_of_images_to_a_verified_index(tmp_path: Path, monkeypatch
     said = "image folder images: 12 images of 2 classes (ant 6, bee 6)\npacking (12 samples)\n"
     assert packed == (0, "out/val.json: 3 shards, 12 samples\n", said)
 
-    (tmp_path / "names").write_text("ant\nbee\n")
+    (tmp_path / "names").write_bytes("\ufeffant\r\nbee\r\n\r\n".encode())
     pattern = "out/val-{000000..000002}.tar"
     created = shards("create", pattern, "-o", "out/again.json", "--classes", "names", "--progress", "off")
     assert created == (0, "out/again.json: 3 shards, 12 samples, 2 classes\n", "")
@@ -50,10 +49,9 @@ def test_from_a_folder_of_images_to_a_verified_index(tmp_path: Path, monkeypatch
     verified = shards("verify", "out/val.json", "--decode")
     assert verified == (0, "out/val.json: no shard differs from it\n", "checking (3 shards)\n")
 
-    shown = shards("show", "out/val.json", "--shards")[1].splitlines()
-    for line in ("samples          12 (2 to 5 a shard)", "classes          2", "digests          3 shards have one"):
+    shown = shards("show", "out/val.json")[1].splitlines()
+    for line in ("samples          12 (2 to 5 a shard)", "classes          2"):
         assert line in shown
-    assert [line.split()[0] for line in shown[-3:]] == ["5", "5", "2"]
 
 
 @pytest.mark.slow
@@ -72,14 +70,6 @@ def test_the_exit_status_says_whether_all_is_well(tmp_path: Path) -> None:
     index = tmp_path / "index.json"
     create_index([str(path)], index, progress="off")
     assert shards("show", index, "--sideways")[0] == 2
-    (tmp_path / "empty").write_text("")
-    for arguments, said in {
-        ("create", path, "--classes", tmp_path / "gone"): "gone: No such file or directory",
-        ("create", path, "--classes", tmp_path / "empty"): "empty: is empty; it must have the classes' names",
-    }.items():
-        status, _, errors = shards(*arguments)
-        assert status == 1
-        assert said in errors
     path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))
     assert shards("verify", index, "--progress", "off")[0] == 1
 
@@ -159,11 +149,3 @@ def test_verifying_finds(tmp_path: Path) -> None:
         assert len(found) == len(expected), (damage, found)
         for text, pattern in zip(found, expected, strict=True):
             assert re.fullmatch(pattern, text)
-
-
-def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
-    name = os.fsdecode(b"n\xf6.tar")
-    write_shards(tmp_path, samples(3))[0].rename(tmp_path / name)
-    create_index([str(tmp_path / name)], tmp_path / "x.json", progress="off")
-    status, output, _ = shards("show", tmp_path / "x.json", "--shards")
-    assert (status, output.split()[-1]) == (0, f"{tmp_path}/n\\udcf6.tar")

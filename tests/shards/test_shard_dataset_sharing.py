@@ -24,7 +24,7 @@ from flyte_ddp.shards.dataset import ShardReader
 def test_in_workers_of_a_data_loader(server: FileServer, tmp_path: Path, method: str) -> None:
     """In a cache that cannot hold all of it, and with shards that the parent has open already."""
     served = serve_samples(server, 20, 20, 20, 20, 20, 20)
-    limit = int(served.index.sizes.max()) * 5
+    limit = max(shard.size for shard in served.index.shards) * 5
     dataset = LabelsAndSums(served.index, ShardCache(tmp_path, limit))
     expected = [[i, int(found[".cls"]), sum(found[".bin"])] for i, (_, found) in enumerate(served.expected())]
     assert list(dataset[0]) == expected[0]
@@ -85,7 +85,7 @@ def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:
 def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path: Path) -> None:
     """Shards that are merely kept open make way, with their room on the disk; threads wait until others have read."""
     served = serve_samples(server, *[6] * 5)
-    cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
+    cache = ShardCache(tmp_path, limit=max(shard.size for shard in served.index.shards))
     reader, other = (ShardReader(served.index, cache) for _ in range(2))
     expected = served.expected()
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path:
 
 def test_room_that_other_processes_hold_is_waited_for(server: FileServer, tmp_path: Path, monkeypatch) -> None:
     served = serve_samples(server, 5, 5)
-    cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
+    cache = ShardCache(tmp_path, limit=max(shard.size for shard in served.index.shards))
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=hold, args=(cache, served.index.shards[0], theirs), daemon=True)
     process.start()

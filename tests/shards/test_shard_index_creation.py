@@ -19,12 +19,10 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import ShardImages
 from flyte_ddp.shards import scanning
-from flyte_ddp.shards.__main__ import read_class_names
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Part, read_index
-from flyte_ddp.shards.joining import join_indexes
-from flyte_ddp.shards.scanning import create_index, expand_ranges, verify_index
+from flyte_ddp.shards.scanning import create_index, expand_ranges, join_indexes, verify_index
 
 
 @pytest.mark.slow
@@ -99,26 +97,6 @@ def test_mistakes_in_creating(tmp_path: Path, monkeypatch, urls: list[str], outp
     with pytest.raises(UserError, match=said):
         create_index(urls, Path(output), progress="off")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_shards(tmp_path, samples(3))
-
-    def create(content: bytes) -> tuple[str, ...]:
-        Path("names.txt").write_bytes(content)
-        classes = read_class_names(Path("names.txt"))
-        return create_index(["0.tar"], Path("x.json"), classes=classes, progress="off").classes
-
-    for content, said in {
-        b"a\nb\n\nc": "class '' is named 1 time: each must have a name of its own",
-        b"a\n \nc": "class ' ' is named",
-        b"a\nb\na": "class 'a' is named 2 times",
-        b"\n\n": "classes names.txt: is empty; it must have the classes' names",
-    }.items():
-        with pytest.raises(UserError, match=said):
-            create(content)
-    assert create("\ufeffant\r\nbéé\r\nc\r\n\r\n".encode()) == ("ant", "béé", "c")
 
 
 def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Path) -> None:
