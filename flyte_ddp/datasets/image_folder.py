@@ -1,6 +1,5 @@
 """List and read images in a folder or under a prefix, with one folder for each class: ``class/name.jpg``."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from flyte_ddp.catalog import IMAGES
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.storage.digest_list import SUMS
 from flyte_ddp.text.formatting import format_count
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
@@ -27,8 +25,8 @@ class ImageList:
     classes: tuple[str, ...]
     names: Sequence[str]  # relative to the address
     labels: NDArray[np.int64]
-    sizes: NDArray[np.int64]  # bytes; -1 where unknown
-    tags: NDArray[np.bytes_]  # texts that change when the files do; SHA-256 (hex) where sizes are unknown
+    sizes: NDArray[np.int64]  # bytes
+    tags: NDArray[np.bytes_]  # texts that change when the files do
     others: int = 0  # number of files that are no images of a class
 
     def image_address(self, number: int) -> str:
@@ -39,10 +37,8 @@ class ImageList:
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
-            content = storage.read_file(address, tag=tag if size >= 0 else "")
-            if size < 0 and hashlib.sha256(content).hexdigest() != tag:
-                raise storage.AlteredError("does not have the SHA-256 of the list")
-            if 0 <= size != len(content):
+            content = storage.read_file(address, tag=tag)
+            if len(content) != size:
                 raise storage.AlteredError(f"has {len(content):,} bytes, and {size:,} when it was listed")
             return content
 
@@ -101,14 +97,14 @@ def list_images(address: str) -> ImageList:
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix, but SHA256SUMS, and hidden files and folders."""
+    """List the files below a folder or prefix, but hidden files and folders."""
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
         remote = storage.local_path(address) is None
         advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
         raise failure.to_user_error(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
-    return [entry for entry in entries if "/." not in f"/{entry.name}" and entry.name != SUMS]
+    return [entry for entry in entries if "/." not in f"/{entry.name}"]
 
 
 def is_image(name: str) -> bool:

@@ -14,67 +14,52 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, require_numbers, restore_leaves
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
+SIDES = ("inputs", "targets")
 MASK = "mask"  # name of the leaf that says where a padded input has values
 
 Samples = Sequence[tuple[Leaves, Leaves]]
 
 
-def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leaves]:
+def batch_samples(
+    samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None = None
+) -> tuple[Leaves, Leaves]:
+    """Return inputs and targets of samples as one batch; ``padded`` pads leaves along their first dimension.
 
-    def stack_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
-        shape = leaves[0].shape
-        for sample, leaf in zip(names, leaves, strict=True):
-            if leaf.shape != shape:
-                raise UserError(
-                    f"{describe_leaf(kind, name)} of {sample} have shape {list(leaf.shape)}, and of {names[0]} "
-                    f"{list(shape)}; set collate='padded', or a function of your own"
-                )
-        return torch.from_numpy(np.stack(leaves, dtype=wide_type(leaves)))
-
-    inputs, targets = (combine_leaves(stack_leaf, [sample[side] for sample in samples], side, names) for side in (0, 1))
-    return inputs, targets
-
-
-def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of samples as one batch: leaves with a first dimension are padded at their ends."""
+    The mask of the input ``masked``, bool [n, longest], is true where the input has values.
+    """
     masks = list[Tensor]()
 
-    def pad_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
-        dtype, rest = wide_type(leaves), leaves[0].shape[1:]
-        if not any(leaf.ndim for leaf in leaves):
-            return torch.from_numpy(np.stack(leaves, dtype=dtype))
+    def join_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
+        dtype, shape = wide_type(leaves), leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
-            if not leaf.ndim or leaf.shape[1:] != rest:
-                raise UserError(
-                    f"{describe_leaf(kind, name)} of {sample} have shape {list(leaf.shape)}, and of {names[0]} "
-                    f"{list(leaves[0].shape)}: only the first dimension may differ; set a collate of your own"
-                )
+            if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:
+                what = f"the {kind} {name!r}" if name else f"the {kind}"
+                fix = "only the first dimension may differ; set a collate of your own"
+                fix = fix if padded else "set collate='padded', or a function of your own"
+                found = f"of {sample} have shape {list(leaf.shape)}, and of {names[0]} {list(shape)}"
+                raise UserError(f"{what} {found}: {fix}")
+        if not padded or not shape:
+            return torch.from_numpy(np.stack(leaves, dtype=dtype))
         lengths = np.array([len(leaf) for leaf in leaves])
-        filled = np.full((len(leaves), lengths.max(), *rest), padding_of(dtype.kind, kind), dtype)
+        filled = np.full((len(leaves), lengths.max(), *shape[1:]), padding_of(dtype.kind, kind), dtype)
         for row, leaf in zip(filled, leaves, strict=True):
             row[: len(leaf)] = leaf
         if (kind, name) == ("inputs", masked):
             masks.append(torch.from_numpy(np.arange(lengths.max()) < lengths[:, np.newaxis]))
         return torch.from_numpy(filled)
 
-    inputs, targets = (combine_leaves(pad_leaf, [sample[side] for sample in samples], side, names) for side in (0, 1))
+    def join_leaves(kind: str, leaves: Sequence[Leaves]) -> Leaves:
+        joined = dict[str, Tensor]()
+        for name, values in group_leaves(kind, leaves, names).items():
+            arrays = list[NDArray[Any]]()
+            for leaf, sample in zip(values, names, strict=True):
+                arrays.append(require_array(f"the {kind} of {sample}", leaf))
+                require_numbers(f"the {kind} of {sample}", arrays[-1], "convert them, or set a collate of your own")
+            joined[name] = join_leaf(name, arrays, kind)
+        return restore_leaves(form_of(leaves[0]), joined)
+
+    inputs, targets = (join_leaves(kind, side) for kind, side in zip(SIDES, zip(*samples, strict=True), strict=True))
     return add_mask(inputs, masks[0]) if masks else inputs, targets
-
-
-def combine_leaves(function: Any, leaves: Sequence[Leaves], side: int, names: Sequence[str]) -> Leaves:
-    """Return leaves of the first sample's form, each made by ``function`` out of that leaf of all samples."""
-    kind, made = ("inputs", "targets")[side], dict[str, Tensor]()
-    for name, values in group_leaves(kind, leaves, names).items():
-        arrays = list[NDArray[Any]]()
-        for leaf, sample in zip(values, names, strict=True):
-            arrays.append(require_array(f"the {kind} of {sample}", leaf))
-            require_numbers(f"the {kind} of {sample}", arrays[-1], "convert them, or set a collate of your own")
-        made[name] = function(name, arrays, kind)
-    return restore_leaves(form_of(leaves[0]), made)
-
-
-def describe_leaf(kind: str, name: str) -> str:
-    return f"the {kind} {name!r}" if name else f"the {kind}"
 
 
 def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:

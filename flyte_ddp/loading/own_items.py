@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import PADDED, Samples, pad_samples, stack_samples
+from flyte_ddp.loading.collate import PADDED, Samples, batch_samples
 from flyte_ddp.loading.own_samples import (
     OwnCodeError,
     OwnFunction,
@@ -103,7 +103,7 @@ class ItemLoader:
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
             return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
-        return pad_samples(loaded, names, self.masked) if self.collate == PADDED else stack_samples(loaded, names)
+        return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked)
 
     def name_samples(self, samples: Sequence[int]) -> list[str]:
         ids = getattr(self.items, "ids", None)

@@ -84,8 +84,8 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """Yield all files below a folder or prefix, ordered by name, without the empty objects that mark folders.
 
-    Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
-    server reads ``SHA256SUMS`` in the folder. A missing folder of this machine is a MissingError; a prefix without
+    Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders. A web
+    server has no list. A missing folder of this machine is a MissingError; a prefix without
     objects has no files. Errors come at the call for a bucket, at the first ``next()`` for others.
     """
     return select_storage(address).list_files(address)

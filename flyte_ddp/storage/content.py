@@ -23,7 +23,7 @@ class Entry(NamedTuple):
 
     name: str  # relative to the listed folder
     size: int  # in bytes; -1 if unknown
-    tag: str  # changes with the content: an ETag or a time of change; the SHA-256 (hex) in a list without sizes
+    tag: str  # changes with the content: an ETag or a time of change
 
 
 def parse_etag(header: str | None) -> str:

@@ -16,9 +16,7 @@ from requests.exceptions import ConnectTimeout, InvalidURL, ReadTimeout, SSLErro
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import failures
-from flyte_ddp.storage.addresses import leads_out
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
-from flyte_ddp.storage.digest_list import SUMS, DigestListError, parse_digest_list
 from flyte_ddp.storage.failures import UnavailableError, http_status_error
 from flyte_ddp.storage.origins import may_follow_redirect, origin_of
 from flyte_ddp.text.credentials import mask_credentials
@@ -46,21 +44,8 @@ def stat_file(address: str) -> Entry:
         return Entry("", int(size or -1), parse_etag(tag) or time)
 
 
-def list_files(address: str) -> Iterator[Entry]:
-    """Yield the files that ``SHA256SUMS`` in a folder lists, by name, with size -1 and the digest as tag."""
-    try:
-        with open_file(f"{address.rstrip('/')}/{SUMS}", None) as file:
-            content = b"".join(file.chunks)
-        digests = parse_digest_list(content)
-    except UnavailableError as failure:
-        words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
-        raise UnavailableError(words, transient=failure.transient) from None
-    except DigestListError as error:
-        raise UnavailableError(f"{SUMS} in that folder is not understood: {error}") from None
-    for name, digest in sorted(digests.items()):
-        if leads_out(name):
-            raise UnavailableError(f"{SUMS} there names {name!r}, which is not in that folder")
-        yield Entry(name, -1, digest)
+def list_files(address: str) -> NoReturn:  # noqa: ARG001
+    raise UnavailableError("an HTTP server has no list of its files")
 
 
 def write_file(address: str, *_: object, **__: object) -> NoReturn:

@@ -189,7 +189,7 @@ ONE = (np.ones(3), 0)
 @pytest.mark.parametrize(
     ("items", "collate", "words"),
     [
-        ([ONE, (np.ones(2), 0)], "stacked", r" have shape \[2\], and of train sample 0 \[3\]; set collate='padded'"),
+        ([ONE, (np.ones(2), 0)], "stacked", r" have shape \[2\], and of train sample 0 \[3\]: set collate='padded'"),
         ([(np.ones((2, 3)), 0), (np.ones((2, 4)), 0)], "padded", r" have shape \[2, 4\], .*: only the first dimension"),
         ([ONE, ((np.ones(3),) * 2, 0)], "padded", " are a tuple of 2, and those of train sample 0 one array"),
         ([ONE, ({"b": 1}, 0)], "stacked", " are a dict with b, and those of train sample 0 one array"),

@@ -200,9 +200,7 @@ def test_hidden_files_and_folders_are_left_out_everywhere(server: FileServer, tm
     files = dict.fromkeys([*seen, *names], b"x")
     write_files(tmp_path, {f"bucket/.d/{name}": content for name, content in files.items()})
     server.files = {f"bucket/.d/{name}": content for name, content in files.items()}
-    digest = hashlib.sha256(b"x").hexdigest()
-    server.files["bucket/.d/SHA256SUMS"] = "".join(f"{digest}  ./{name}\n" for name in files).encode()
-    for start in (str(tmp_path), server.url, "s3:/", "gs:/"):
+    for start in (str(tmp_path), "s3:/", "gs:/"):
         found = list_images(f"{start}/bucket/.d")
         assert (list(found.names), found.classes) == (names, ("ant", "bee"))
 

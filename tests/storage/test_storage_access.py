@@ -9,7 +9,6 @@ from surroundings import object_stores, s3_environment, set_variables
 
 from flyte_ddp import storage
 from flyte_ddp.datasets import fingerprint
-from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage import UnavailableError, clouds, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage import objects as objects_module
@@ -215,9 +214,7 @@ def test_what_is_not_understood_is_refused_with_the_line(content: bytes, said: s
         parse_digest_list(content)
 
 
-def test_what_is_not_understood_is_said_to_who_lists_a_folder(server: FileServer) -> None:
+def test_what_is_not_understood_is_said_of_a_mirror(server: FileServer) -> None:
     server.files["data/SHA256SUMS"], line = REFUSED["a login page"]
-    with pytest.raises(UserError, match=rf"cannot be listed \(SHA256SUMS in that folder is not understood: {line}"):
-        list_images(f"{server.url}/data")
     with pytest.raises(UserError, match=rf"data_source='http://.*': SHA256SUMS there is not understood: {line}"):
         fingerprint("mnist", f"{server.url}/data")

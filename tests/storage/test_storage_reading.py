@@ -1,6 +1,5 @@
 """Reading files, parts of files and lists, from each kind of storage, and servers that fail."""
 
-import hashlib
 import os
 import random
 import subprocess
@@ -17,7 +16,7 @@ from surroundings import object_stores
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import AlteredError, Entry, MissingError, UnavailableError, failures, retries
+from flyte_ddp.storage import AlteredError, MissingError, UnavailableError, failures, retries
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks
 OBJECTS = ["s3", "gs", "az"]
@@ -315,29 +314,3 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert random.getstate() == before, "a user's model may draw from Python's global generator"
     assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
     assert len(waited) == 3
-
-
-@pytest.mark.parametrize("option", ["--text", "--binary"])
-def test_a_list_on_a_web_server_has_the_names_of_files(server: FileServer, tmp_path: Path, option: str) -> None:
-    """All that a file can be called, as sha256sum itself writes it."""
-    address = f"{server.url}/d"
-    with pytest.raises(UnavailableError, match=r"no list of its files, and SHA256SUMS in that folder .*HTTP 404"):
-        names_in(address)
-    names = ["x#1.jpg", "x?y=1.jpg", "100%.jpg", "%20.jpg", "é 名.jpg", "ends with a space.jpg ", "..jpg", "+&=;:@.jpg"]
-    names += ["\u2028.jpg", "\x85.jpg", "a (1) = b.jpg", " a.jpg"]
-    for number, name in enumerate(names):
-        (tmp_path / name).write_bytes(b"%d" % number)
-        server.files[f"d/{name}"] = b"%d" % number
-    sums = subprocess.run(["sha256sum", option, *names], cwd=tmp_path, capture_output=True, check=True).stdout
-    server.files["d/SHA256SUMS"] = sums
-    first, *_ = found = [*storage.list_files(f"{address}/")]
-    assert [entry.name for entry in found] == sorted(names)
-    assert first == Entry(" a.jpg", -1, hashlib.sha256(b"%d" % names.index(" a.jpg")).hexdigest())
-    assert [storage.read_file(storage.join(address, name)) for name in names] == [b"%d" % n for n in range(len(names))]
-
-
-@pytest.mark.parametrize("name", ["../secret/x.jpg", "a/../../x.jpg", "/etc/x.jpg", "./../x.jpg", "a/.."])
-def test_a_list_that_leads_elsewhere_is_refused(server: FileServer, name: str) -> None:
-    server.files["d/SHA256SUMS"] = f"{'0' * 64}  {name}\n{'0' * 64}  a/fine.jpg\n".encode()
-    with pytest.raises(UnavailableError, match=r"SHA256SUMS there names '.*', which is not in that folder"):
-        names_in(f"{server.url}/d")
