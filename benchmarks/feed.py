@@ -22,8 +22,7 @@ from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.loading import opening
 from flyte_ddp.loading.arrays import open_array_images
 from flyte_ddp.loading.split import Split
-from flyte_ddp.loading.threads import LoaderThreads
-from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.settings import Settings
 

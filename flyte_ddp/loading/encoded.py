@@ -80,10 +80,10 @@ class ShardImages(ImageReader):
         number, _ = self.reader.index.locate(sample)
         shard = self.reader.index.shards[number]
         name = f"sample {key!r} in shard {shard.url}"
-        if self.members:
-            return Encoded(b"", 0, name, key, {**contents, "__key__": key})
-        image, label = find_image_and_label(name, contents)
         copy = self.reader.cache.describe_copy(shard)
+        if self.members:
+            return Encoded(b"", 0, name, key, {**contents, "__key__": key}, copy)
+        image, label = find_image_and_label(name, contents)
         return Encoded(contents[image], parse_class_number(name, contents[label]), name, key, copy=copy)
 
     def skip_read(self, samples: Indices) -> None:

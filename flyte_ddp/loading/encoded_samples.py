@@ -137,7 +137,7 @@ class EncodedSamples(SampleLoader):
 
         own.seed(self.seed, epoch, sample)
         try:
-            image, target, _ = own.call(encoded.name, dict(encoded.members or {}))
+            image, target, _ = own.call(f"{encoded.name}{encoded.copy}", dict(encoded.members or {}))
         except OwnCodeError as error:
             if self.bad.allowed:
                 raise DecodingError(str(error)) from error

@@ -26,9 +26,8 @@ from flyte_ddp.loading.opening_items import open_item_splits
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
 from flyte_ddp.loading.split import Split, Splits, make_splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, make_pool
+from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, LoaderThreads, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams

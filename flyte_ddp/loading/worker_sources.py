@@ -18,8 +18,7 @@ from flyte_ddp.loading.loader_process import common_shape, load_into
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.loading.split import Batch, BatchSource
-from flyte_ddp.loading.threads import LoaderThreads
-from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
 from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices

@@ -1,7 +1,7 @@
-"""Load batches in processes that run the user's own code, ahead of training.
+"""Load batches ahead of training: in processes that run the user's own code, or in threads of the rank.
 
 A batch does not depend on which process loads which sample, nor on how many there are: the rank numbers the tasks, and
-each sample has a place and a seed of its own. On Linux only; elsewhere the rank loads its batches itself.
+each sample has a place and a seed of its own. Processes are on Linux only; elsewhere the rank runs such code itself.
 """
 
 import io
@@ -13,6 +13,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import MachineError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
-from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
+from flyte_ddp.loading.encoded import limit_threads
+from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, load_into, run_loader_server
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine.process import spawn_context
@@ -36,6 +38,7 @@ END_SECONDS = 5.0  # that a killed process may take to end
 # Samples of one task of images at most. A task or its answer must fit into the buffers of a pipe: else both sides might
 # wait for each other for ever. The answer has names; that of a whole batch is short.
 MOST_SAMPLES = 256
+SAMPLES_A_TASK = 8  # of threads, at most; enough to make the cost of a task itself small
 
 
 class RemoteTraceback(Exception):  # noqa: N818
@@ -190,6 +193,32 @@ class LoaderPool:
     def close(self) -> None:
         """Kill the processes, and wait up to 5 s for the end of the process that forked them."""
         self.end()
+
+
+class LoaderThreads:
+    """Threads that do what a LoaderPool does for images, and share the loaders with the rank."""
+
+    def __init__(self, threads: int) -> None:
+        self.number = threads
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=limit_threads)
+
+    def start_images(
+        self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
+    ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
+        memory = np.empty(layout.size, np.uint8)
+        loads = loader.start_loads(samples.tolist(), epoch)
+        size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))
+        starts = range(0, len(samples), size)
+        tasks = [self.pool.submit(load_into, memory, layout, start, loads[start : start + size]) for start in starts]
+        return memory, tasks
+
+    def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
+        wait(tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
+        return [task.result() for task in tasks]
+
+    def close(self) -> None:
+        """Stop the threads; does not wait for those that are downloading."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:

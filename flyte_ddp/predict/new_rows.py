@@ -62,6 +62,6 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
         returned = prepare(preprocessing, source)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise UserError(f"{where}: returned {type(returned).__name__}; must return (inputs, ids), ids may be None")
-    inputs, ids = store_inputs(f"{where}: ", returned[0], returned[1], [])
+    inputs, ids = store_inputs(f"{where}: ", returned[0], returned[1])
     require_same_columns(f"{where}: inputs", returned[0], packed.get("columns", {}))
     return inputs, ids

@@ -21,9 +21,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import choose_pool
-from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import LoaderPool, make_pool
+from flyte_ddp.loading.workers import LoaderPool, LoaderThreads, make_pool
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.cache import ShardCache
@@ -189,3 +188,5 @@ def test_an_image_that_is_damaged_in_the_cache_is_named_with_its_file(load: Load
     cache.shard_path(shard).write_bytes(damaged)
     with pytest.raises(UserError, match=rf"sample '0' in .* cannot be decoded: .*cached in {cache.shard_path(shard)}"):
         loading.load_batch(np.arange(3), None)
+    reader = ShardImages(ShardReader(ShardIndex("", [shard]), cache), members=True)
+    assert str(cache.shard_path(shard)) in reader.read_sample(0).copy, "also for the user's own decoding"

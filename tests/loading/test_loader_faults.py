@@ -24,9 +24,8 @@ from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import MachineError, StoppedError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
 from flyte_ddp.machine.process import list_children, list_living_trees
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.training import train as training
