@@ -31,10 +31,10 @@ def pack_shards(
     seed: int = 0,
     order: str = "mixed",
 ) -> FlyteDirectory:
-    """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own.
+    """Pack images into shards with an index: a folder of class/name.jpg, or a data set by its name.
 
-    Give as source the folder, the name, or package.module:callable; the split (train or test) is of the last two. The
-    seed mixes the images, or order="own" keeps their order. Returns a folder with the shards and the index NAME.json.
+    Give as source the folder or the name; the split (train or test) is of a name. The seed mixes the images, or
+    order="own" keeps their order. Returns a folder with the shards and the index NAME.json.
     """
     from flyte_ddp.datasets.packing import pack_source
 

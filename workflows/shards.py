@@ -18,7 +18,7 @@ def shards_wf(
     with {"dataset": "shards:s3://..."} as the hyperparameters of training_wf.
 
     Args:
-        source: Folder of class/name.jpg (a path or an address), name of a data set, or own package.module:callable.
+        source: Folder of class/name.jpg (a path or an address), or name of a data set.
         split: Part of a data set to pack: train or test. For a folder leave train.
         name: Name of the index that is made, without .json.
         samples_per_shard: Images in each shard; the last one may have fewer.

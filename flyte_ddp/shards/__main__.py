@@ -92,8 +92,8 @@ def pack(
 ) -> None:
     """Pack SOURCE into shards and an index in FOLDER, which has none of this name.
 
-    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), a data set by its name
-    (digits; downloaded: mnist, fashion_mnist, cifar10), or package.module:callable, called for a pair (train, test).
+    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), or a data set by its name
+    (digits; downloaded: mnist, fashion_mnist, cifar10).
     """
     from flyte_ddp.datasets.packing import pack_source  # a room above this one, which only this command uses
 

@@ -15,7 +15,6 @@ from flyte_ddp import image_arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.image_folder import SUFFIXES, list_images
-from flyte_ddp.datasets.packing import pack_images
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import decoding
@@ -79,13 +78,11 @@ def test_bad_names_are_refused_in_lists_of_classes_too(tmp_path: Path) -> None:
     for attempt in (
         lambda: image_arrays(picture, [0, 1], picture, [0, 1], classes),
         lambda: create_index([f"{tmp_path}/0.tar"], tmp_path / "y.json", classes=classes, progress="off"),
-        lambda: pack_images([(picture[0], 0)], tmp_path / "out", classes=classes, progress="off"),
         lambda: read_index(str(index)),
     ):
         with pytest.raises(UserError, match=r"class 'caf\\udce9' is not UTF-8"):
             attempt()
     assert not (tmp_path / "y.json").exists()
-    assert not (tmp_path / "out").exists()
     assert image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NFD]).classes == ("ant", NFC)
 
 

@@ -2,22 +2,18 @@
 
 import hashlib
 import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from file_server import FileServer
-from image_folders import all_files, image_files, pixels_of, write_files
-from PIL import Image
+from image_folders import all_files, image_files, write_files
 from served_shards import contents
 from surroundings import object_stores
 
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.image_folder import list_images
-from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
+from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.packing import pack_samples
@@ -112,53 +108,6 @@ def test_a_prefix_of_objects(files: dict[str, bytes], server: FileServer, tmp_pa
         assert not [*tmp_path.glob("out/*")]
 
 
-class Own:
-    """A data set of the user's own: images of several kinds; not made for threads."""
-
-    classes = ("a", "b")
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items, self.another = items, threading.Event()
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, number: int) -> Any:
-        if number:
-            self.another.set()
-        else:
-            assert not self.another.wait(0.2), "two threads at the same time"
-        if isinstance(self.items[number], Exception):
-            raise self.items[number]
-        return self.items[number]
-
-
-def test_a_data_set_of_ones_own(tmp_path: Path) -> None:
-    """PIL images, arrays and tensors, grey and in colour, also of a single row, column or pixel; nothing is lost."""
-    colour, grey = pixels_of(0), pixels_of(1)[..., 0]
-    items = [
-        (Image.fromarray(colour), 0),
-        (colour, np.int64(1)),
-        (torch.from_numpy(colour).permute(2, 0, 1), torch.tensor(1)),
-        (grey, 0),
-        (Image.fromarray(grey), 1),
-        (colour[:1], 0),
-        (colour[:, :1], 0),
-        (grey[:1, :1], 0),
-        (Image.fromarray(grey).convert("P"), 0),
-        *((pixels_of(seed), seed % 2) for seed in range(3)),
-    ]
-    index = pack_images(Own(items), tmp_path, per_shard=8, seed=None, progress="off")  # begins with number 0
-    assert index.classes == ("a", "b")
-    dataset = ShardDataset(tmp_path / "train.json", tmp_path / "cache")
-    expected = [colour, colour, colour, grey, grey, colour[:1], colour[:, :1], grey[:1, :1]]
-    expected += [np.stack([grey] * 3, 2), *(pixels_of(seed) for seed in range(3))]
-    assert [sample["__key__"] for sample in dataset] == [f"{number:02d}" for number in range(12)]
-    for sample, pixels, (_, label) in zip(dataset, expected, items, strict=True):
-        np.testing.assert_array_equal(np.asarray(sample[".png"]), pixels)
-        assert sample[".cls"] == int(label)
-
-
 @pytest.mark.slow
 def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     arrays = open_arrays(digits)
@@ -168,29 +117,6 @@ def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     pixels = np.stack([np.asarray(sample[".png"]) for sample in found])
     np.testing.assert_array_equal(pixels, arrays.test_images[..., 0])
     assert [sample[".cls"] for sample in found] == arrays.test_labels.tolist()
-
-
-def test_what_a_callable_of_the_users_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_sets.py").write_text(
-        "import numpy as np\n"
-        "def images(value): return [(np.full((4, 5, 3), value, np.uint8), i % 2) for i in range(6)]\n"
-        "def make(source): return images(1), images(2)\n"
-        "def one(source): return images(1)[:1]\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for value, split in ((1, "train"), (2, "test")):
-        index = pack_source("own_sets:make", tmp_path / split, split=split, progress="off")
-        assert (len(index), index.classes) == (6, ("0", "1"))
-        found = ShardDataset(tmp_path / split / "train.json", tmp_path / "cache")
-        assert [np.unique(np.asarray(sample[".png"])).tolist() for sample in found] == [[value]] * 6
-    for source in ("own_sets:make", "digits", str(tmp_path)):
-        with pytest.raises(UserError, match=r"^unknown split 'Test': did you mean 'test'\? choose one of test, train$"):
-            pack_source(source, tmp_path / "out", split="Test", progress="off")
-    index = pack_source("own_sets:make", tmp_path / "named", classes=np.array(["a", "b"]), progress="off")
-    assert index.classes == ("a", "b")
-    with pytest.raises(UserError, match=r"own_sets:one: returned list; must return a pair \(train, test\)"):
-        pack_source("own_sets:one", tmp_path / "out", progress="off")
 
 
 def test_hidden_files_and_folders_are_left_out_everywhere(server: FileServer, tmp_path: Path, monkeypatch) -> None:
@@ -217,27 +143,6 @@ def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch
     }.items():
         with pytest.raises(UserError, match=f"{source}.*{said}.*$"):
             pack_image_folder(source, tmp_path / "out", progress="off")
-    assert not [*tmp_path.glob("out/*")]
-
-
-def test_errors_of_data_sets(tmp_path: Path) -> None:
-    for item, said in (
-        (None, "list to pack: is empty"),
-        ((pixels_of(0), -1), "label -1"),
-        ((pixels_of(0).astype(float), 0), "leave out transforms such as ToTensor"),
-        ((np.zeros((4, 4, 2), np.uint8), 0), "has 2 channels"),
-        (5, "must be an image and a label"),
-        ((pixels_of(0), 0.5), "item 0 must have a whole-number label"),
-        ((pixels_of(0), np.zeros(3)), "item 0 must have a whole-number label"),
-    ):
-        with pytest.raises(UserError, match=f"^.*{said}.*$"):
-            pack_images([] if item is None else [item], tmp_path / "out", progress="off")
-    for item, said in (
-        ((pixels_of(0), 2), "has label 2, and with 2 classes labels are 0..1"),
-        (OSError("disk on fire"), "sample 0 cannot be read .disk on fire"),
-    ):
-        with pytest.raises(UserError, match=said):
-            pack_images(Own([item]), tmp_path / "out", progress="off")
     assert not [*tmp_path.glob("out/*")]
 
 

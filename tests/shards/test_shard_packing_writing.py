@@ -7,7 +7,7 @@ from image_folders import all_files, image_bytes, write_files
 from interruptions import ended_before_each_change
 from served_shards import contents
 
-from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
+from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.packing import pack_samples
@@ -88,8 +88,8 @@ def test_other_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             pack_image_folder(source, folder, progress="off", **options)
-    with pytest.raises(UserError, match="generator to pack: a generator has no len"):
-        pack_images((item for item in ()), tmp_path / "out", progress="off")
+    with pytest.raises(UserError, match="unknown split 'Test'"):
+        pack_source(source, tmp_path / "out", split="Test", progress="off")
     with pytest.raises(UserError, match="split='test': a folder of images is one split"):
         pack_source(source, tmp_path / "out", split="test", progress="off")
     assert not (tmp_path / "out").exists()
