@@ -44,6 +44,7 @@ def test_the_tables_are_torchvisions() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
 def test_fashion_mnist_is_what_torchvision_reads(tmp_path: Path) -> None:
     """From the system's copy; the published digests are the real ones."""

@@ -35,12 +35,6 @@ def header_of(name: str, kind: bytes, **fields: object) -> tarfile.TarInfo:
     return header
 
 
-def with_checksum(block: bytes) -> bytes:
-    """A header whose checksum fits again."""
-    total = sum(block[:148]) + sum(block[156:BLOCK]) + 8 * ord(" ")
-    return block[:148] + f"{total:06o}\0 ".encode() + block[156:]
-
-
 Samples = Mapping[str, Mapping[str, bytes]]  # members by extension, by key
 
 

@@ -197,14 +197,6 @@ def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: i
     assert place.server.requests.count(f"{place.prefix}x") == tries
 
 
-@objects
-def test_a_list_that_is_none(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("file_server.Answer.listed", lambda *_: b"<html>log in first")
-    with pytest.raises(UnavailableError, match="invalid list response") as caught:
-        names_in(place.address)
-    assert not caught.value.transient
-
-
 @remote
 def test_a_server_that_gives_no_parts(place: Place) -> None:
     address = place.put("x", CONTENT)
@@ -212,22 +204,6 @@ def test_a_server_that_gives_no_parts(place: Place) -> None:
     assert storage.read_file(address) == CONTENT
     with pytest.raises(UnavailableError, match=r"cannot give a part of a file|non-partial response when range"):
         storage.read_file(address, (0, 10))
-
-
-@remote
-def test_connections_are_kept(place: Place) -> None:
-    """And no cookies."""
-    place.server.answers["Set-Cookie"] = "a=b; Path=/"
-    address = place.put("x", b"content")
-    for _ in range(10):
-        assert storage.read_file(address) == b"content"
-        assert storage.stat_file(address).size == 7
-    assert not any("cookie" in map(str.lower, headers) for headers in place.server.headers)
-    spare = 0 if place.address.startswith("http:") else 6  # opened by obstore before it has the last one back
-    assert len(place.server.connections) <= 1 + spare
-    with ThreadPoolExecutor(6) as pool:
-        assert set(pool.map(storage.read_file, [address] * 200)) == {b"content"}
-    assert len(place.server.connections) <= 6 + 4 * spare  # of 220 requests; more on a busy machine
 
 
 @pytest.mark.parametrize("place", ["http"], indirect=True)
