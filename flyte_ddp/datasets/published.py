@@ -81,25 +81,24 @@ class PublishedSet:
         """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file."""
         if not source:
             return {}
-        where, path = f"data_source={source!r}", storage.local_path(source)
-        if path is not None and not path.is_dir():
-            raise UserError(f"{where}: there is no such directory; give one that holds {', '.join(self.files)}")
+        where = f"data_source={source!r}"
         try:
             digests = parse_digest_list(
                 storage.retry(storage.join(source, SUMS), storage.read_file, progress.print_note)
             )
         except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
+            path = storage.local_path(source)
+            if path is not None and not path.is_dir():
+                raise UserError(f"{where}: no such directory; give one that holds {', '.join(self.files)}") from None
             return {}
         except storage.UnavailableError as failure:
             raise self.mirror_error(SUMS, source, failure) from None
         except DigestListError as error:
-            problem = f"is not understood: {error}"
-        else:
-            missing = [name for name in self.files if name not in digests]
-            if not missing:
-                return digests
-            problem = f"has no SHA-256 of {missing[0]}"
-        raise UserError(f"{where}: {SUMS} there {problem}; renew it in the folder of the files: {RENEW}")
+            raise UserError(f"{where}: {SUMS} there is not understood: {error}; renew it: {RENEW}") from None
+        for name in self.files:
+            if name not in digests:
+                raise UserError(f"{where}: {SUMS} there has no SHA-256 of {name}; renew it: {RENEW}")
+        return digests
 
     def mirror_error(self, name: str, source: str, failure: storage.UnavailableError) -> UserError:
         where = f"data_source={source!r}"

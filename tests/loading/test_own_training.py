@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from encoded_runs import BASE, SIDE, labelled, losses, notes, quiet, train
+from encoded_runs import BASE, SIDE, labelled, notes, quiet, train
 from file_server import file_server
 from PIL import Image
 from served_shards import contents
@@ -34,8 +34,7 @@ from flyte_ddp.training.training_state import open_objective
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
 ARRAYS = Hyperparameters(
-    model="faults:model", epochs=1, batch_size=300, precision="fp64", num_ranks=2, log_interval=1, learning_rate=0.05,
-    augment="own_loading:albumentations_pipeline",
+    model="faults:model", epochs=1, batch_size=300, precision="fp64", num_ranks=1, log_interval=1, learning_rate=0.05,
 )  # fmt: skip
 LABELS = ["left", "bright"]
 
@@ -197,21 +196,16 @@ def test_images_of_a_folder(tmp_path: Path) -> None:
     splits.close()
 
 
-def test_own_augmentations_do_not_depend_on_ranks(train_digits: Train) -> None:
-    one = train_digits(replace(ARRAYS, num_ranks=1), "one", loaders=3)
-    assert losses(train_digits(ARRAYS, "two", loaders=1)) == pytest.approx(losses(one), abs=1e-9)
-
-
 def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
     text = r"OwnCodeError: augment='own_loading:fail' on sample \d+: ZeroDivisionError: the augmentation's own words"
     with pytest.raises(RankError, match=text) as raised:
-        train_digits(replace(ARRAYS, augment="own_loading:fail", num_ranks=1))
+        train_digits(replace(ARRAYS, augment="own_loading:fail"))
     assert 'raise ZeroDivisionError("the augmentation\'s own words")' in "".join(format_exception(raised.value))
 
 
 def test_a_killed_loader_process_is_told(train_digits: Train) -> None:
     with pytest.raises(RankError, match="a loader process ended with SIGKILL, often for lack of memory") as caught:
-        train_digits(replace(ARRAYS, augment="own_loading:killed", num_ranks=1))
+        train_digits(replace(ARRAYS, augment="own_loading:killed"))
     assert caught.value.recoverable
 
 
