@@ -14,7 +14,7 @@ import torch
 from flyte_ddp import storage
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.shards.dataset import ShardReader
@@ -146,10 +146,6 @@ class BadSamples:
         if count > self.allowed:
             more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
             raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
-
-
-def name_decoder() -> str:
-    return "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
 
 
 def map_samples(

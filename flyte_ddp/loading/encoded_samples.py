@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels
+from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_with_torchcodec
 from flyte_ddp.loading.encoded import (
     BadSamples,
     Encoded,
     ImageReader,
     decode_checked_sample,
-    name_decoder,
     require_valid_label,
 )
 from flyte_ddp.loading.facts import Facts
@@ -188,7 +187,8 @@ class EncodedSamples(SampleLoader):
 
     def facts(self) -> Facts:
         fetched = self.fetched + Counter(self.reader.fetch_counts())
-        return Facts("" if self.decode else name_decoder(), frozenset(self.bad.names), fetched)
+        decoder = "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
+        return Facts("" if self.decode else decoder, frozenset(self.bad.names), fetched)
 
     def close(self) -> None:
         self.reader.close()
