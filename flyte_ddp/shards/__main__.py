@@ -3,14 +3,16 @@
 import io
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
+import numpy as np
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import MODES
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.scanning import create_index, join_indexes, verify_index
+from flyte_ddp.shards.stream_plan import Loaders, StreamPlan
 from flyte_ddp.text.formatting import format_count
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
@@ -100,6 +102,29 @@ def pack(
     options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
     click.echo(f"{folder / name}.json: {format_counts(index)}")
+
+
+@shards.command()
+@click.argument("index", default="")
+@click.option("--shards", "number", default=0, help="Number of shards, without an index.")
+@click.option("--samples", default=0, help="Samples of each of these shards.")
+@click.option("--ranks", default=1)
+@click.option("--workers", default=0, help="Loader processes of each rank.")
+@click.option("--batch-size", default=128, help="Samples in a batch of each rank.")
+@click.option("--nbatches", default=0, help="Batches after which each rank stops; 0 for no limit.")
+@click.option("--partial", is_flag=True, help="Keep batches that are not full.")
+@click.option("--repeat", default=1, help="Passes of each rank's loader.")
+@click.option("--dsrepeat", default=1, help="Passes of each worker over its shards.")
+def plan(index: str, number: int, samples: int, **options: Any) -> None:
+    """Print how many batches each rank gets if webdataset reads the shards as a stream; exit with 1 if DDP would hang.
+
+    INDEX is the address of an index; without one give --shards and --samples.
+    """
+    counts = read_index(index).counts if index else np.full(number, samples)
+    planned = StreamPlan(Loaders(**options), counts)
+    for line in planned.format_lines():
+        click.echo(line)
+    planned.refuse_inexact()
 
 
 if __name__ == "__main__":
