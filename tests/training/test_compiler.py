@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,10 @@ def test_only_ddp_and_torchvision_import_it(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("temporary")
-def test_a_compiled_model_learns_the_same(train: Train) -> None:
+@pytest.mark.usefixtures("user_models")
+def test_a_compiled_model_learns_the_same(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the part of the compiler that is not torch's generator of C++, which takes many seconds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     runs = train(HP, "plain"), train(replace(HP, compile=True), "compiled")
     expected, losses = (
         [record["loss"] for record in read_records(run.metrics) if record["kind"] == "train"] for run in runs
@@ -108,6 +111,7 @@ def with_compile_workers(num_classes: int, input_shape: tuple[int, int, int]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("temporary")
 def test_the_compilers_own_processes_outlive_a_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that trains a second time, or compiles a model of its own afterwards, uses them again."""

@@ -32,7 +32,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and --gpu")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and --gpu")
-on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+on_gpu = pytest.param("cuda", marks=needs_gpu)
+on_each_device = pytest.mark.parametrize("device", ["cpu", on_gpu])
+# What a CPU does is the promise of another test; here it shows that the test itself can be passed.
+also_on_cpu = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), on_gpu])
 HP = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=1, precision="fp64")
 HP = replace(HP, augment="crop", ema_decay=0.9, deterministic=True, log_interval=1)
 
@@ -47,7 +50,11 @@ def losses(metrics: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("device", "num_ranks"),
-    [("cpu", 1), pytest.param("cuda", 1, marks=needs_gpu), pytest.param("cuda", 2, marks=needs_two_gpus)],
+    [
+        pytest.param("cpu", 1, marks=pytest.mark.exhaustive),
+        pytest.param("cuda", 1, marks=needs_gpu),
+        pytest.param("cuda", 2, marks=needs_two_gpus),
+    ],
 )
 def test_each_device_computes_what_two_cpu_ranks_do(train: Train, device: str, num_ranks: int) -> None:
     """Without dropout, whose random numbers a device draws in its own way."""
@@ -72,7 +79,7 @@ def test_losses_of_masks_have_a_deterministic_form(device: str) -> None:
     torch.testing.assert_close(outputs.grad, shares)
 
 
-@on_each_device
+@also_on_cpu
 @pytest.mark.parametrize("optimizer", ["sgd", "own_training:precise"])
 def test_a_run_that_was_cut_off_goes_on_bit_for_bit(train: Train, device: str, optimizer: str) -> None:
     hp = on_device(replace(HP, optimizer=optimizer), device)
@@ -86,7 +93,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(train: Train, device: str, o
     assert losses(retried.metrics) == losses(expected.metrics)
 
 
-@on_each_device
+@also_on_cpu
 @pytest.mark.parametrize(("max_steps", "optimizer"), [(17, "sgd"), (0, "sgd"), (0, "own_training:precise")])
 def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path, max_steps: int, optimizer: str, device: str) -> None:
     """Own optimisers do not know that they must skip the step after it."""
@@ -97,15 +104,13 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path, max_steps: int,
     assert 14 <= saved(tmp_path / "run").step < 17
 
 
-@on_each_device
+@also_on_cpu
 def test_complex_weights_train(train: Train, device: str) -> None:
     hp = replace(HP, model="parallel_models:Complex", deterministic=False)
     assert all(loss > 0 for loss in losses(train(on_device(hp, device)).metrics))
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=needs_gpu)]
-)
+@also_on_cpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's compiler calls what torch deprecates
 def test_a_second_run_in_this_process_compiles_as_well(train: Train, device: str) -> None:
     hp = on_device(Hyperparameters(model="small_cnn", max_steps=5, num_ranks=1, compile=True), device)
@@ -113,7 +118,7 @@ def test_a_second_run_in_this_process_compiles_as_well(train: Train, device: str
         train(replace(hp, batch_size=batch_size), name)
 
 
-@on_each_device
+@also_on_cpu
 def test_the_default_precision_trains(train: Train, device: str) -> None:
     hp = Hyperparameters(epochs=8, batch_size=100, num_ranks=1, learning_rate=0.05)
     assert train(on_device(hp, device)).test_accuracy > 0.8

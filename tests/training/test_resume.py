@@ -23,8 +23,9 @@ from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.training_state import TrainingState
 
 # 1,350 samples: 14 steps an epoch, the last one ragged. All that has a state of its own takes part.
-BASE = Hyperparameters(model="faults:model", epochs=3, batch_size=100, accumulation_steps=2, num_ranks=2)
-BASE = replace(BASE, log_interval=4, precision="fp32", augment="crop", ema_decay=0.9, keep="best", schedule="cosine")
+BASE = Hyperparameters(model="faults:model", epochs=2, batch_size=100, accumulation_steps=2, num_ranks=2)
+BASE = replace(BASE, log_interval=4, precision="fp32", augment="crop", ema_decay=0.9, keep="ema", schedule="cosine")
+BASE = replace(BASE, optimizer="adamw", learning_rate=0.01)
 PLAIN = Arithmetic(1, "some CPU", "fp32", threads=1, channels_last="off", strategy="")
 THREADS = "threads of each rank 1, now 2"
 OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
@@ -62,11 +63,10 @@ def figures(result: Result) -> list[dict[str, Any]]:
     ("change", "fault"),
     [
         # Rank 0, which is still there, saves the last step that was finished, in the middle of an epoch.
-        ({"keep": "ema", "optimizer": "adamw", "learning_rate": 0.01}, {"rank": 1, "at": "training", "pass": 35}),
-        pytest.param({"strategy": "ddp"}, {"rank": 1, "at": "evaluation", "pass": 1}, marks=pytest.mark.exhaustive),
+        ({}, {"rank": 1, "at": "training", "pass": 35}),
+        pytest.param({"keep": "best"}, {"rank": 1, "at": "evaluation", "pass": 1}, marks=pytest.mark.exhaustive),
         # Rank 0 itself: the end of the epoch before is what is left.
-        ({}, {"rank": 0, "at": "training", "pass": 65}),
-        pytest.param({"keep": "last"}, {"rank": 0, "at": "evaluation", "pass": 8}, marks=pytest.mark.exhaustive),
+        pytest.param({"keep": "last"}, {"rank": 0, "at": "training", "pass": 35}, marks=pytest.mark.exhaustive),
         ({}, {"rank": 0, "at": "checkpoint", "pass": 1}),
         ({}, {"rank": 0, "at": "results", "pass": 0}),
     ],
@@ -97,16 +97,15 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
 def test_a_run_goes_on_with_another_number_of_ranks(
     train: Train, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hp = replace(BASE, precision="fp64", channels_last="off", keep="last")
+    hp = replace(BASE, precision="fp64", channels_last="off", keep="last", optimizer="sgd")
     expected = train(replace(hp, num_ranks=1), "one")
-    for ranks, passes in ((2, 42), (3, 30)):
-        fault = {"rank": 1, "at": "training", "kind": "SIGKILL", "pass": passes}
-        faults.inject(monkeypatch, tmp_path / f"marker{ranks}", **fault)
-        with pytest.raises(RankError, match="killed"):
-            train(replace(hp, num_ranks=ranks))
+    fault = {"rank": 1, "at": "training", "kind": "SIGKILL", "pass": 42}
+    faults.inject(monkeypatch, tmp_path / "marker", **fault)
+    with pytest.raises(RankError, match="killed"):
+        train(hp)
     result = run_training(replace(hp, num_ranks=1), digits, tmp_path / "run", QUIET, threads=2)
-    assert resumed_steps(result) == [0, 21, 36]
-    assert "up to rounding, because these changed: ranks 2 and 3, now 1; " in went_on(result)
+    assert resumed_steps(result) == [0, 21]
+    assert "up to rounding, because these changed: ranks 2, now 1; " in went_on(result)
     assert "threads of each rank 1, now 2" in went_on(result)
     for name, value in weights(expected).items():
         torch.testing.assert_close(weights(result)[name], value, rtol=0, atol=1e-9)
@@ -132,7 +131,7 @@ def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["small_cnn", "unusual_models:Masked"])
+@pytest.mark.parametrize("model", ["small_cnn", pytest.param("unusual_models:Masked", marks=pytest.mark.exhaustive)])
 def test_a_step_that_failed_half_way_is_not_saved(
     train: Train, monkeypatch: pytest.MonkeyPatch, undisturbed: Train, model: str
 ) -> None:
