@@ -176,6 +176,7 @@ def test_all_that_is_measured_on_a_gpu_also_runs_on_a_cpu(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_same_bits_says_which_configuration_a_change_reaches_and_from_where(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -368,9 +368,9 @@ def test_classes_without_any_pixel_are_said_before_training(change: Any, words: 
 FIGURES = tuple(itertools.product(("validation", "test"), ("loss", "accuracy")))
 
 
-@pytest.mark.parametrize("name", ["reduced", "Weighted", "Tensors"])
-def test_a_mean_no_weights_and_measures_as_tensors_are_taken(name: str, tmp_path: Path) -> None:
-    """As classification by its name: a mean counts as the loss of each sample, no weights as weights of 1."""
+@pytest.mark.parametrize("name", ["reduced", "Tensors"])
+def test_a_mean_and_measures_as_tensors_are_taken(name: str, tmp_path: Path) -> None:
+    """As classification by its name: a mean counts as the loss of each sample."""
     folders = [tmp_path / "own", tmp_path / "named"]
     for folder, objective in zip(folders, (f"{OWN}{name}", "classification"), strict=True):
         folder.mkdir()

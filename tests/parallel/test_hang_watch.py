@@ -117,10 +117,10 @@ def come_late(_: Path) -> None:
     store = dist.distributed_c10d._get_default_store()
     for name, collective in collectives().items():
         if dist.get_rank() == 0:
-            watch_collectives(0.2, lambda error, name=name: store.set(name, str(error)), lambda: Event(looks=0))
+            watch_collectives(0.1, lambda error, name=name: store.set(name, str(error)), lambda: Event(looks=0))
         else:
             store.wait([name])
-            assert store.get(name) == b"the GPU waited for other ranks for 0.2 s"
+            assert store.get(name) == b"the GPU waited for other ranks for 0.1 s"
         collective()
 
 
@@ -151,6 +151,7 @@ rank.join_process_group, checkpointing.copy_to_cpu = join_without_limit, copy_be
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_is_named_wherever_the_host_of_another_waits(
     train: Train, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,17 +45,11 @@ def test_equal_runs_leave_equal_files(train: Train) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hp",
-    [
-        replace(BASE, precision="auto", channels_last="auto", test_batch_size=64, num_ranks=1),
-        replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="ddp", sync_batchnorm=False),
-        replace(BASE, model="user_models:batch_norm", ema_decay=0.5, keep="ema", num_ranks=1),
-    ],
-)
-def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Path, hp: Hyperparameters) -> None:
+def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Path) -> None:
     """With BatchNorm, too, also where each rank gathers running statistics on its own."""
-    result = train(hp)
+    result = train(
+        replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="ddp", sync_batchnorm=False)
+    )
     model, sidecar = artifacts.load_model(result.model, result.sidecar)
     images, truth = arrays_in_fp64(digits, "test")
     with torch.no_grad():
@@ -73,20 +67,17 @@ def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Pat
 @pytest.mark.slow
 def test_the_moving_average_is_the_one_of_its_definition(train: Train) -> None:
     """One rank, steps of one epoch each: the weights after every epoch are known from runs that stop there."""
-    hp = replace(BASE, num_ranks=1, schedule="constant", learning_rate=0.01, batch_size=2000, epochs=3, ema_decay=0.5)
-    stops = [weights(train(replace(hp, max_steps=n), f"stop{n}")) for n in (1, 2, 3)]
+    hp = replace(BASE, num_ranks=1, schedule="constant", learning_rate=0.01, batch_size=2000, epochs=2, ema_decay=0.5)
+    stops = [weights(train(replace(hp, max_steps=n), f"stop{n}")) for n in (1, 2)]
     average = weights(train(replace(hp, keep="ema"), "ema"))
     for name, value in average.items():
-        expected = 0.5 * (0.5 * stops[0][name] + 0.5 * stops[1][name]) + 0.5 * stops[2][name]
+        expected = 0.5 * stops[0][name] + 0.5 * stops[1][name]
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("shared_memory", "hooks"))]
-)
-def test_parameters_that_get_no_gradient_stay_as_they_are(train: Train, strategy: str) -> None:
-    hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy=strategy)
+def test_parameters_that_get_no_gradient_stay_as_they_are(train: Train) -> None:
+    hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy="ddp")
     result = train(hp)
     torch.manual_seed(hp.seed)
     initial = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
@@ -100,7 +91,6 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(train: Train, strategy
     [
         ("functional_dropout", True, "draws random numbers outside"),
         ("batch_norm", False, "BatchNorm used the statistics of each"),
-        ("batch_norm", True, ""),
         ("dropout", True, ""),
     ],
 )
@@ -114,7 +104,6 @@ def test_the_report_says_where_the_number_of_ranks_matters(
     assert all(note in html.unescape(result.report.read_text()) for note in notes)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 @pytest.mark.parametrize(
     ("hp", "words"),
     [
@@ -128,10 +117,10 @@ def test_the_report_says_where_the_number_of_ranks_matters(
     ],
 )
 def test_a_users_mistake_ends_in_one_error_and_no_result(
-    train: Train, tmp_path: Path, hp: Hyperparameters, words: str, ranks: int
+    train: Train, tmp_path: Path, hp: Hyperparameters, words: str
 ) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        train(replace(hp, num_ranks=ranks))
+        train(replace(hp, num_ranks=1))
     assert len(caught.value.message.splitlines()) <= 2
     assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
     if failed := re.search(r"loss is .* step (\d+)", caught.value.message):

@@ -76,11 +76,10 @@ def by_matrix(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs @ MATRIX, targets, reduction="none")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_targets_have_the_type_of_the_outputs(precision: str, tmp_path: Path) -> None:
+def test_targets_have_the_type_of_the_outputs(tmp_path: Path) -> None:
     """binary_cross_entropy refuses others; the evaluation, in fp64, is that of torch."""
     data = table()
-    result = train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}binary", precision=precision)
+    result = train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}binary")
     weights = torch.load(result.model, weights_only=True)
     rows, truth = (torch.from_numpy(np.asarray(part)) for part in (data.test_inputs, data.test_targets))
     logits = functional.linear(rows.double(), weights["0.weight"].double(), weights["0.bias"].double())[:, 0]
@@ -278,9 +277,9 @@ def test_parameters_of_an_objective_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path, table(positive), words, objective=f"{OWN}Centres")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_same_parameters_in_the_model_are_trained(ranks: int, tmp_path: Path) -> None:
-    case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": ranks}
+@pytest.mark.slow
+def test_the_same_parameters_in_the_model_are_trained(tmp_path: Path) -> None:
+    case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": 2}
     weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
     assert not torch.equal(weights["points"], torch.ones(2, 2))
 
