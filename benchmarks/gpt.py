@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from benchmarks.sample_tasks import GPT, generate_texts, text_loss
-from benchmarks.step_sides import make_job, make_work, train_ours
+from benchmarks.step_sides import make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
@@ -78,13 +79,12 @@ def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
     """Do blocks of steps of each side in turn, the first of each not counted; rank 0 writes the rates."""
     hp = Hyperparameters(**OURS)
     work = make_work(hp, Path(order["data"]), folder)
-    job = make_job(work)
     torch.set_num_threads(1)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), RANKS)  # type: ignore[attr-defined]
     join_process_group(work, RankInfo(rank, RANKS, local_rank=rank), store, print)
-    state = TrainingState(hp, job.hardware, open_prepared(job.data), None)
-    with closing(Recorder(job, state)) as recorder:
+    state = TrainingState(hp, detect_hardware(hp), open_prepared(Path(order["data"])), None)
+    with closing(Recorder(folder, state)) as recorder:
         sides = {
             "ours": train_ours(state, recorder),
             "plain": train_plain(state),

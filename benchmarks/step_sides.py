@@ -25,15 +25,15 @@ from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_folder import StoredSet
-from flyte_ddp.hardware import request_ranks
+from flyte_ddp.hardware import detect_hardware, request_ranks
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
-from flyte_ddp.machine.resources import bf16_support, detect_world
+from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.run import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import Job, Training
+from flyte_ddp.training.job import Training
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
@@ -182,11 +182,11 @@ def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]
     else:
         data = write_data(folder / "data", case.data)
     settings = Settings(progress="off", cache_folder=folder / "cache")
-    job = make_job(make_work(hp, data, folder, settings))
-    torch.set_num_threads(order.get("threads") or job.hardware.threads)
+    hardware = detect_hardware(hp)
+    torch.set_num_threads(order.get("threads") or hardware.threads)
     keep_freed_memory()
-    state = TrainingState(hp, job.hardware, open_prepared(data), None, settings)
-    with closing(state.splits), closing(Recorder(job, state)) as recorder:
+    state = TrainingState(hp, hardware, open_prepared(data), None, settings)
+    with closing(state.splits), closing(Recorder(folder, state)) as recorder:
         sides: dict[str, Iterator[object]] = {"ours": train_ours(state, recorder), "bare": train_bare(state)}
         found: dict[str, list[float]] = {side: [] for side in order.get("sides", sides)}
         for block in range(order["blocks"] + 1):
@@ -202,10 +202,6 @@ def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings 
     request, identity = request_ranks(hp), checkpoint_identity(hp, data)
     world = detect_world(request)
     return Work("", Training(hp, settings, data), request, folder, identity, 600.0, 1.0, world=world)
-
-
-def make_job(work: Work) -> Job:
-    return Job.from_work(work, bf16_support(work.world.device_type))
 
 
 def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:

@@ -8,24 +8,19 @@ import sys
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
-from flyte_ddp.checks.contradictions import check_batch_size
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, check_batch_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
 from flyte_ddp.settings import REQUESTED_GPUS
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """What a run uses of the machines; equal on all ranks."""
+class Hardware(World):
+    """The ranks of a run, and how they compute; equal on all ranks."""
 
-    num_ranks: int
-    device_type: str  # cuda or cpu
-    backend: str  # nccl or gloo
-    strategy: str  # ddp, hooks or shared_memory
-    precision: str  # fp32, bf16 or fp64
-    channels_last: bool
-    threads: int  # for each rank
+    strategy: str = "ddp"  # or shared_memory
+    precision: str = "fp32"  # or bf16, fp64
+    channels_last: bool = False
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:
@@ -83,15 +78,9 @@ def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
             f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
             "use precision='fp32' or 'auto'"
         )
-    return Hardware(
-        num_ranks=world.num_ranks,
-        device_type=device_type,
-        backend=world.backend,
-        strategy=choose_strategy(hp, world),
-        precision=precision,
-        channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and faster_in_order),
-        threads=world.threads,
-    )
+    in_order = hp.channels_last == "on" or (hp.channels_last == "auto" and faster_in_order)
+    strategy = choose_strategy(hp, world)
+    return Hardware(**vars(world), strategy=strategy, precision=precision, channels_last=in_order)
 
 
 def choose_strategy(hp: Hyperparameters, world: World) -> str:

@@ -19,14 +19,12 @@ from flyte_ddp import arrays, current_rank, load_model, run_ranks
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.objectives import Classification, Facts, Language
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training
-from flyte_ddp.training.trial import describe_shift
 
 HP = Hyperparameters(num_ranks=1, epochs=1, batch_size=16, validation_fraction=0.0, schedule="constant")
 TOKENS, PARAMETERS = 12, ("weight", "bias")
@@ -71,20 +69,6 @@ def language(source: str) -> Any:
     return arrays((texts[:40], texts[:40]), (texts[40:], texts[40:]), classes=[*"~abcdefghijk"])
 
 
-def reviews(source: str, empty: int = -1) -> Any:
-    texts = [text[: 0 if number == empty else None] for number, text in enumerate(draw_texts(1, 60))]
-    targets = np.arange(60) % 2
-    return arrays((texts[:40], targets[:40]), (texts[40:], targets[40:]))
-
-
-def empty_for_training(source: str) -> Any:
-    return reviews(source, 7)
-
-
-def empty_for_tests(source: str) -> Any:
-    return reviews(source, 55)
-
-
 def zeros(num_classes: int, input_shape: tuple[int]) -> nn.Module:
     model = nn.Linear(*input_shape, num_classes)
     nn.init.zeros_(model.weight)
@@ -103,39 +87,6 @@ class NextToken(nn.Module):
 
     def forward(self, texts: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.head(self.layer(self.tokens(texts))[0])
-
-
-class LastState(nn.Module):
-    """Forgets the mask: of all but the longest text the last state is one of padding."""
-
-    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
-        super().__init__()
-        self.tokens, self.layer = nn.Embedding(TOKENS, 16), nn.GRU(16, 16, batch_first=True)
-        self.head = nn.Linear(16, num_classes)
-
-    def forward(self, texts: Tensor, mask: Tensor) -> Tensor:
-        return self.head(self.layer(self.tokens(texts))[0][:, -1])
-
-
-class Mean(nn.Module):
-    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, num_classes)
-
-    def forward(self, texts: Tensor, mask: Tensor) -> Tensor:
-        return self.head((self.tokens(texts) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-
-
-class Attention(nn.Module):
-    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, num_classes)
-        self.layer = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, texts: Tensor, mask: Tensor) -> Tensor:
-        states = self.tokens(texts)
-        states = self.layer(states, states, states, key_padding_mask=~mask, need_weights=False)[0] * mask[..., None]
-        return self.head(states.sum(1) / mask.sum(1, keepdim=True).clamp(min=1))
 
 
 def test_the_gradient_of_a_whole_step_is_clipped(tmp_path: Path) -> None:
@@ -195,27 +146,6 @@ def test_columns_in_another_order_are_refused() -> None:
         read_new_rows(sidecar, ["b", "a"])
 
 
-def test_padding_that_changes_answers_is_told(tmp_path: Path) -> None:
-    """AnubhavGupta3377/Text-Classification-Models-Pytorch#5, thtrieu/qclass_dl#1: the state after padding counted."""
-    results = {
-        (model, size): run(tmp_path / f"{model}{size}", "reviews", model, collate="padded", test_batch_size=size)
-        for model, size in (("LastState", 1), ("LastState", 20), ("Attention", 20))
-    }
-    told = {key: "Padding changes the outputs" in notes(result) for key, result in results.items()}
-    assert told == {key: key[0] == "LastState" for key in results}
-    assert abs(results["LastState", 1].measures["loss"] - results["LastState", 20].measures["loss"]) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("dataset", "model", "named"),
-    [("empty_for_training", "Mean", "training sample 7"), ("empty_for_tests", "Attention", "test sample 15")],
-)
-def test_an_empty_text_that_becomes_nan_is_named(dataset: str, model: str, named: str, tmp_path: Path) -> None:
-    """pytorch/pytorch#24816, #26098; openai/gpt-2-output-dataset#51, unslothai/unsloth#7183: NaN, or any error."""
-    with pytest.raises(UserError, match=f"the loss is not finite, and {named} is empty: .*; leave it out, or"):
-        run(tmp_path, dataset, model, collate="padded")
-
-
 @pytest.mark.parametrize("size", [1, 20])
 def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path: Path) -> None:
     """One token ends texts and pads them: huggingface/trl#6357, meta-pytorch/torchtune#949, mlabonne/llm-course#33.
@@ -231,21 +161,6 @@ def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path:
     for text in map(torch.tensor, draw_texts(1, 60)[40:]):
         losses += functional.cross_entropy(model(text[None, :-1])[0], text[1:], reduction="none").tolist()
     assert result.measures["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
-
-
-def test_targets_that_are_shifted_twice_or_never() -> None:
-    """huggingface/transformers#32944, #10480, #46898; alibaba/Megatron-LLaMA#53: who shifts, the data or the loss?"""
-    padded = nn.utils.rnn.pad_sequence([*map(torch.tensor, draw_texts(2, 8))], batch_first=True, padding_value=-100)
-    inputs, next_tokens = padded.clamp(min=0), functional.pad(padded[:, 1:], (0, 1), value=-100)
-    hidden = inputs.where(torch.arange(inputs.shape[1]) % 3 > 0, TOKENS - 1)  # as for a masked language model
-    facts = Facts((*"~abcdefghijk",), (1,))
-    given = {"never": (False, inputs, padded), "twice": (True, inputs, next_tokens)}
-    right = [(True, inputs, padded), (False, inputs, next_tokens), (False, hidden, padded), (True, hidden, next_tokens)]
-    told = {name: describe_shift(Language(facts, shift=shift), *pair) for name, (shift, *pair) in given.items()}
-    assert "set options" in told["never"]
-    assert told["twice"].endswith("Leave shift out.")
-    assert [describe_shift(Language(facts, shift=shift), *pair) for shift, *pair in right] == [""] * 4
-    assert describe_shift(Classification(facts), inputs, padded) == ""
 
 
 @pytest.mark.slow

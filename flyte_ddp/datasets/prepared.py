@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.checks.contradictions import check_select_by
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, check_select_by
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.images import ImageArrays, open_arrays

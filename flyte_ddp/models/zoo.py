@@ -15,6 +15,7 @@ from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import ModelInput
+from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.torchvision_weights import PretrainedWeights, choose_side
 from flyte_ddp.user_code.callables import load_callable, require_options, select_arguments
 
@@ -114,10 +115,15 @@ def check_model(name: str, model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {name!r} has nothing to train: leave requires_grad True for some of its parameters")
     for place, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        where = f"model {name!r} has layer {place or type(module).__name__}"
+        if module.sparse:
+            raise UserError(f"{where} with sparse=True: gradients are averaged dense; leave sparse=False")
+        if world_size() > 1 and (module.max_norm is not None or module.scale_grad_by_freq):
             raise UserError(
-                f"model {name!r} has layer {place or type(module).__name__} with sparse=True: gradients are averaged "
-                "dense; leave sparse=False"
+                f"{where} with max_norm or scale_grad_by_freq, which look at the samples of one rank alone; leave "
+                "these out, or set num_ranks=1"
             )
     check_state_dict(name, model.state_dict())
 

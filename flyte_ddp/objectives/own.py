@@ -1,11 +1,9 @@
 """Objectives by name: built-in ones, and the user's own, which may be a function of outputs and targets."""
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.objectives.classification import Classification
@@ -48,15 +46,6 @@ def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
     if mixup:
         return f"mixup={mixup:g}: the objective compares samples, and a mixture would be two at once; set mixup=0"
     return ""
-
-
-def copy_own_tensors(objective: Objective) -> list[Tensor]:
-    """Return copies, on the CPU, of the tensors that an objective holds, also those of modules in it."""
-    held = [
-        [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
-        for value in tree_leaves(vars(objective))
-    ]
-    return [value.detach().to("cpu", copy=True) for value in chain(*held) if isinstance(value, Tensor)]
 
 
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:

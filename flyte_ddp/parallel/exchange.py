@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,21 +28,15 @@ class RankExchange:
         self.has_samples = True
         self.group: Any = None  # a ProcessGroup
 
-    def during_losses(self, *, has_samples: bool) -> RankExchange:
-        """Return a context manager in whose block :func:`across_ranks` exchanges values.
-
-        ``has_samples``: this rank's samples count.
-        """
-        self.has_samples = has_samples
-        return self
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def during_losses(self, *, has_samples: bool) -> Iterator[None]:
+        """Let :func:`across_ranks` exchange values in the block; ``has_samples``: this rank's samples count."""
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
-        _exchange = self
-
-    def __exit__(self, *_: object) -> None:
-        global _exchange  # noqa: PLW0603
-        _exchange = None
+        self.has_samples, _exchange = has_samples, self
+        try:
+            yield
+        finally:
+            _exchange = None
 
     def open_group(self, *, on_gpu: bool) -> Any:
         """Return a process group of all ranks for these exchanges alone; at the first call make it, with all ranks."""

@@ -11,8 +11,8 @@ from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
-from flyte_ddp.training.job import Job
-from flyte_ddp.training.own_optimizer import load_optimizer_state
+from flyte_ddp.runs.work import Work
+from flyte_ddp.training.optimisation import load_optimizer_state
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -66,10 +66,11 @@ class Checkpointer(CheckpointWriter):
     At its end waits for the last checkpoint. Idle on other ranks than 0, or if ``checkpoint_seconds`` is 0.
     """
 
-    def __init__(self, job: Job, state: TrainingState, recorder: Recorder) -> None:
-        super().__init__(job.run_folder, job.identity, job.checkpoint, job.settings.checkpoint_seconds)
-        self.job, self.state, self.recorder = job, state, recorder
-        self.closed = rank() != 0 or job.settings.checkpoint_seconds == 0
+    def __init__(self, work: Work, state: TrainingState, recorder: Recorder) -> None:
+        super().__init__(work.run_folder, work.identity, work.checkpoint, state.settings.checkpoint_seconds)
+        self.state, self.recorder = state, recorder
+        self.trained_before = work.checkpoint.trained_in if work.checkpoint else ()
+        self.closed = rank() != 0 or state.settings.checkpoint_seconds == 0
 
     def __enter__(self) -> Self:
         if not self.closed:
@@ -86,8 +87,8 @@ class Checkpointer(CheckpointWriter):
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         if snapshot is None or (snapshot.step, snapshot.epoch) <= saved:
             return None
-        before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
-        return replace(snapshot, trained_in=tuple(dict.fromkeys((*before, self.recorder.arithmetic))))
+        trained_in = dict.fromkeys((*self.trained_before, self.recorder.arithmetic))
+        return replace(snapshot, trained_in=tuple(trained_in))
 
     def save_epoch(self) -> None:
         """Copy the state for the thread to write."""

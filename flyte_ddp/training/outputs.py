@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
@@ -27,18 +26,16 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
-from flyte_ddp.objectives.own import copy_own_tensors
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
-from flyte_ddp.parallel.embeddings import list_batch_dependent_embeddings
-from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
+from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
 from flyte_ddp.runs.run_folder import PREDICTIONS
+from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import call_with_leaves
 from flyte_ddp.text.json_lines import replace_non_finite
 from flyte_ddp.training.diagnosis import describe_better_constant, find_better_constant, nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
-from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.predictions import collect_predictions
 from flyte_ddp.training.recording import Recorder, describe_waiting
@@ -53,19 +50,19 @@ OTHER_RESULT = "another number of ranks would give another result."
 MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
 
 
-def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> None:
+def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
     """Append the start record to metrics.jsonl, and print warnings of how the training starts; rank 0 only."""
     if not recorder.writes:
         return
-    hardware, ranks = job.hardware, world_size()
-    skipped = list_seeded_tensors(state.model.state_dict(), job.hp.init_from, job.hp.init_skip)
+    hp, hardware, ranks = state.hp, state.hardware, world_size()
+    skipped = list_seeded_tensors(state.model.state_dict(), hp.init_from, hp.init_skip)
     recorder.log.write(
         {
             "kind": "start",
-            "resumed_after_step": job.checkpoint.step if job.checkpoint else 0,
-            "hyperparameters": job.hp.to_dict(),
+            "resumed_after_step": resumed_from.step if resumed_from else 0,
+            "hyperparameters": hp.to_dict(),
             "num_ranks": ranks,
-            "num_nodes": job.num_nodes,
+            "num_nodes": hardware.num_nodes,
             "device": torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu",
             "backend": hardware.backend if ranks > 1 else "none",
             "strategy": hardware.strategy if ranks > 1 else "none",
@@ -83,12 +80,12 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
             "init_skipped": skipped,
         }
     )
-    recorder.progress.print_note(f"ranks: {ranks}, nodes: {job.num_nodes}")
+    recorder.progress.print_note(f"ranks: {ranks}, nodes: {hardware.num_nodes}")
     if skipped:
         recorder.add_warning(f"Started from the seed and not from init_from: {', '.join(skipped)}.")
-    if job.hp.freeze:
+    if hp.freeze:
         counts = [sum(p.numel() for p in state.model.parameters() if p.requires_grad or kept) for kept in (False, True)]
-        recorder.add_warning(f"Trained are {counts[0]:,} of {counts[1]:,} parameters (freeze={job.hp.freeze!r}).")
+        recorder.add_warning(f"Trained are {counts[0]:,} of {counts[1]:,} parameters (freeze={hp.freeze!r}).")
     if state.uncovered_files:
         recorder.add_warning(
             f"Your code uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "
@@ -96,7 +93,7 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
         )
 
 
-def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
+def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     """Write into the run folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
 
     All ranks must call it: each builds a second model, and waits for the others. Then rank 0 loads the kept weights
@@ -105,35 +102,82 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
-    options = job.hp.parse_options()
-    new_model = zoo.build_model(job.hp.model, state.objective.outputs, state.spec, options.get("model", {}))
+    options = state.hp.parse_options()
+    new_model = zoo.build_model(state.hp.model, state.objective.outputs, state.spec, options.get("model", {}))
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if not recorder.writes:
         return
-    selection, hp = state.selection, job.hp
-    test, main, constant = selection.test, state.objective.main_measure, dict[str, float]()
+    test, none = state.selection.test, tuple[float, ...]()
     attempt = partial(try_own_code, state, recorder)
-    validated, none = selection.validation, tuple[float, ...]()
-    thresholds = attempt("choose thresholds", lambda: choose_thresholds(state.objective, validated), none)
+    thresholds = attempt(
+        "choose thresholds", lambda: choose_thresholds(state.objective, state.selection.validation), none
+    )
     state.objective.facts = dataclasses.replace(state.objective.facts, thresholds=thresholds)
-    if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        least = attempt("tell its constant loss", lambda: state.objective.constant_loss(test.columns), None)
-        losses = recorder.last_loss, test.measures["loss"], least
-        recorder.add_warning(nothing_learned_warning(*losses, hp.learning_rate, gradient_clip_norm(hp)))
-        constant = attempt("tell its constant measure", lambda: find_better_constant(state.objective, test), {})
-        for value in constant.values():
-            recorder.add_warning(describe_better_constant(main, value, test.measures[main]))
-    if hp.keep == "best" and math.isinf(selection.best):
+    constant = warn_of_constants(state, recorder)
+    if state.hp.keep == "best" and math.isinf(state.selection.best):
         recorder.add_warning(
-            f"select_by={hp.select_by!r} is not defined on the validation split, so the first evaluation's weights are "
-            "kept; hold out more samples (validation_fraction)."
+            f"select_by={state.hp.select_by!r} is not defined on the validation split, so the first evaluation's "
+            "weights are kept; hold out more samples (validation_fraction)."
         )
     model = state.kept_model()
-    model.load_state_dict(selection.weights)
+    model.load_state_dict(state.selection.weights)
+    sidecar = describe_model(state, work.identity, recorder.epoch_accuracies, constant)
+    model_path, _ = artifacts.save_model(work.run_folder, model.state_dict(), sidecar)
+    verify_saved_model(new_model, model_path, sidecar, state)
+    rows, plain = min(state.settings.wandb_table_rows, len(state.test)), Objective(state.objective.facts)
+    described = attempt(
+        "describe its predictions", lambda: collect_predictions(state, state.objective, test, rows), None
+    )
+    with replace_file(work.run_folder / PREDICTIONS) as file:
+        np.savez(file, **(described or collect_predictions(state, plain, test, rows)))
+    if state.step >= LEAST_STEPS:
+        pictures = isinstance(state.spec, InputSpec)
+        loaders = state.training.source.loaders
+        recorder.add_warning(
+            describe_waiting(state.clock.seconds, state.hp, state.hardware, loaders, pictures=pictures)
+        )
+    recorder.log.write(
+        {
+            "kind": "end",
+            **test_measures(test),
+            **constant,
+            "seconds": recorder.seconds_by_activity(),
+            "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
+            "stopped": state.selection.stopped,
+            "notes": [
+                *recorder.warnings,
+                *list_report_notes(state, recorder.arithmetic, work.checkpoint),
+                *facts.describe_loading(),
+            ],
+        }
+    )
+
+
+def warn_of_constants(state: TrainingState, recorder: Recorder) -> dict[str, float]:
+    """Warn if a constant answer is as good as the model; return its measure as ``constant_NAME`` if it is better."""
+    if recorder.last_loss is None or state.step < LEAST_STEPS:
+        return {}
+    test, attempt = state.selection.test, partial(try_own_code, state, recorder)
+    least = attempt("tell its constant loss", lambda: state.objective.constant_loss(test.columns), None)
+    losses = recorder.last_loss, test.measures["loss"], least
+    recorder.add_warning(nothing_learned_warning(*losses, state.hp.learning_rate, gradient_clip_norm(state.hp)))
+    none = dict[str, float]()
+    constant = attempt("tell its constant measure", lambda: find_better_constant(state.objective, test), none)
+    main = state.objective.main_measure
+    for value in constant.values():
+        recorder.add_warning(describe_better_constant(main, value, test.measures[main]))
+    return constant
+
+
+def describe_model(
+    state: TrainingState, identity: Identity, history: list[float], constant: dict[str, float]
+) -> dict[str, Any]:
+    """Return the sidecar of the kept weights; ``history`` has the main measure after each evaluation."""
+    hp, data, main = state.hp, state.data, state.objective.main_measure
     digests = {"data": data.digest, "code": library_digest()}
-    digests |= {"user_code": job.identity.user_code, "init_from": job.identity.initial_weights}
+    digests |= {"user_code": identity.user_code, "init_from": identity.initial_weights}
     preprocessing = data.preprocessing if isinstance(data, SampleArrays) else {}
-    sidecar = {
+    return {
         "format": artifacts.FORMAT,
         "model": hp.model,
         "classes": list(state.objective.facts.classes),
@@ -142,10 +186,10 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         "hyperparameters": hp.to_dict(),
         "metrics": replace_non_finite(
             {
-                **test_measures(test),
+                **test_measures(state.selection.test),
                 **constant,
-                "epoch_accuracies" if main == "accuracy" else f"epoch_{main}": recorder.epoch_accuracies,
-                "kept_epoch": selection.epoch,
+                "epoch_accuracies" if main == "accuracy" else f"epoch_{main}": history,
+                "kept_epoch": state.selection.epoch,
             }
         ),
         "digests": {name: digest for name, digest in digests.items() if digest},
@@ -156,38 +200,11 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             "flyte_ddp": flyte_ddp.__version__,
         },
         "num_ranks": world_size(),
-        "num_nodes": job.num_nodes,
-        "threads_per_rank": job.hardware.threads,
+        "num_nodes": state.hardware.num_nodes,
+        "threads_per_rank": state.hardware.threads,
         **({"sources": state.own_sources} if state.own_sources else {}),  # by which load_model builds the model
         **({PREPROCESSING: preprocessing} if preprocessing else {}),
     }
-    model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
-    verify_saved_model(new_model, model_path, sidecar, state)
-    rows, plain = min(job.settings.wandb_table_rows, len(state.test)), Objective(state.objective.facts)
-    described = attempt(
-        "describe its predictions", lambda: collect_predictions(state, state.objective, test, rows), None
-    )
-    with replace_file(job.run_folder / PREDICTIONS) as file:
-        np.savez(file, **(described or collect_predictions(state, plain, test, rows)))
-    if state.step >= LEAST_STEPS:
-        pictures = isinstance(state.spec, InputSpec)
-        loaders = state.training.source.loaders
-        recorder.add_warning(describe_waiting(state.clock.seconds, hp, job.hardware, loaders, pictures=pictures))
-    recorder.log.write(
-        {
-            "kind": "end",
-            **test_measures(test),
-            **constant,
-            "seconds": recorder.seconds_by_activity(),
-            "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
-            "stopped": selection.stopped,
-            "notes": [
-                *recorder.warnings,
-                *list_report_notes(state, recorder.arithmetic, job.checkpoint),
-                *facts.describe_loading(),
-            ],
-        }
-    )
 
 
 def try_own_code(
@@ -272,16 +289,6 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
         notes.append(
             "The loss came as a single number for several samples: another number of ranks gives another result, "
             "unless it is the mean over samples."
-        )
-    held = state.tensors_of_objective, copy_own_tensors(state.objective)
-    if len(held[0]) != len(held[1]) or not all(map(torch.equal, *held)):
-        notes.append(
-            "The objective changes tensors that it holds, which each rank has for itself, and no checkpoint: "
-            f"{OTHER_RESULT}"
-        )
-    if embeddings := list_batch_dependent_embeddings(state.model):
-        notes.append(
-            f"{join_few(embeddings)} goes by the samples of one rank (max_norm, scale_grad_by_freq): {OTHER_RESULT}"
         )
     if separate := has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
         why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.checkpoint import Arithmetic
 from flyte_ddp.text.json_lines import JsonLines
 from flyte_ddp.training.evaluate import Evaluation
-from flyte_ddp.training.job import Job
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
@@ -36,8 +36,9 @@ class StepSums(NamedTuple):
 class Recorder:
     """Adds up losses of all ranks; on rank 0 writes metrics.jsonl and prints progress. All ranks must create it."""
 
-    def __init__(self, job: Job, state: TrainingState) -> None:
-        self.job, self.clock, self.device, self.total_steps = job, state.clock, state.device, state.total_steps
+    def __init__(self, run_folder: Path, state: TrainingState) -> None:
+        self.settings, self.log_interval = state.settings, state.hp.log_interval
+        self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.weight: torch.Tensor | int = 0  # of the losses since the last record, as are their sum and the samples
@@ -47,12 +48,12 @@ class Recorder:
         self.since = self.training_time()  # of the last record
         self.main_measure, self.counts_tokens = state.objective.main_measure, state.objective.counts_tokens
         self.epoch_accuracies: list[float] = []  # the main measure of the test split, after each evaluation
-        self.arithmetic = gather_arithmetic(job.hardware, self.device)
+        self.arithmetic = gather_arithmetic(state.hardware, self.device)
         self.warnings: list[str] = []
         self.last_loss: float | None = None  # of the last training record of this process
         if self.writes:
-            self.log = JsonLines(job.run_folder / "metrics.jsonl")
-            self.progress = StepProgress(job.settings.progress, state.total_steps, state.steps_per_epoch)
+            self.log = JsonLines(run_folder / "metrics.jsonl")
+            self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def close(self) -> None:
         if self.writes:
@@ -86,7 +87,7 @@ class Recorder:
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
         self.samples += sums.samples
-        if step % self.job.hp.log_interval and step != self.total_steps:
+        if step % self.log_interval and step != self.total_steps:
             if self.writes and self.progress.is_due():
                 self.progress.show_step(step, {})
             return
@@ -119,7 +120,7 @@ class Recorder:
                 record |= {f"{split}_{name}": value for name, value in evaluation.measures.items()}
             self.log.write(record)
             self.progress.print_evaluation(record, self.main_measure)
-            if self.job.settings.wandb_watch:
+            if self.settings.wandb_watch:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
     def add_warning(self, warning: str) -> None:

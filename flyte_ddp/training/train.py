@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial, reduce
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import UserError
+from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.machine.resources import bf16_support
@@ -29,16 +30,14 @@ from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
-from flyte_ddp.training.job import Job
-from flyte_ddp.training.optimisation import gradient_clip_norm
+from flyte_ddp.training.job import INITIAL_WEIGHTS, Training
+from flyte_ddp.training.optimisation import check_optimizer_state, gradient_clip_norm
 from flyte_ddp.training.outputs import write_outputs, write_start_record
-from flyte_ddp.training.own_optimizer import check_optimizer_state
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.training.trial import (
     name_non_finite_sample,
-    refuse_empty,
     refuse_foreign_parameters,
     refuse_non_finite,
     try_evaluation,
@@ -54,21 +53,20 @@ def train(rank: Rank) -> None:
     Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     rank.join()
-    bf16 = min(gather_objects(bf16_support(rank.work.world.device_type)))
-    job = Job.from_work(rank.work, bf16)
-    hp = job.hp
-    data = open_prepared(job.data)
-    refuse_too_few_shards(data, hp, ranks=world_size(), workers=job.settings.loaders or job.hardware.threads)
-    state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
-    with closing(state.splits), closing(Recorder(job, state)) as recorder:
-        write_start_record(job, state, recorder)
-        if job.checkpoint is not None:
-            restore_run(state, recorder, job.checkpoint)
+    work, training = rank.work, cast("Training", rank.work.arguments)
+    hp, settings, data = training.hp, training.settings, open_prepared(training.data)
+    hardware = choose_hardware(hp, work.world, min(gather_objects(bf16_support(work.world.device_type))))
+    refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
+    state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
+    with closing(state.splits), closing(Recorder(work.run_folder, state)) as recorder:
+        write_start_record(state, recorder, resumed_from=work.checkpoint)
+        if work.checkpoint is not None:
+            restore_run(state, recorder, work.checkpoint)
         else:
-            for warning in try_evaluation(state):
-                if recorder.writes:
-                    recorder.add_warning(warning)
-        with Checkpointer(job, state, recorder) as checkpoints:
+            warning = try_evaluation(state)
+            if recorder.writes:
+                recorder.add_warning(warning)
+        with Checkpointer(work, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
                 with explain_device_memory(
@@ -83,7 +81,7 @@ def train(rank: Rank) -> None:
                 refuse_too_many_bad_samples(state.splits.facts(), hp.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
-        write_outputs(job, data, state, recorder)
+        write_outputs(work, state, recorder)
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
@@ -221,8 +219,7 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
         loaded = load_part(state, part)
         refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
         inputs = loaded.prepare_inputs(state.prepare_inputs)
-        outputs = compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
-        refuse_empty(state, loaded.inputs[0], outputs, part.samples, "training")
+        compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:

@@ -33,7 +33,7 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
-from flyte_ddp.objectives.own import copy_own_tensors, make_objective, why_not_comparable
+from flyte_ddp.objectives.own import make_objective, why_not_comparable
 from flyte_ddp.objectives.terms import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
@@ -41,7 +41,6 @@ from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
-from flyte_ddp.parallel.embeddings import refuse_rescaled_embeddings
 from flyte_ddp.parallel.exchange import RankExchange
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
@@ -70,7 +69,7 @@ class TrainingState:
 
         Seeds the global generators of torch, Python and NumPy, and sets torch's deterministic mode if asked.
         """
-        self.hp, self.hardware, self.data = hp, hardware, data
+        self.hp, self.hardware, self.data, self.settings = hp, hardware, data, settings or Settings()
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
         self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed
@@ -87,12 +86,11 @@ class TrainingState:
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
         prepares = [data.preprocessing["prepare"]] if isinstance(data, SampleArrays) and data.preprocessing else []
         self.own_sources = user_source.read_user_sources(*own_code, *prepares)
-        self._open_splits(data, settings or Settings())
+        self._open_splits()
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         for source in self.splits.sources:
             if isinstance(source, WorkerSource):  # its targets are made by the user's own code
                 source.check_targets = self.objective.check_targets
-        self.tensors_of_objective = copy_own_tensors(self.objective)
         self.exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
@@ -103,7 +101,6 @@ class TrainingState:
         make_dropout_rank_independent(model, self.this_pass)
         if hp.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
-        refuse_rescaled_embeddings(model)
         set_training_mode(model, self.frozen_modules)
         self.model = model
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
@@ -124,10 +121,10 @@ class TrainingState:
         modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
         self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
 
-    def _open_splits(self, data: PreparedSet, settings: Settings) -> None:
+    def _open_splits(self) -> None:
         """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``."""
         hp = self.hp
-        self.splits = open_splits(data, hp, self.hardware, self.device, settings)
+        self.splits = open_splits(self.data, hp, self.hardware, self.device, self.settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
         self.steps_per_epoch = sampling.steps_per_epoch(len(self.training), hp.batch_size)
         self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)

@@ -2,21 +2,16 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import MASK, PADDED
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives.language import Language
-from flyte_ddp.objectives.objective import Objective, convert_outputs, list_floats
+from flyte_ddp.objectives.objective import Objective
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
@@ -26,20 +21,19 @@ from flyte_ddp.training.evaluate import compute_columns, measure_columns
 from flyte_ddp.training.training_state import TrainingState
 
 TRIED = 8  # test samples
-MOST_PADDING_CHANGES = 1e-3  # share of the largest output, by which padding may change it
 # What a measure may raise because so few samples do not define it.
 UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
-def try_evaluation(state: TrainingState) -> list[str]:
-    """Evaluate own code with a copy of the model on a few samples before training; return warnings."""
+def try_evaluation(state: TrainingState) -> str:
+    """Evaluate own code with a copy of the model on a few samples before training; return a warning if it has none."""
     hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
-        return []
+        return ""
     try:
         model = copy.deepcopy(state.kept_model())
     except Exception as error:  # a model with a lock or a file in it may be trained, too
-        return [f"Nothing was evaluated before training, as model {hp.model!r} cannot be copied: {error!r}"]
+        return f"Nothing was evaluated before training, as model {hp.model!r} cannot be copied: {error!r}"
     model.eval()
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
@@ -54,59 +48,7 @@ def try_evaluation(state: TrainingState) -> list[str]:
                 try_samples(state, model, "validation", sample)
             elif hp.sampling == "shuffled":  # others may leave the sample out
                 try_samples(state, model, "training", sample, epoch=0)
-        inputs, targets, _ = test.load_batch(first)
-        return [describe_shift(state.objective, inputs, targets), describe_padding(state, model, first, inputs)]
-
-
-def describe_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
-    """Return a warning if the tokens that a language model is to name are inputs of the same place; else ""."""
-    if not isinstance(objective, Language) or not isinstance(targets, Tensor):
         return ""
-    counted = targets != IGNORED_TOKEN
-    followed = counted[:, :-1] & counted[:, 1:]
-    option = 'options={"objective": {"shift": true}}'
-    for leaf in name_leaves(inputs).values():
-        if isinstance(leaf, Tensor) and leaf.shape == targets.shape and followed.any():
-            copied = bool((leaf == targets)[counted].all())
-            if copied and not objective.shift:
-                return (
-                    "The targets are the inputs, place by place: the model learns to copy. To learn the next token, "
-                    f"set {option}, or shift the targets."
-                )
-            if objective.shift and not copied and bool((leaf[:, 1:] == targets[:, :-1])[followed].all()):
-                return (
-                    f"The targets are the next tokens already, and {option} takes each from one place later: the model "
-                    "learns the token after the next. Leave shift out."
-                )
-    return ""
-
-
-def describe_padding(state: TrainingState, model: nn.Module, samples: Indices, inputs: Leaves) -> str:
-    """Return a warning if padding changes the outputs of the shortest of some test samples; else ""."""
-    if state.hp.collate != PADDED:
-        return ""
-    lengths = find_mask(inputs).sum(dim=1)
-    if not lengths.min() or lengths.min() == lengths.max():
-        return ""
-    shortest_first, found = samples[lengths.argsort().cpu().numpy()], []
-    for chosen in (shortest_first, shortest_first[:1]):
-        batch = state.test.load_batch(chosen)
-        found.append(list_floats(state.predict(batch.inputs, batch.targets, len(chosen), model)))
-    cut = [(padded[tuple(map(slice, alone.shape))], alone) for padded, alone in zip(*found, strict=True)]
-    apart = max(((padded - alone).abs().max().item() for padded, alone in cut), default=0.0)
-    largest = max((alone.abs().max().item() for _, alone in cut), default=0.0)
-    if not apart > MOST_PADDING_CHANGES * largest:
-        return ""
-    return (
-        f"Padding changes the outputs of model {state.hp.model!r} (by up to {apart:.2g}, where the largest is "
-        f"{largest:.2g}): its answers depend on the longest sample of a batch, so on test_batch_size and the number of "
-        "ranks. Use the mask, so that padded places do not count."
-    )
-
-
-def find_mask(inputs: Leaves) -> Tensor:
-    mask: Tensor = inputs[MASK] if isinstance(inputs, Mapping) else inputs[-1]
-    return mask
 
 
 def try_samples(
@@ -119,9 +61,6 @@ def try_samples(
     columns = add_loss_of_terms({key: column.double().cpu() for key, column in found.items()})
     if not bool(columns["loss"].isfinite().all()):
         refuse_non_finite(state, inputs, targets, samples, name)
-        refuse_empty(state, inputs, columns["loss"], samples, name)
-    if ":" in state.hp.objective:
-        refuse_table_of_losses(state.objective, outputs, targets)
     return columns
 
 
@@ -132,7 +71,6 @@ def name_non_finite_sample(state: TrainingState, name: str, losses: Tensor) -> N
         samples = split.order.samples(slice(place, place + 1))
         batch = split.load_batch(samples)
         refuse_non_finite(state, batch.inputs, batch.targets, samples, name)
-        refuse_empty(state, batch.inputs, losses[place : place + 1], samples, name)
 
 
 def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
@@ -146,51 +84,12 @@ def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
             pass
 
 
-def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
-    """Raise UserError for a reduced loss of the table [n, n] that outputs [n, 1] and targets [n] make together."""
-    if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return
-    samples = len(targets)
-    if samples < 3 or {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
-        return
-    outputs, targets = (convert_outputs(each, torch.float64) for each in (outputs, targets))
-    compute: Callable[[Tensor, Tensor], Any] = objective.losses
-    try:
-        compute(outputs[:2], targets[:3])
-    except Exception:  # each output has a target of its own
-        return
-    # The mean of a table is the same for outputs in another order, and not for other targets.
-    pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
-    found, moved, equal = (sum(each.sum() for each in tree_leaves(compute(*pair))) for pair in pairs)
-    if torch.allclose(moved, found, rtol=1e-6) and not torch.allclose(equal, found, rtol=1e-6):
-        shapes = f"outputs {list(outputs.shape)} with targets {list(targets.shape)}"
-        raise UserError(
-            f"the objective's loss does not change when the outputs change places: it compares {shapes}, each with "
-            "each; use outputs[:, 0], or outputs.reshape(targets.shape)"
-        )
-
-
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
     """Raise UserError, which names the sample, if an input is not finite, or for an own objective a target."""
-    require_finite(state, "input", inputs, samples, split)
+    named = [("input", name, leaf) for name, leaf in name_leaves(inputs).items()]
     if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
-        require_finite(state, "target", targets, samples, split)
-
-
-def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: Indices, split: str) -> None:
-    """Raise UserError, which names the sample, if outputs, or losses, of empty samples alone are not finite."""
-    if state.hp.collate == PADDED and (floats := [each for each in list_floats(outputs) if len(each) == len(samples)]):
-        failed = ~torch.stack([each.isfinite().reshape(len(samples), -1).all(1) for each in floats]).all(0)
-        if failed.any() and not find_mask(inputs)[failed].any():
-            sample = name_sample(state.data, split, samples[int(failed.int().argmax())])
-            raise UserError(
-                f"the loss is not finite, and {sample} is empty: attention to no place, and the mean of none, are NaN; "
-                "leave it out, or give it a token, such as one for its end"
-            )
-
-
-def require_finite(state: TrainingState, kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
-    for name, leaf in name_leaves(leaves).items():
+        named += [("target", name, leaf) for name, leaf in name_leaves(targets).items()]
+    for kind, name, leaf in named:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
             places = (~leaf.isfinite()).nonzero()
             if len(places):

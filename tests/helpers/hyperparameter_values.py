@@ -92,7 +92,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "option without a name": ({"options": '{"model": 3}'}, ("JSON object of objects by hyperparameter",)),
     "options without a name": ({"options": {"model": "x"}}, ("JSON object of objects by hyperparameter",)),
     "unknown keep": ({"keep": "first"}, ("keep 'first'", "best, ema, last")),
-    "unknown strategy": ({"strategy": "ring"}, ("strategy 'ring'", "auto, ddp, hooks, shared_memory")),
+    "unknown strategy": ({"strategy": "ring"}, ("strategy 'ring'", "auto, ddp, shared_memory")),
     "unknown backend": ({"backend": "mpi"}, ("backend 'mpi'", "auto, gloo, nccl")),
     "unknown precision": ({"precision": "fp16"}, ("precision 'fp16'", "auto, bf16, fp32, fp64")),
     "unknown order": ({"channels_last": "yes"}, ("channels_last 'yes'", "auto, off, on")),

@@ -438,7 +438,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-EVERY = [pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1, 2, 3, 4)]
+EVERY = [pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("ranks", "every"), [(2, False), *EVERY])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import faults
 import numpy as np
@@ -24,6 +25,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.models import zoo
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.buffers import Buffers
@@ -81,7 +83,7 @@ MODELS = (
 def strategies_for(model: str, ranks: int) -> tuple[str, ...]:
     """All where a strategy may matter: for gradients that come again, in another order, or not from the loss."""
     every = ranks == 2 and ("reentrant" in model or model in ("Tutorials", "Complex", "Penalised"))
-    return ("shared_memory", "ddp", "hooks") if every else ("shared_memory",)
+    return ("shared_memory", "ddp") if every else ("shared_memory",)
 
 
 def weights_in_ranks(folder: Path) -> None:
@@ -90,7 +92,7 @@ def weights_in_ranks(folder: Path) -> None:
         for strategy in strategies_for(model, world_size()):
             hp = replace(BASE, model=f"parallel_models:{model}", strategy=strategy, num_ranks=world_size())
             if model.endswith("reentrant") and strategy == "ddp":
-                with pytest.raises(UserError, match="use_reentrant=False, or set strategy='hooks'"):
+                with pytest.raises(UserError, match="use_reentrant=False"):
                     after_steps(hp, folder / "digits")
                 continue
             weights = after_steps(hp, folder / "digits").model.state_dict()
@@ -345,6 +347,17 @@ def test_registered_buffers_are_those_that_the_model_was_made_with(digits: Path,
 def test_what_cannot_be_trained_is_refused(digits: Path, model: str, words: str) -> None:
     with pytest.raises(UserError, match=f"model 'unusual_models:{model}' {words}"):
         evaluate_splits(after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1), digits))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_go_by_the_samples_of_a_rank_are_refused_on_several(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2, **options))
+    zoo.check_model("mine", model)
+    monkeypatch.setattr(zoo, "world_size", lambda: 2)
+    with pytest.raises(UserError, match="has layer 0 with max_norm or scale_grad_by_freq"):
+        zoo.check_model("mine", model)
 
 
 def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path) -> None:

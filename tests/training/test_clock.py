@@ -230,7 +230,7 @@ def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
 
 
 HP = Hyperparameters(batch_size=48)
-ON_16 = Hardware(1, "cuda", "nccl", "ddp", "bf16", channels_last=True, threads=16)
+ON_16 = Hardware(1, "cuda", 16, precision="bf16", channels_last=True)
 
 
 def waits(data: float, launches: float) -> dict[str, float]:

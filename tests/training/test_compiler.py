@@ -71,7 +71,6 @@ sys.meta_path.insert(0, Finder())
     ("ranks", "change", "imports"),
     [
         (2, {"strategy": "shared_memory", "optimizer": "adamw"}, 0),
-        pytest.param(3, {"strategy": "hooks"}, 0, marks=pytest.mark.exhaustive),
         pytest.param(2, {"strategy": "ddp", "model": "user_models:of_torchvision"}, 2, marks=pytest.mark.exhaustive),
     ],
 )

@@ -284,7 +284,7 @@ def test_ranks_of_gloo_on_one_gpu(tmp_path: Path) -> None:
 @needs_two_gpus
 @pytest.mark.parametrize(
     ("strategy", "at", "rank", "number"),
-    [("ddp", "training", 1, 0), ("ddp", "training", 0, 3), ("hooks", "training", 1, 3), ("ddp", "evaluation", 1, 0)],
+    [("ddp", "training", 1, 0), ("ddp", "training", 0, 3), ("ddp", "evaluation", 1, 0)],
 )
 def test_a_rank_that_hangs_is_named_by_those_that_wait_in_nccl(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, at: str, rank: int, number: int

@@ -207,28 +207,12 @@ def test_an_evaluation_names_the_sample_on_demand_that_is_not_finite(tmp_path: P
         train_in(tmp_path / "run", replace(HP, dataset=f"{OWN}demanded"), tmp_path / "data")
 
 
-def mean_of_table(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.mse_loss(outputs, targets)
-
-
-def rows_of_table(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).abs().mean(1)
-
-
 def mean_of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.l1_loss(outputs[:, 0], targets)
 
 
 def first(rows: Any) -> Any:
     return 50 + rows[:, 0]
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("objective", ["mean_of_table", "rows_of_table"])
-def test_a_reduced_table_of_losses_is_refused(objective: str, tmp_path: Path) -> None:
-    """Outputs [n, 1] and targets [n] make a table [n, n], whose mean only a constant minimises."""
-    words = r"compares outputs \[8, 1\] with targets \[8\], each with each; use outputs\[:, 0\]"
-    refuse(tmp_path, table(first), words, objective=f"{OWN}{objective}")
 
 
 def test_a_mean_of_the_right_losses_is_taken(tmp_path: Path) -> None:
