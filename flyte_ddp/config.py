@@ -100,7 +100,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "",
         "The weights to start from: `torchvision:DEFAULT` (or another name of the model's weights there), or a file "
         "(path or URI) with a state_dict, or with a checkpoint that has one under `state_dict`, `model_state_dict` or "
-        "`model`; all tensors must fit and be finite. Empty starts from the seed.",
+        "`model`; all tensors must fit. Empty starts from the seed.",
     )
     init_skip: str = setting(
         "",

@@ -59,15 +59,7 @@ def build_model(
         shape = (spec.channels, spec.height, spec.width) if isinstance(spec, InputSpec) else spec.shapes()
         given = select_arguments(own, {"num_classes": num_classes, "input_shape": shape})
         require_options(f"model {name!r}", own, options, **given)
-        try:
-            model = own(**given, **options)
-        except ValueError as error:
-            if "Default process group has not been initialized" not in str(error):
-                raise
-            raise UserError(
-                f"model {name!r} uses torch.distributed ({error}); return it without DistributedDataParallel: the "
-                "ranks average its gradients anyway"
-            ) from error
+        model = own(**given, **options)
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model

@@ -62,10 +62,8 @@ def train(rank: Rank) -> None:
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             restore_run(state, recorder, work.checkpoint)
-        else:
-            warning = try_evaluation(state)
-            if recorder.writes:
-                recorder.add_warning(warning)
+        elif (warning := try_evaluation(state)) and recorder.writes:
+            recorder.add_warning(warning)
         with Checkpointer(work, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:

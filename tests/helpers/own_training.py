@@ -9,8 +9,6 @@ from torch import nn
 
 from flyte_ddp.config import Hyperparameters
 
-COUNTED: list[int] = []
-
 
 def two_groups(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     """The first layer at a tenth of the rate; the others decay."""
@@ -110,10 +108,6 @@ def square(step: int, total_steps: int) -> float:
     return (1 - step / total_steps) ** 2
 
 
-def of_step_alone(step: int) -> float:
-    return 1 / (1 + step)
-
-
 def nan_in_step_7(step: int, total_steps: int) -> float:
     return float("nan") if step == 7 else 1.0
 
@@ -124,12 +118,6 @@ def negative(step: int, total_steps: int) -> float:
 
 def tensor(step: int, total_steps: int) -> torch.Tensor:
     return torch.ones(())
-
-
-def counting(step: int, total_steps: int) -> float:
-    """Not pure: it depends on how often it was called."""
-    COUNTED.append(step)
-    return 1 / len(COUNTED)
 
 
 def every_third(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:

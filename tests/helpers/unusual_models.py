@@ -239,7 +239,3 @@ for _name, _make in MODELS.items():
 
 def data_parallel(**_: object) -> nn.Module:
     return nn.DataParallel(OneLayer())
-
-
-def wrapped_for_ranks(**_: object) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(OneLayer())

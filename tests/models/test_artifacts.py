@@ -118,6 +118,7 @@ def test_equal_weights_are_equal_files_wherever_they_are_in_memory(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.canary
 def test_a_run_of_a_model_whose_modules_have_versions(digits: Path, tmp_path: Path) -> None:
     """torchvision's MNASNet, which takes no weights without: what is trained is loaded by torch alone and predicted."""
