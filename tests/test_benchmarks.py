@@ -78,21 +78,6 @@ def test_of_a_peer_that_always_crashes_the_others_are_kept(
     assert found["notes"][-1].endswith("; it was given up, and what it had before is kept")
 
 
-def test_a_side_that_is_given_up_later_keeps_its_pairs() -> None:
-    result, numbers = Result(settings={}), iter(range(100))
-
-    def peer(repeat: int) -> None:
-        if repeat == 2:
-            raise RuntimeError("SIGABRT")
-        result.add("peer", next(numbers), "s")
-
-    sides = {"peer": peer, "ours": lambda repeat: result.add("ours", 10.0 + repeat, "s")}
-    interleaved(Options(0, quick=True, folder=Path(), output=Path()), result, sides, 4)
-    assert result.values("ours") == [10.0, 11.0, 12.0, 13.0]
-    result.ratio("ratio", "peer", "ours")
-    assert result.values("ratio") == [0 / 10, 1 / 11]
-
-
 def test_what_there_is_is_written_after_each_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """So that a machine that goes away takes none of it along."""
 

@@ -135,40 +135,6 @@ def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end
     ]
 
 
-def test_of_many_values_a_function_shows_some_and_slow_steps_have_a_rate_too() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = StepProgress("lines", stream=stream, clock=clock)
-    progress.show_step(0, {f"value_{k}": k for k in range(40)})
-    clock.now += 8
-    progress.show_step(2, {})
-    shown = "value_0 0, value_1 1, value_2 2, value_3 3, value_4 4, value_5 5, 34 more"
-    assert stream.getvalue().splitlines() == [
-        f"step 0, {shown}, 00:00 elapsed",
-        f"step 2, {shown}, 0.25 steps/s, 00:08 elapsed",
-    ]
-
-
-def show_function(stream: TextIO) -> None:
-    clock = Clock()
-    progress = StepProgress("auto", stream=stream, clock=clock)
-    for step in range(1, 42):
-        clock.now += 0.02
-        progress.show_step(step, {"loss": 1 / step})
-        if step == 20:
-            progress.print_note("a note")
-    progress.close()
-
-
-def test_a_function_has_a_bar_without_an_end_on_a_terminal() -> None:
-    output = on_terminal(show_function)
-    states = [part.rstrip() for part in output.split("\r") if "elapsed" in part]
-    assert states[0] == "step 1, loss 1, 00:00 elapsed"
-    assert states[-1] == "step 41, loss 0.02439, 50 steps/s, 00:01 elapsed"
-    assert 0.8 / 0.1 <= len(states) <= 20  # not one for each step: a terminal is slow
-    assert "a note\r\n" in output
-    assert output.endswith("\n")
-
-
 @pytest.mark.parametrize("mode", ["auto", "bar", "off"])
 def test_a_function_that_records_nothing_shows_nothing(mode: str) -> None:
     stream = io.StringIO()

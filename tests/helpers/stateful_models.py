@@ -95,20 +95,6 @@ class Uncertain(OneLayer):
         return x if self.training else nn.functional.dropout(x, 0.1, training=True)
 
 
-class Twice(nn.Module):
-    """One block in two places, whose buffers have two names in the state_dict, and a cut in the middle of a pass."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        block = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
-        self.first, self.second, self.head = block, block, nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.first(images.flatten(1))
-        faults.passing("training" if self.training else "evaluation")
-        return self.head(self.second(x))
-
-
 class Stages(OneLayer):
     """Counts how often it is put into training mode."""
 

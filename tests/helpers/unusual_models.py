@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -69,20 +68,6 @@ class Thawing(nn.Module):
         self.passes += 1
         self.first.requires_grad_(self.passes > 2)
         return self.second(self.first(images.flatten(1)))
-
-
-class InPlace(OneLayer):
-    """Takes no notice of what dropout returns."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(1.0, inplace=True)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = images.flatten(1).clone()
-        self.dropout(x)
-        assert not (self.training and x.any())
-        return super().forward(x)
 
 
 class Drawn(OneLayer):
@@ -209,15 +194,11 @@ def mask_least_likely(logits: Tensor) -> Tensor:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "scripted": lambda: torch.jit.script(
-        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 10))
-    ),
     "lazy": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)),
     "sparse_embedding": lambda: nn.Sequential(nn.Flatten(), nn.Embedding(17, 8, sparse=True)),
     "nothing_to_train": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10).requires_grad_(False)),
     "no_parameters": nn.Flatten,
     "extra_numpy": lambda: ExtraState({"version": 3, "temperatures": [np.float64(1.5)]}),
-    "extra_tuple": lambda: ExtraState(({"shape": (3, 4)}, [1.5, OrderedDict(name="x")], {"a"})),
     "in_a_dict": lambda: Changed(lambda logits: {"logits": logits}),
     "four_dimensions": lambda: Changed(lambda logits: logits[:, :, None, None]),
     "whole_numbers": lambda: Changed(Tensor.long),

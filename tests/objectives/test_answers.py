@@ -25,12 +25,10 @@ from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.objectives.own import objective_of_sidecar
-from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.report.class_colors import class_colors, color_table
+from flyte_ddp.report.class_colors import color_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.tracking.wandb_feed import predictions_table
 
 pytestmark = pytest.mark.slow
 
@@ -171,16 +169,6 @@ def test_numbers_have_their_errors_and_charts(finished: Callable[[str], Finished
     assert len(points) == (~np.isnan(truths)).sum()
     unit = {"regression": "squared error", "huber": "Huber loss"}[name]
     assert unit in "".join(run.page.texts("text"))
-
-
-@pytest.mark.parametrize("name", ["multilabel", "regression", "segmentation"])
-def test_wandbs_table_has_a_row_for_each_of_the_first_samples(finished: Callable[[str], Finished], name: str) -> None:
-    """Also where all its columns are numbers, or all are texts."""
-    with (finished(name).result.run_folder / "predictions.npz").open("rb") as file:
-        table = predictions_table(file)
-    assert table.columns[:2] == ["id", "image"]
-    assert len(table.columns) > 3
-    assert len(table.data) == len(finished(name).truth)
 
 
 @pytest.mark.parametrize("name", ["segmentation", "in a dict"])
@@ -326,19 +314,6 @@ def test_the_prediction_workflow_returns_the_masks(finished: Callable[[str], Fin
 def read_mask(path: Path) -> Floats:
     with Image.open(path) as picture:
         return np.asarray(picture)
-
-
-def test_masks_of_equal_and_odd_names_do_not_replace_each_other(tmp_path: Path) -> None:
-    masks = np.arange(6).reshape(2, 3)
-    with MaskFolder(tmp_path / "masks", 6) as folder:
-        names = [folder.write_mask(name, masks + place) for place, name in enumerate(("a", "a", "../a", "/", "b/../c"))]
-    assert names == ["masks/a.png", "masks/a-2.png", "masks/a-3.png", "masks/mask.png", "masks/b/c.png"]
-    for place, name in enumerate(names):
-        assert np.array_equal(read_mask(tmp_path / name), masks + place)
-    with MaskFolder(tmp_path / "many", 3000) as folder:
-        name = folder.write_mask("large", masks * 500)
-    assert np.array_equal(read_mask(tmp_path / name), masks * 500)
-    assert len({*class_colors(60)}) == 60
 
 
 def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd) -> None:

@@ -23,7 +23,7 @@ from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives import Facts, Objective, Regression
 from flyte_ddp.objectives.objective import class_weights_of
-from flyte_ddp.objectives.own import OBJECTIVES, make_objective
+from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_loss, require_one_layout
@@ -256,32 +256,6 @@ def test_the_constant_loss_is_that_of_the_best_constant_output(name: str, facts:
     if (weights := objective.weights(targets)) is not None:
         columns["weight"] = weights.double().reshape(len(targets), -1).sum(1)
     assert objective.constant_loss(columns) == pytest.approx(best_constant(objective, targets, shape), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "case", "facts", "options"),
-    [
-        ("regression", "numbers", {}, {"loss": "huber"}),
-        ("segmentation", "segmentation", {"class_weights": "1,2,3,4"}, {}),
-        ("objective_tasks:focal", "classification", {}, {}),
-        ("objective_tasks:Rare", "labels", {}, {}),
-    ],
-)
-@pytest.mark.usefixtures("user_models")
-def test_a_loss_whose_best_constant_is_not_known_has_none(name: str, case: str, facts: dict, options: dict) -> None:
-    """Else a run could be said to have learned nothing because its own loss has larger values than cross-entropy."""
-    objective = make_objective(name, Facts(CLASSES, CASES[case].targets.shape[1:], **facts), options)
-    targets = torch.from_numpy(CASES[case].targets)
-    columns = objective.columns(torch.from_numpy(CASES[case].outputs).double(), targets)
-    assert objective.constant_loss({name: column.double() for name, column in columns.items()}) is None
-
-
-@pytest.mark.parametrize("name", ["classification", "multilabel", "regression", "segmentation"])
-def test_columns_of_ones_own_have_no_constant_loss(name: str) -> None:
-    """What a built-in objective would look for is not in them."""
-    kind = OBJECTIVES[name]
-    own = type("Own", (kind,), {"columns": lambda *_: {}})(Facts(("a", "b"), (2,)))
-    assert own.constant_loss({"loss": torch.ones(3)}) is None
 
 
 def test_outputs_that_are_not_finite_are_not_measured() -> None:

@@ -21,7 +21,7 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import HIGHER, LOWER, Classification, Facts, Multilabel, Objective
+from flyte_ddp.objectives import HIGHER, LOWER, Classification, Facts, Objective
 from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
@@ -99,9 +99,6 @@ def test_a_split_of_one_class_leaves_measures_undefined(only: int, defined: set[
     json.loads(encode_sections(sections), parse_constant=pytest.fail)
 
 
-COLUMNS = ("truth", "prediction", "probability")
-
-
 def test_the_threshold_has_the_best_f1_of_all() -> None:
     random = np.random.default_rng(1)
     truth = torch.from_numpy((random.random((N, 3)) < [0.05, 0.5, 0.2]).astype(float))
@@ -120,15 +117,6 @@ def test_the_threshold_has_the_best_f1_of_all() -> None:
         assert best[threshold] == max(best.values())
 
 
-@pytest.mark.parametrize("base", [Classification, Multilabel])
-def test_own_columns_that_an_own_measure_reads_are_no_labels(base: type[Objective]) -> None:
-    """Their names may have other meanings; a measure that a class inherits reads its labels as ever."""
-    columns = {name: torch.ones(4, 2)[:, slice(2) if base is Multilabel else 0] for name in COLUMNS}
-    facts, own = Facts(("a", "b"), (2,)), {name: (lambda *_: columns) for name in ("columns", "measure")}
-    assert type("Own", (base,), own)(facts).binary_labels(columns) is None
-    assert type("Added", (base,), {"columns": own["columns"]})(facts).binary_labels(columns) is not None
-
-
 def test_curves_are_scikit_learns() -> None:
     objective = make_objective("classification", Facts(("no", "yes")), {})
     logits, truth = draw(2)
@@ -140,17 +128,6 @@ def test_curves_are_scikit_learns() -> None:
     precisions, recalls, _ = metrics.precision_recall_curve(truth, scores)
     np.testing.assert_allclose((precision.x, precision.y), (recalls[-2::-1], precisions[-2::-1]))
     assert precision.chance == pytest.approx([truth.double().mean().item()] * 2)
-
-
-def test_a_long_curve_has_few_points_from_end_to_end() -> None:
-    random = np.random.default_rng(0)
-    truth = torch.from_numpy((random.random(20_000) < 0.05).astype(int))
-    logits = torch.from_numpy(random.normal(size=(20_000, 2)))
-    objective = make_objective("classification", Facts(("no", "yes")), {})
-    curves = [each for each in objective.sections(columns_of(objective, logits, truth)) if isinstance(each, Curve)]
-    for curve in curves:
-        assert 100 < len(curve.x) <= 301
-        assert (curve.x[0] < 0.01, curve.x[-1]) == (True, 1.0)
 
 
 def test_the_best_constant_answer() -> None:

@@ -225,13 +225,6 @@ def test_inputs_may_have_tokens_that_are_no_targets(tmp_path: Path) -> None:
     assert train_in(tmp_path / "run", replace(HP, model=f"{OWN}MoreTokens"), tmp_path / "data").model.exists()
 
 
-def test_mixup_of_a_table_of_floats(tmp_path: Path) -> None:
-    """Of one input, or of several in a tuple."""
-    (tmp_path / "data").mkdir()
-    write_prepared_set(replace(tasks.pairs(""), name="own:data"), tmp_path / "data", {})
-    assert train_in(tmp_path / "run", replace(HP, **PAIRS, mixup=0.3), tmp_path / "data").model.exists()
-
-
 def test_a_step_without_any_target_is_no_mistake(tmp_path: Path) -> None:
     """Nor an evaluation without one, whose measures are not defined."""
     tokens = np.zeros((20, 4), np.int64)

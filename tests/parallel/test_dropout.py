@@ -21,10 +21,7 @@ CPU = torch.device("cpu")
 SAMPLES = np.arange(1000, dtype=np.int32)
 # torch's compiler looks at an attribute of all tensors.
 OF_THE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-RUNS = pytest.mark.parametrize(
-    "run",
-    [name if "nested" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in parallel_models.RUNS],
-)
+RUNS = pytest.mark.parametrize("run", ["nested", "nested_reentrant"])
 KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

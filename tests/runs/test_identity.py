@@ -65,27 +65,17 @@ class Own(torch.nn.Linear):
 """
 IMPORTS = {
     "seen": "from source.identity_net import make as model\n",
-    "path": "import sys\nsys.path.insert(0, 'source')\nfrom identity_net import make as model\n",
     "in a function": """
 def model(num_classes, input_shape):
     import sys
     sys.path.insert(0, 'source')
     return __import__('identity_' + 'net').make(num_classes, input_shape)
 """,
-    "file": """
-import importlib.util
-spec = importlib.util.spec_from_file_location('of_no_name', 'source/identity_net.py')
-net = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(net)
-model = net.make
-""",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["seen", "in a function", *[pytest.param(way, marks=pytest.mark.exhaustive) for way in ("path", "file")]]
-)
+@pytest.mark.parametrize("way", IMPORTS)
 def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
     digits: Path, project: Path, capfd: pytest.CaptureFixture, way: str
 ) -> None:

@@ -1,10 +1,8 @@
 """What users' own code hands in while it trains, and the copy of it elsewhere."""
 
 import json
-import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli import HELPERS
@@ -14,7 +12,6 @@ from s3_server import s3_server
 from flyte_ddp import results, storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
-from flyte_ddp.launch.remote.file_sync import FileSender
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import result_store
 from flyte_ddp.runs.result_store import mirror_results
@@ -153,46 +150,6 @@ def test_one_file_that_cannot_be_copied_keeps_no_other_back(
     assert f"results are not copied to {copies}/run: later (UnavailableError" in said
     assert f"results are in {kept}, but not all in {copies}/run" in said
     assert (copies / "run/zz").read_bytes() == b"2"
-
-
-def test_a_file_that_is_deleted_meanwhile_keeps_no_other_back(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = result_store.Mirror(kept, str(tmp_path / "copies"), resuming=False)
-    for name in ("gone", "zz"):
-        (kept / name).touch()
-
-    def is_file(path: Path) -> bool:
-        if path.name == "gone":
-            path.unlink()
-        return path.name != "maps"
-
-    monkeypatch.setattr(Path, "is_file", is_file)
-    assert mirror.copy_changed_files() == ""
-    assert (tmp_path / "copies/zz").exists()
-
-
-def test_a_folder_that_vanishes_meanwhile_keeps_no_file_back(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither from the copy, nor from the launcher of a rank on another host."""
-    scandir = os.scandir
-
-    def scan(path: Any = ".") -> Any:
-        if str(path).endswith("vanishing"):
-            Path(path).rmdir()
-        return scandir(path)
-
-    mirror = result_store.Mirror(kept, str(tmp_path / "copies"), resuming=False)
-    sent: list[str] = []
-    sender = FileSender(kept.parent, lambda piece: sent.append(piece["name"]))
-    monkeypatch.setattr(os, "scandir", scan)
-    for action in (mirror.copy_changed_files, sender.send_results):
-        (kept / "vanishing").mkdir()
-        (kept / "zz").write_bytes(b"2")
-        assert not action()
-    assert (tmp_path / "copies/zz").read_bytes() == b"2"
-    assert "results/zz" in sent
 
 
 @pytest.mark.parametrize("readable", [True, False])

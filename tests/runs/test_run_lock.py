@@ -5,13 +5,9 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib import import_module
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from cli import TINY, WORKFLOWS, surroundings, train
 from locks import held_by_another_process, is_free
 
 from flyte_ddp.config import Hyperparameters
@@ -66,21 +62,6 @@ def test_neither_threads_nor_processes_share_a_folder(tmp_path: Path, elsewhere:
     elsewhere.submit(hold).result()
 
 
-def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
-    """Such as a worker that decodes images, which has all files of its parent."""
-    code = (
-        "import os, pathlib, sys, time; from flyte_ddp.runs.run_folder import hold_run_folder\n"
-        "with hold_run_folder(pathlib.Path(sys.argv[1])):\n"
-        "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
-        "print('over', flush=True); os.wait()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "over\n"
-        assert is_free(tmp_path / "run")
-
-
 def test_a_fork_of_a_run_that_was_killed_keeps_nothing(tmp_path: Path) -> None:
     """Such as a loader's worker, or a daemon that a model has started, which may live for ever."""
     code = (
@@ -100,38 +81,3 @@ def test_a_fork_of_a_run_that_was_killed_keeps_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "lives on\n"
         assert is_free(tmp_path / "run")
-
-
-def run_cells(workflow: str, cells: Connection) -> None:
-    """Run the workflow whenever asked to; send where its result is."""
-    run = getattr(import_module(f"workflows.{workflow}"), f"{workflow}_wf")
-    with suppress(EOFError):
-        while cells.recv():
-            cells.send(str(run(hp=Hyperparameters(**TINY)).sidecar))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workflow", ["training"])
-def test_a_notebook_that_has_trained_is_in_nobodys_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workflow: str
-) -> None:
-    """It stays open; others with the same run get its result, also after it was answered from the cache."""
-    places = {"home": tmp_path / "home", "runs": tmp_path / "runs"}
-    for name, value in surroundings(**places).items():
-        monkeypatch.setenv(name, value)
-    context = get_context("spawn")
-    notebook, cells = context.Pipe()
-    process = context.Process(target=run_cells, args=(workflow, cells))
-    process.start()
-    cells.close()
-    with notebook:
-        for _ in range(2):
-            notebook.send(True)
-            made = Path(notebook.recv())
-            assert is_free(made.parent)
-        again = train(TINY, f"{workflow}_wf", WORKFLOWS.replace("training.py", f"{workflow}.py"), **places)
-        assert again.exit_code == 0, again.output
-        assert "test accuracy" not in again.output, "which it says when it trains"
-        assert str(made) in again.output
-    process.join()
-    assert process.exitcode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -158,14 +157,6 @@ def test_a_block_that_is_longer_than_the_queue_counts_from_its_first_event_to_it
     assert device.spun < 5 * seconds / 199
 
 
-def test_without_any_whole_block_its_events_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, clock = make_device(monkeypatch)
-    train(device, clock, 4, host=1e-3, kernel=1e-4)
-    assert not device.spun
-    assert clock.seconds["forward_backward"] == pytest.approx(3 * 60 * 1e-3, rel=0.01)
-    assert clock.seconds["waiting_launches"] >= 0.0
-
-
 def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     device, clock = make_device(monkeypatch)
     train(device, clock, 100, host=1e-3, kernel=1e-4)
@@ -176,42 +167,6 @@ def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.Monkey
     train(device, clock, 100, host=1e-3, kernel=1e-4)
     assert clock.seconds == {name: pytest.approx(2 * seconds) for name, seconds in earlier.items()}
     assert clock.total() == pytest.approx(2 * total)
-
-
-def test_what_the_host_does_meanwhile_counts_for_nothing() -> None:
-    device = Device()
-    clock = Clock(lambda: Event(device))
-    with clock("forward_backward"):
-        device.work(1.0)
-    with clock("data"):
-        device.now += 0.75
-    assert clock.seconds["data"] == 0.0, "what has not come yet is not waited for"
-    device.wait()
-    assert clock.seconds["forward_backward"] == pytest.approx(1.0)
-    assert clock.seconds["data"] == pytest.approx(0.0)
-
-
-def test_events_of_many_steps_do_not_pile_up_and_other_threads_may_ask() -> None:
-    device = Device()
-    clock = Clock(lambda: Event(device))
-    done = threading.Event()
-
-    def ask() -> None:
-        while not done.is_set():
-            dict(clock.seconds)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    for _ in range(500):
-        with clock("forward_backward"):
-            device.work(0.5)
-        with clock("communication"):
-            device.work(0.25)
-        device.wait()
-        assert len(clock.pending) <= 2
-    done.set()
-    asking.join()
-    assert clock.seconds["forward_backward"] == pytest.approx(500 * 0.5)
 
 
 def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:

@@ -8,20 +8,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.nn import functional
 from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.loading.arrays import ArrayImages
-from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import evaluate as evaluation
-from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
 
@@ -57,26 +51,6 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
             assert one["columns"].keys() == other["columns"].keys() == {"loss", "prediction", "truth"}
             assert all(torch.equal(column, other["columns"][name]) for name, column in one["columns"].items())
         assert torch.equal(one["columns"]["truth"], torch.tensor(open_arrays(data).test_labels).double())
-
-
-def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
-    class Twice(Split):
-        def load_evaluation_batches(self, batch_size, part, parts):
-            yield from super().load_evaluation_batches(batch_size, part, parts)
-            yield from super().load_evaluation_batches(batch_size, part, parts)
-
-    images, labels = torch.zeros(5, 1, 1, 1, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
-    split = Twice(
-        ArrayImages(images, labels, torch.device("cpu")), ListedOrder(torch.arange(5, dtype=torch.int32).numpy())
-    )
-    with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
-        evaluate_split(
-            lambda batch, *_: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(),
-            split,
-            2,
-            torch.device("cpu"),
-            Classification(Facts(("0", "1"))),
-        )
 
 
 def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

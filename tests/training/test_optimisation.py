@@ -28,7 +28,10 @@ def weights(result: Result) -> dict[str, Tensor]:
     return torch.load(result.model, weights_only=True)
 
 
-@pytest.mark.parametrize(("optimizer", "at"), [("precise", 6), ("two_groups", 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "at"),
+    [("precise", 6), ("two_groups", 1), pytest.param("counting_steps", 6, marks=pytest.mark.exhaustive)],
+)
 def test_state_and_groups_survive_a_resume_bit_for_bit(
     train: Train, tmp_path: Path, digits: Path, optimizer: str, at: int
 ) -> None:

@@ -1,8 +1,5 @@
 """A run that was cut off goes on from its checkpoint, and ends as if nothing had happened, to the last bit."""
 
-import hashlib
-import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -160,61 +157,6 @@ def test_a_step_that_failed_half_way_is_not_saved(
 def write(path: Path, step: int) -> None:
     about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
     checkpoint.write_checkpoint(path, about, OWN, b"metrics\n", lambda file: torch.save({"step": step}, file))
-
-
-def flip_bit(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
-def sign(content: bytes) -> bytes:
-    return f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content
-
-
-def edit_header(edit: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    def edit_content(content: bytes) -> bytes:
-        header, rest = content[checkpoint.DIGEST_LINE :].split(b"\n", 1)
-        return sign(json.dumps(edit(json.loads(header))).encode() + b"\n" + rest)
-
-    return edit_content
-
-
-DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
-    "gone": lambda _: None,
-    "cut": lambda content: content[:-1],
-    "changed": flip_bit,
-    "empty": lambda _: b"",
-    "of another format": lambda content: content.replace(b"checkpoint/1", b"checkpoint/9"),
-    # Signed, but it makes no sense:
-    **{f"signed {text!r}": lambda _, text=text: sign(text) for text in (b"", b"\n", b"no JSON\n", b"\xff\n")},
-    "no object": edit_header(lambda header: [header]),
-    **{
-        f"no {name}": edit_header(lambda header, name=name: {key: header[key] for key in header if key != name})
-        for name in ("epoch", "step", "trained_in", "time", "identity", "metrics_bytes")
-    },
-    "trained in a number": edit_header(lambda header: {**header, "trained_in": 2}),
-    "trained in less": edit_header(lambda header: {**header, "trained_in": [{"num_ranks": 2}]}),
-    "more identity": edit_header(lambda header: {**header, "identity": {**header["identity"], "moon": "full"}}),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
-    assert checkpoint.verify_checkpoints(tmp_path)[0] is None
-    paths = checkpoint.alternate_slots(tmp_path, None)
-    for step in (1, 2, 3):
-        write(next(paths), step)
-    newest = checkpoint.verify_checkpoints(tmp_path)[0]
-    assert (newest.step, newest.metrics, newest.identity) == (3, b"metrics\n", OWN)
-    assert newest.trained_in == (PLAIN,)
-    assert torch.load(checkpoint.read_saved_state(newest), weights_only=True) == {"step": 3}
-    content = DAMAGE[damage](newest.path.read_bytes())
-    newest.path.unlink()
-    if content is not None:
-        newest.path.write_bytes(content)
-    before = checkpoint.verify_checkpoints(tmp_path)[0]
-    assert before.step == 2
-    assert next(checkpoint.alternate_slots(tmp_path, before.path)) == newest.path, "the good one stays"
 
 
 @pytest.mark.parametrize(

@@ -207,19 +207,6 @@ def test_an_evaluation_names_the_sample_on_demand_that_is_not_finite(tmp_path: P
         train_in(tmp_path / "run", replace(HP, dataset=f"{OWN}demanded"), tmp_path / "data")
 
 
-def mean_of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.l1_loss(outputs[:, 0], targets)
-
-
-def first(rows: Any) -> Any:
-    return 50 + rows[:, 0]
-
-
-def test_a_mean_of_the_right_losses_is_taken(tmp_path: Path) -> None:
-    """All targets are far above all first outputs, where the mean absolute error does not tell who is compared."""
-    assert train(tmp_path, table(first), objective=f"{OWN}mean_of_pairs").model.exists()
-
-
 class Centres(Objective):
     """Has a point for each class that it would have to train."""
 
@@ -266,22 +253,6 @@ def test_the_same_parameters_in_the_model_are_trained(tmp_path: Path) -> None:
     case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": 2}
     weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
     assert not torch.equal(weights["points"], torch.ones(2, 2))
-
-
-def minus_output(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Is the loss of a flow, whose output is a log-likelihood."""
-    return -functional.logsigmoid(outputs[:, 0])
-
-
-def above_two(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy(outputs[:, 0], (targets > 2).to(outputs), reduction="none")
-
-
-@pytest.mark.parametrize("objective", ["minus_output", "above_two"])
-def test_losses_of_outputs_in_one_column_are_taken(objective: str, tmp_path: Path) -> None:
-    """They need not depend on the targets, nor take targets for outputs."""
-    data = table(lambda rows: np.arange(len(rows), dtype=np.float32) % 5)
-    assert train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}{objective}").model.exists()
 
 
 class TwoColumns(Classification):

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from scipy.stats import chi2, fisher_exact
 
@@ -128,21 +127,3 @@ def test_equal_rows_of_a_table_are_said_to_be_normal() -> None:
     assert twins.endswith("; of few categories, or short texts, that is normal: raise max_duplicates in --policy")
     assert conflicts.endswith("; of few categories, or short texts, that is normal: raise max_conflicts in --policy")
     check_profile(table, HP, max_duplicates=1, max_conflicts=1)
-
-
-@pytest.mark.parametrize("number", [100, pytest.param(500, marks=pytest.mark.exhaustive)])
-def test_equal_sources_seldom_alarm(number: int) -> None:
-    """Of pairs of samples from one source at most a few: six tests each, at 0.001."""
-    random = np.random.default_rng(0)
-
-    def drawn() -> SplitProfile:
-        labels, *others = (
-            dict(zip(map(str, range(10)), random.multinomial(150, np.full(10, 0.1)).tolist(), strict=True))
-            for _ in range(3)
-        )
-        return SplitProfile(150, labels, statistics=dict(zip(("sizes", "brightness"), others, strict=True)))
-
-    pairs = [[replace(GOOD, training=drawn(), test=drawn()) for _ in range(2)] for _ in range(number)]
-    assert sum(bool([*describe_differences(*pair)]) for pair in pairs) <= number * 6 * 0.001 + 3 * math.sqrt(
-        number * 6 * 0.001
-    )
