@@ -294,7 +294,12 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
-        check_fields_together(self)
+        refuse_own_code_of_torch(self)
+        check_batch_size(self, max(1, self.num_ranks))
+        find_weights(self.model, self.init_from)
+        check_select_by(self)
+        for contradiction in (*find_unfit_data_fields(self), *find_contradictions(self)):
+            raise UserError(contradiction)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
         """Return the user's own ``package.module:callable`` in use, but for fields ``left_out``, each once."""
@@ -333,16 +338,6 @@ def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
             )
 
 
-def check_fields_together(hp: Hyperparameters) -> None:
-    """Raise UserError for the first contradiction between fields, such as ``keep="ema"`` without ``ema_decay``."""
-    refuse_own_code_of_torch(hp)
-    check_batch_size(hp, max(1, hp.num_ranks))
-    find_weights(hp.model, hp.init_from)
-    check_select_by(hp)
-    for contradiction in (*find_unfit_data_fields(hp), *find_contradictions(hp)):
-        raise UserError(contradiction)
-
-
 def check_select_by(hp: Hyperparameters, classes: int = 2) -> None:
     """Raise UserError if a built-in objective of ``classes`` has no measure ``select_by``; own ones need ranks."""
     if hp.objective in catalog.MEASURES:
@@ -357,7 +352,6 @@ def check_select_by(hp: Hyperparameters, classes: int = 2) -> None:
 
 
 def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
-    """Yield a sentence for each field that does not fit the data set: its value, why, and what to do."""
     kind = catalog.encoded_kind(hp.dataset)
     unfit = f"not for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):

@@ -108,7 +108,6 @@ class StepProgress(Progress):
             self._show_last_step()
 
     def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
-        """Print a line with a measure and the loss of an evaluation record of metrics.jsonl."""
         results = []
         for split in ("validation", "test"):
             if f"{split}_loss" in record:
@@ -141,13 +140,11 @@ class StepProgress(Progress):
                 # With {bar}, which stays empty, tqdm cuts the text of a function to the width of the terminal.
                 form = BAR if self._total_steps else "{desc}{bar}"
                 self._bar = tqdm(total=self._total_steps or None, bar_format=form, file=self._stream, mininterval=0)
-            self._bar.set_description_str(self._describe_bar(now), refresh=not self._total_steps)
+            text = self._name_epoch(self._last_step) if self._total_steps else self._describe_step(now)
+            self._bar.set_description_str(text, refresh=not self._total_steps)
             if self._total_steps:
                 self._bar.set_postfix_str(", ".join(self._list_values()), refresh=False)
                 self._bar.update(self._last_step - self._bar.n)
-
-    def _describe_bar(self, now: float) -> str:
-        return self._name_epoch(self._last_step) if self._total_steps else self._describe_step(now)
 
     def _describe_step(self, now: float) -> str:
         began, first_step = self._first or (now, self._last_step)

@@ -99,7 +99,6 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Create or replace a result file atomically, with missing folders."""
         check_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

@@ -47,11 +47,7 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
 
 
 def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage.
-
-    torch would save a view with the whole storage behind it, and a channels-last tensor in an order that other
-    frameworks do not expect.
-    """
+    """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage."""
     portable = copy.copy(state_dict)  # with ``_metadata``, which a new dict would not have
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
@@ -90,7 +86,6 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Load ``model.pt`` into ``model``, without a check of its SHA-256; UserError if the weights do not fit."""
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -138,7 +133,6 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_outputs(sidecar: Mapping[str, Any]) -> int:
-    """Return the size of the model's last layer: the sidecar's ``outputs``, by default the number of its classes."""
     return int(sidecar.get("outputs", len(sidecar["classes"])))
 
 

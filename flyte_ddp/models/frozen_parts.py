@@ -9,11 +9,7 @@ from flyte_ddp.models.initial_weights import is_in_parts, split_part_names, unkn
 
 
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
-    """Set ``requires_grad`` False for the parameters that ``freeze`` names; return the names of the frozen modules.
-
-    ``freeze`` lists modules and parameters, separated by commas. Raises UserError for an unknown name, or if nothing is
-    left to train.
-    """
+    """Set ``requires_grad`` False for the parameters that ``freeze`` names; return the names of the frozen modules."""
     parts = split_part_names(freeze)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]

@@ -111,7 +111,6 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
 
 
 def read_weights(path: Path, init_from: str) -> Any:
-    """Return a file's tensors by name, as a state_dict with the versions of modules as ``_metadata``."""
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
     try:
@@ -165,15 +164,11 @@ def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserErr
 
 
 def is_in_parts(name: str, parts: Iterable[str]) -> bool:
-    """Return whether ``name`` is one of the tensors or modules in ``parts``, or is inside one of these modules."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
-    """Return the names of a model's modules and tensors that start from the seed although it has initial weights.
-
-    Those in ``init_skip``, and with torchvision's weights the last layer, unless it is for 1,000 classes.
-    """
+    """Return the parts in ``init_skip``, and with torchvision's weights the last layer unless it has 1,000 classes."""
     parts = split_part_names(init_skip)
     if init_from.startswith(PREFIX):
         name, tensor = [*model.items()][-1]

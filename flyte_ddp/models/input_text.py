@@ -5,7 +5,6 @@ from typing import Any
 
 
 def describe_input(takes: Mapping[str, Any]) -> str:
-    """Return ``input`` of a sidecar as text: "3 x 224 x 224" for images, else each leaf, such as "tokens int64 [?]"."""
     if "leaves" not in takes:
         return f"{takes['channels']} x {takes['height']} x {takes['width']}"
     texts = []

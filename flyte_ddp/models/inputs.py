@@ -94,8 +94,6 @@ def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterato
         try:
             call_with_leaves(inspect.signature(model.forward).bind, inputs)
         except TypeError as mismatch:
-            raise UserError(
-                f"model {name!r}: its forward is called with {describe_form(inputs)}, and that fails: {mismatch}; take "
-                "all of them (collate='padded' adds the mask as the last)"
-            ) from error
+            what = f"its forward is called with {describe_form(inputs)}, and that fails: {mismatch}"
+            raise UserError(f"model {name!r}: {what}; take all of them (collate='padded' adds the mask)") from error
         raise

@@ -29,7 +29,11 @@ def fetch_pretrained_weights(
     with suppress(OSError):
         if file_digest(kept).startswith(weights.digest_start):
             return kept
-    path = kept if is_writable_folder(kept.parent) else temporary
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        path = kept if os.access(kept.parent, os.W_OK) else temporary
+    except OSError:
+        path = temporary
     address = storage.join(mirror or ADDRESS, weights.file)
     verified = partial(download_verified, name=weights.file, algorithm="sha256", digests=[weights.digest_start])
     try:
@@ -47,13 +51,6 @@ def torch_hub_folder() -> Path:
     """Return the folder that torch.hub.get_dir() returns in a new process, without importing torch."""
     home = os.environ.get("TORCH_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torch"
     return Path(home).expanduser() / "hub"
-
-
-def is_writable_folder(folder: Path) -> bool:
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        return os.access(folder, os.W_OK)
-    return False
 
 
 def adapt_pretrained_names(state_dict: dict[str, Any]) -> None:

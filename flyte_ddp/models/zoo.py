@@ -21,11 +21,7 @@ from flyte_ddp.user_code.callables import load_callable, require_options, select
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:
-    """Return the input of a model that gets images such as ``images``, resized to ``size`` x ``size`` unless that is 0.
-
-    torchvision's models get grey images as RGB; their ``weights`` decide on mean, std and crop, and on the size if
-    ``size`` is 0. Raises UserError, with a size that fits, if the model cannot take them.
-    """
+    """Return the input of a model for such ``images``, resized to a square of side ``size`` unless that is 0."""
     size = choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -83,12 +79,7 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
         given["image_size"] = spec.height
     elif name == "maxvit_t":
         given["input_size"] = (spec.height, spec.width)
-    try:
-        built: nn.Module = models.get_model(name, **{**given, **options})
-    except TypeError as error:
-        if not options:
-            raise
-        raise UserError(f"options of model {name!r}: {error}; correct them") from None
+    built: nn.Module = models.get_model(name, **{**given, **options})
     return built
 
 

@@ -65,7 +65,6 @@ class Language(Objective):
         return ((targets[:, 1:] if self.shift else targets) != IGNORED_TOKEN).to(torch.float32)
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each place, [n, P]; 0 where no target counts."""
         logits, compared = self.align(outputs, targets)
         flat = logits.flatten(0, 1), compared.flatten()  # with the tokens last in memory several times as fast
         losses = functional.cross_entropy(*flat, reduction="none", ignore_index=IGNORED_TOKEN)

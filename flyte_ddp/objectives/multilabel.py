@@ -59,7 +59,6 @@ class Multilabel(Objective):
         )
 
     def weights(self, targets: Tensor) -> Tensor:
-        """Return 1, or the label's class weight, for each known label, and 0 for each unknown one: [n, labels]."""
         known = (~targets.isnan()).to(torch.float32)
         return known if self.class_weights is None else known * self.class_weights_at(targets.device)
 
@@ -69,7 +68,6 @@ class Multilabel(Objective):
         return functional.binary_cross_entropy_with_logits(outputs, known, reduction="none")
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the probability of each label, and its truth: ``probability`` and ``truth`` [n, labels]."""
         return {"probability": outputs.sigmoid(), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
@@ -110,7 +108,6 @@ class Multilabel(Objective):
         return self.facts.classes or tuple(map(str, range(labels)))
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the labels of a probability from 0.5 on as ``prediction``, and each ``probability_<label>``."""
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
         columns = name_columns("probability", names)
@@ -120,7 +117,6 @@ class Multilabel(Objective):
         }
 
     def truths(self, targets: Tensor) -> TableColumns:
-        """Return the labels that are there as ``truth``, and ``truth_<label>``: 0, 1, or NaN for unknown."""
         names = self.name_labels(targets.shape[1])
         columns, texts = name_columns("truth", names), list_labels(targets.cpu() == 1, names)
         return {
@@ -165,5 +161,4 @@ def all_labels(columns: Columns) -> BinaryLabels:
 
 
 def list_labels(there: Tensor, names: Sequence[str]) -> list[str]:
-    """Return for each sample the names of its labels, separated by commas, "none" without any; ``there`` is [n, K]."""
     return [", ".join(compress(names, row)) or "none" for row in there.tolist()]

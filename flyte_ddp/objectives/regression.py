@@ -98,10 +98,7 @@ class Regression(Objective):
         return {"prediction": outputs.reshape(targets.shape), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return scikit-learn's root mean squared error, mean absolute error and R2: means over a target's numbers.
-
-        Only known numbers count. NaN if none is known, and for R2 if fewer than two are.
-        """
+        """Return scikit-learn's root mean squared error, mean absolute error and R2: means over a target's numbers."""
         found = self.measure_numbers(columns)
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
 
@@ -168,7 +165,6 @@ class Regression(Objective):
 
 
 def known_numbers(columns: Columns) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return truth and prediction of each of a target's numbers, of the samples whose number is known."""
     samples = len(columns["truth"])
     truths, predictions = (columns[name].reshape(samples, -1).T.numpy() for name in ("truth", "prediction"))
     return [

@@ -59,14 +59,12 @@ class Segmentation(Objective):
         return self.class_weights_at(targets.device)[torch.where(counts, targets, 0).long()] * counts
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each pixel, [n, H, W]; 0 for ignored ones."""
         # As rows of pixels, because on a GPU the loss of images has no deterministic form.
         rows = functional.log_softmax(logits_of(outputs), 1).movedim(1, -1).flatten(0, -2)
         losses = functional.nll_loss(rows, targets.flatten().long(), reduction="none", ignore_index=IGNORED)
         return losses.view(targets.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return ``correct``, ``predicted`` and ``true`` pixels of each class, [n, classes], without ignored ones."""
         classes = self.outputs
         predicted = torch.where(targets == IGNORED, classes, logits_of(outputs).argmax(1))
         truth = torch.where(targets == IGNORED, classes, targets.long())
@@ -77,10 +75,7 @@ class Segmentation(Objective):
         }
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the mean IoU over the classes that occur in truth or predictions, and the share of correct pixels.
-
-        Both are of all pixels of all samples together. NaN if no pixel counts.
-        """
+        """Return the mean IoU over the classes that occur in truth or predictions, and the share of correct pixels."""
         defined = intersection_over_union(columns)
         defined = defined[~defined.isnan()]
         pixels = columns["true"].sum().item()
@@ -137,6 +132,5 @@ def count_pixels(masks: Tensor, classes: int) -> Tensor:
 
 
 def intersection_over_union(columns: Columns) -> Tensor:
-    """Return the IoU of each class over all samples, [classes]; NaN for a class that occurs nowhere."""
     correct, predicted, true = (columns[name].sum(0) for name in ("correct", "predicted", "true"))
     return correct / (predicted + true - correct)

@@ -72,7 +72,6 @@ def add_loss_of_terms(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def require_weights(weights: Terms | None, samples: int) -> None:
-    """Raise UserError unless weights are None, or one or more numbers of at least 0 for each of the samples."""
     for each in name_terms(weights).values():
         if each is None:
             return

@@ -71,10 +71,7 @@ class Buffers:
 
     @torch.no_grad()
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
-        """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast.
-
-        Call it on all ranks; ``ranks_with_changes`` counts where :meth:`differ_from_last_broadcast` was True.
-        """
+        """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast."""
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
         copy_from_rank_0([self.bytes])
@@ -90,17 +87,12 @@ class Buffers:
         if not self.after_last_step:
             return
         found = dict(self.model.named_buffers(remove_duplicate=False))
-        if not self.are_checked(found):  # the check takes twice as long, and most models never replace a buffer
+        # The check takes twice as long, and most models never replace a buffer.
+        same = found.keys() == self.found.keys() and all(map(operator.is_, found.values(), self.found.values()))
+        if not same or any((found[name].shape, found[name].dtype) != each for name, each in self.layout.items()):
             self.require_same_buffers(self.model)
             self.found = found
         torch._foreach_copy_([*self.after_last_step.values()], [found[name] for name in self.after_last_step])
-
-    def are_checked(self, buffers: Mapping[str, Tensor]) -> bool:
-        """Return whether these are the tensors that were checked last, of the layout of then."""
-        same = buffers.keys() == self.found.keys() and all(map(operator.is_, buffers.values(), self.found.values()))
-        return same and all(
-            (buffers[name].shape, buffers[name].dtype) == layout for name, layout in self.layout.items()
-        )
 
     def state_dict_after_step(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a shallow copy of the model's ``state_dict`` with the buffers after the last step."""

@@ -114,19 +114,15 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
-    """Return a checkpoint, without its state, or None if there is no file; verify its SHA-256 if ``verify``.
-
-    Raises UnreadableError if the file is damaged, of another release's format, or unreadable by its permissions.
-    """
+    """Return a checkpoint, without its state, or None if there is no file; verify its SHA-256 if ``verify``."""
     try:
         with path.open("rb") as file:
             digest_line = file.read(DIGEST_LINE)
             its_format = digest_line.partition(b" ")[0].decode(errors="replace")
             if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
                 raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
-            if not verify and its_format != FORMAT:
-                raise UnreadableError("damaged: it does not begin as a checkpoint")
-            if verify and digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
+            whole = f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode() if verify else digest_line
+            if its_format != FORMAT or digest_line != whole:
                 raise UnreadableError("damaged: its content does not match its SHA-256")
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())

@@ -57,7 +57,6 @@ class CheckpointWriter:
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest checkpoint, 0 if there is none."""
         return self.newest.step if self.newest else 0
 
     def start(self) -> None:
@@ -76,7 +75,6 @@ class CheckpointWriter:
             self.changed.wait_for(lambda: self.closed or self.waiting is None)
 
     def refuse_more(self) -> None:
-        """Write nothing from now on."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()

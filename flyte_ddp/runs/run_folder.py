@@ -30,10 +30,7 @@ REPLACED = ".replaced"
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder for the block, without waiting; raise UserError if another process or run has the lock.
-
-    The lock is a file in ``.locks`` beside the folder.
-    """
+    """Lock the folder for the block, without waiting; raise UserError if another process or run has the lock."""
     with ExitStack() as lock:
         try:
             lock.enter_context(hold_lock(folder.resolve().parent / ".locks", folder.name, wait=False))
@@ -126,15 +123,11 @@ def publish_if_complete(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the folder holds all files of a finished run; a cached result refers to these files."""
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
 
 
 def add_failure_details(error: BaseException, work: Path) -> None:
-    """Complete an error's text: a RankError's ``step`` and ``file``, and the step of a KeyboardInterrupt.
-
-    ``work`` is the folder in which the run has written, and gets traceback.txt.
-    """
+    """Complete an error's text: a RankError's ``step`` and ``file``, and the step of a KeyboardInterrupt."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(work))}",)
     if not isinstance(error, RankError):
@@ -145,7 +138,6 @@ def add_failure_details(error: BaseException, work: Path) -> None:
 
 
 def write_details(error: RankError, path: Path) -> Path | None:
-    """Write the error's details and cause to ``path`` and return that; None if there are none or writing fails."""
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
     if not error.details and not cause:
         return None

@@ -45,7 +45,6 @@ def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
 
 
 def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
-    """Load a checkpoint into the run's state and its recorder, on each rank."""
     values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
@@ -91,7 +90,6 @@ class Checkpointer(CheckpointWriter):
         return replace(snapshot, trained_in=tuple(trained_in))
 
     def save_epoch(self) -> None:
-        """Copy the state for the thread to write."""
         if not self.closed and (snapshot := self.take_snapshot()):
             self.put(snapshot)
 

@@ -122,7 +122,6 @@ def nothing_learned_warning(
 
 
 def find_better_constant(objective: Objective, test: Evaluation) -> dict[str, float]:
-    """Return the best constant answer's main measure as ``constant_NAME`` unless the model's is above it; else {}."""
     name, constant = objective.main_measure, objective.constant_measure(test.columns)
     return {f"constant_{name}": constant} if constant is not None and constant >= test.measures[name] else {}
 

@@ -137,7 +137,6 @@ def require_one_layout(layouts: Sequence[dict[str, tuple[int, ...]]]) -> None:
 
 
 def make_table(layout: dict[str, tuple[int, ...]], samples: int, device: torch.device) -> Tensor:
-    """Return zeros fp64: a row for each number of a sample's columns and one for the count, a column for a sample."""
     return torch.zeros(sum(map(math.prod, layout.values())) + 1, samples, dtype=torch.float64, device=device)
 
 
@@ -156,10 +155,7 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and both evaluations; with ``keep`` "best" a copy, and only if ``validation`` is the best.
-
-        An undefined measure (NaN) is never better, but the first one is kept.
-        """
+        """Keep ``weights`` and both evaluations; with ``keep`` "best" only a copy of the best by ``validation``."""
         self.evaluations_since_best += 1
         found = self.sign * validation.measures.get(self.measure, math.inf)
         if better := found < self.best:

@@ -36,7 +36,6 @@ Schedule = Callable[[float, int], float]  # takes an initial rate and an optimis
 
 
 def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser that ``hp`` chooses, of the model's parameters with ``requires_grad``."""
     if ":" in hp.optimizer:
         return make_own_optimizer(model, hp)
     return make_optimizer(
@@ -60,10 +59,7 @@ def make_optimizer(
     decay: float,
     undecayed: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Return the optimiser ``kind`` (sgd, adam, adamw) of trained parameters; fused if none is complex.
-
-    ``momentum`` is the first beta of Adam and AdamW. The parameters ``undecayed`` get no weight decay.
-    """
+    """Return the optimiser ``kind`` (sgd, adam, adamw) of trained parameters; fused if none is complex."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "fused": fused}
@@ -81,7 +77,6 @@ def make_optimizer(
 
 
 def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
-    """Return parameters of fewer than two dimensions (biases, factors), and those of torch's normalisation layers."""
     norms = [module for module in model.modules() if isinstance(module, NORMALISATION)]
     flat = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     return flat.union(*(norm.parameters(recurse=False) for norm in norms))
@@ -102,7 +97,6 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 
 
 def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser of the user's callable that ``hp.optimizer`` names; UserError if it is unfit to train."""
     optimizer = load_callable(hp.optimizer)(model, hp)
     where = f"optimizer={hp.optimizer!r}"
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -51,7 +51,6 @@ MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions 
 
 
 def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
-    """Append the start record to metrics.jsonl, and print warnings of how the training starts; rank 0 only."""
     if not recorder.writes:
         return
     hp, hardware, ranks = state.hp, state.hardware, world_size()
@@ -233,7 +232,6 @@ def choose_thresholds(objective: Objective, validation: Evaluation) -> tuple[flo
 
 
 def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
-    """Return what the sidecar says of the objective; {} for plain classification of more than two classes."""
     said: dict[str, Any] = {}
     if hp.objective != "classification":
         said |= {"objective": hp.objective, "outputs": state.objective.outputs}
@@ -273,7 +271,6 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 
 
 def tensors_of(outputs: Any) -> Tensor:
-    """Return all floating-point numbers of a model's outputs in one tensor: a single 0 if there are none."""
     if isinstance(outputs, Tensor):
         return outputs
     return torch.cat([values.flatten().cpu() for values in list_floats(outputs)] or [torch.zeros(1)])
@@ -317,10 +314,7 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
 def describe_exactness(
     state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint, *, separate: bool, rank_dependent: bool
 ) -> str:
-    """Return in words how exactly the result of a resumed run equals the result of an uninterrupted run.
-
-    ``separate``: BatchNorm used each rank's own statistics. ``rank_dependent``: the number of ranks changes the result.
-    """
+    """Return in words how exactly the result of a resumed run equals the result of an uninterrupted run."""
     before = resumed_from.trained_in
     differences = []
     if encoded_kind(state.hp.dataset) == "stream":

@@ -92,9 +92,8 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
         return LoadedPart(len(part.samples), inputs, [], targets)
     drawn = draw_shares(part.samples, state.hp.mixup, state.hp.seed, part.step)
     own = copy_to_device(torch.from_numpy(drawn), state.device)
-    shares, weighted = [own, 1 - own], []
-    for (values, weights), each in zip(targets, shares, strict=True):
-        weighted.append((values, share_weights(weights, each)))
+    shares = [own, 1 - own]
+    weighted = [(values, share_weights(weights, each)) for (values, weights), each in zip(targets, shares, strict=True)]
     return LoadedPart(len(part.samples), inputs, shares, weighted)
 
 
@@ -128,7 +127,6 @@ def load_parts(
 
 
 def sum_weights(weights: Terms | None, samples: int) -> Tensor | int:
-    """Return the sum of the weights, fp64 []; of terms [terms]; without weights the number of samples."""
     if isinstance(weights, dict):
         return torch.stack([each.sum(dtype=torch.float64) for each in weights.values()])
     return samples if weights is None else weights.sum(dtype=torch.float64)

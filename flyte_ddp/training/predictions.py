@@ -46,7 +46,6 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
 
 
 def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
-    """Return the names of columns of texts, and of numbers; of over 1,000 (MOST_COLUMNS) numbers only ``score``."""
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
     return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]
@@ -62,7 +61,6 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
-    """Yield the arrays by name of each batch of the test samples ``index``; ``columns`` has answers and truths."""
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]

@@ -80,10 +80,7 @@ class Recorder:
     def record_step(
         self, epoch: int, step: int, sums: StepSums, learning_rate: float, gradient_norm: torch.Tensor | None = None
     ) -> None:
-        """Add a step to the sums; every ``log_interval`` steps, and after the last, record the mean and reset the sums.
-
-        A record makes the host wait for the device. ``gradient_norm`` [] is that before clipping.
-        """
+        """Add a step to the sums; every ``log_interval`` steps, and after the last, record and reset them."""
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
         self.samples += sums.samples
@@ -112,7 +109,6 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Write and print, on rank 0, the measures of both splits; ``epoch`` and ``step`` say how many are done."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -149,10 +145,7 @@ class Recorder:
 def describe_waiting(
     seconds: Mapping[str, float], hp: Hyperparameters, hardware: Hardware, loaders: int, *, pictures: bool
 ) -> str:
-    """Return what to do if the GPU had nothing to do for more than a fifth of the steps; else "".
-
-    ``seconds`` are a Clock's; ``loaders`` is the number of processes that load for each rank.
-    """
+    """Return what to do if the GPU had nothing to do for more than a fifth of the steps; else ""."""
     for_data, for_launches = (seconds.get(name, 0.0) for name in WAITING)
     share = (for_data + for_launches) / (seconds.get("steps") or 1.0)
     if share <= LONG_WAIT:
@@ -170,7 +163,6 @@ def describe_waiting(
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return what decides this run's rounding: devices, precision, threads and so on. All ranks must call it."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(
@@ -184,7 +176,6 @@ def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
 
 
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return counts and edges of 64 bins for each parameter's finite values, by name."""
     result = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().double().cpu().numpy()  # NumPy refuses fp32 values that differ by a few last bits

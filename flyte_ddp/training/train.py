@@ -99,7 +99,6 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def describe_step(state: TrainingState) -> str:
-    """Return in words what takes device memory in the current step: its samples at a time, and what decides them."""
     hp = state.hp
     samples = -(-hp.batch_size // (world_size() * hp.accumulation_steps))
     return (
@@ -185,10 +184,7 @@ def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
 def compute_outputs(
     state: TrainingState, model: Callable[..., Any], inputs: Leaves, targets: Leaves, part: RankSlice
 ) -> Any:
-    """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
-
-    Seeds the random generators; call ``finish_pass`` after the backward pass.
-    """
+    """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``."""
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
@@ -273,7 +269,6 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(
     state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
 ) -> None:
-    """Count the epoch as done; record ``evaluations`` of validation and test split, and select the weights by them."""
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1

@@ -122,7 +122,6 @@ class TrainingState:
         self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
 
     def _open_splits(self) -> None:
-        """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``."""
         hp = self.hp
         self.splits = open_splits(self.data, hp, self.hardware, self.device, self.settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
@@ -185,7 +184,6 @@ class TrainingState:
                 raise late_parameter_error(name)
 
     def refuse_late_parameters(self) -> None:
-        """Raise UserError if a parameter is trained that was frozen at first: ranks do not average its gradients."""
         for name, parameter in self.frozen.items():
             if parameter.requires_grad:
                 raise late_parameter_error(name)
@@ -219,10 +217,7 @@ TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for b
 
 
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
-
-    ``targets`` is None if they are several leaves, or none. Own objectives are asked for the weights of all targets.
-    """
+    """Return the objective of a training on a prepared data set, whose training samples are those of ``training``."""
     if targets is None and ":" not in hp.objective:
         raise UserError(
             f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
@@ -268,7 +263,6 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
 
 
 def list_stored_targets(data: PreparedSet) -> list[NDArray[Any]]:
-    """Return the targets of training and test samples that are in arrays; ragged ones as those of one sample."""
     if isinstance(data, ImageArrays):
         return [data.train_labels, data.test_labels]
     stored = [data.train_targets, data.test_targets] if isinstance(data, SampleArrays) else []

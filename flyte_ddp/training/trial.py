@@ -54,7 +54,6 @@ def try_evaluation(state: TrainingState) -> str:
 def try_samples(
     state: TrainingState, model: nn.Module, name: str, samples: Indices, epoch: int | None = None
 ) -> dict[str, Tensor]:
-    """Return the columns of some samples of the split called ``name``, with the loss; augmented for an ``epoch``."""
     inputs, targets, _ = getattr(state, name).load_batch(samples, epoch)
     outputs = state.predict(inputs, targets, len(samples), model)
     found = compute_columns(state.objective, outputs, targets, len(samples))

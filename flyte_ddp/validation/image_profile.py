@@ -42,8 +42,6 @@ def measure_image_arrays(data: ImageArrays, split: str, profile: DataProfile) ->
 def measure_encoded_images(
     source: ImageReader, numbers: Indices, profile: DataProfile, threads: int
 ) -> Iterator[PartProfile]:
-    """Yield what is found in these images, which are decoded in threads."""
-
     def decode_and_measure(number: int, encoded: Encoded) -> tuple[int, int, Measured | str]:
         try:
             pixels = decode_image(encoded.content)
@@ -92,7 +90,6 @@ def make_part(
 
 
 def measure_pixels(mode: str, pixels: Pixels) -> Measured:
-    """Return the statistics and the digest of an image's pixels uint8 [H, W, C]."""
     area = 2 ** ((pixels.shape[0] * pixels.shape[1]).bit_length() - 1)
     darkest = 16 * int(pixels.mean() / 16)
     size, brightness = f"{area:,} to {2 * area - 1:,} pixels", f"mean value {darkest} to {darkest + 15}"

@@ -78,7 +78,6 @@ class ItemMeasurer:
     dimensions: list[dict[str, int]]  # of the leaves of inputs and targets of the first training sample
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
-        """Return what is found in these samples; UserError for other leaves than the first training sample's."""
         read = [[name_arrays(side) for side in self.items.read_item(sample, 0, None)] for sample in samples]
         for sample, pair in zip(samples, read, strict=True):
             if (found := count_dimensions(pair)) != self.dimensions:
@@ -100,12 +99,7 @@ def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[st
 def measure_item_set(
     data: ItemSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
 ) -> list[Compared]:
-    """Add all samples of training and test split to the profile; return what the samples are compared by.
-
-    Items on demand are read in loader processes; some are read again in this process. Raises UserError if these are not
-    what they were, or an item has other leaves than another; OwnCodeError if the user's code fails. ``name_of`` returns
-    the name of a split's sample.
-    """
+    """Add all samples of training and test split to the profile; return what the samples are compared by."""
     if isinstance(data, SampleArrays):
         if isinstance(data.train_targets, np.ndarray):
             profile.target_shape = [*data.train_targets.shape[1:]]
@@ -133,15 +127,13 @@ def measure_item_set(
             if changed.any():
                 name = f"{NAMES[measurer.side]} sample {chosen[changed.argmax()]}"
                 raise UserError(
-                    f"dataset={data.name!r}: {name} has other content when it is read again, with the random "
-                    "generators seeded alike; it must depend on the sample's number alone: leave out generators of "
-                    "your own, shuffled lists of files, and the time"
+                    f"dataset={data.name!r}: {name} has other content when it is read again; it must depend on the "
+                    "sample's number alone"
                 )
     return compared
 
 
 def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[PartProfile]:
-    """Yield what is found in the arrays of one side, of ROWS (4,096) samples at a time, or fewer if they are large."""
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples = data.train_samples if side == "train" else data.test_samples
     size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
@@ -198,10 +190,7 @@ def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
 
 
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
-    """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for several leaves, texts or objects.
-
-    Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a class for each, or none has a name.
-    """
+    """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for leaves, texts or objects."""
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
     whole = targets.dtype.kind in "iu"
@@ -220,7 +209,6 @@ def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: boo
 def measure_leaves(
     samples: Sequence[int], inputs: Mapping[str, Values], targets: Mapping[str, Values], kind: str, classes: int
 ) -> PartProfile:
-    """Return what is found in one or more samples, whose leaves are given by name; ``samples`` are their numbers."""
     leaves, not_finite = dict[str, Counter[str]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
         for name, values in named.items():
@@ -262,7 +250,6 @@ def reduce_samples(values: Values, function: Any) -> NDArray[Any]:
 
 
 def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
-    """Return how many samples have each value of a leaf's statistics, by the statistic's name in words."""
     counts = {f"types of {name}": Counter[str]()}
     if isinstance(values, np.ndarray):
         counts[f"types of {name}"][describe_array(values.dtype, values.shape[1:])] = len(values)
@@ -281,7 +268,6 @@ def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Co
 
 
 def describe_array(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:
-    """Return type and shape of an array as text, such as "float32 [50]"; text or object where they are no numbers."""
     called = {"U": "text", "S": "bytes", "O": "object"}.get(dtype.kind, dtype.name)
     return f"{called} [{' x '.join(map(str, shape))}]" if shape else called
 
@@ -304,10 +290,7 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
 
 
 def count_targets(values: Values, kind: str) -> Counter[str]:
-    """Return how many samples count for each class, label, class of pixels, or range of numbers or tokens, by ``kind``.
-
-    Of several numbers the first counts; a text counts for each range that its tokens are in.
-    """
+    """Return how many samples count for each class, label, or range of (first) numbers or tokens, by ``kind``."""
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))
     if kind == MASKS:
@@ -344,7 +327,6 @@ def describe_range(number: float) -> str:
 
 
 def count_ranges(numbers: NDArray[Any]) -> Counter[str]:
-    """Return how many of the numbers [n] are in each range of :func:`describe_range`."""
     values = numbers.astype(np.float64)
     usual = np.isfinite(values) & (values != 0)
     edges = np.where(usual, np.copysign(np.ldexp(0.5, np.frexp(values)[1]), values), values)  # the end nearer to 0

@@ -47,7 +47,6 @@ class DataProfile(DataClassJsonMixin):
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
-    """Return the HTML page of a data set's profile as text. It begins with the warnings."""
     facts = [("Warning", warning) for warning in warnings]
     called = {NUMBERS: "ranges of numbers", TOKENS: "ranges of tokens"}.get(profile.targets, "classes")
     for name, split in {"Training": profile.training, "Test": profile.test}.items():

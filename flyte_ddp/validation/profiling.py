@@ -107,11 +107,7 @@ def find_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_
 
 
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
-    """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
-
-    ``max_duplicates`` is the allowed share of test samples with the pixels, or inputs, of a training sample.
-    ``max_conflicts`` is the allowed share of samples with those of a sample with another label.
-    """
+    """Raise UserError if a data set should not be trained on: a line for each problem, with examples and a remedy."""
     what = profile.compared
     # Own objectives of samples that are no images may need no classes; others say so when training begins.
     of_numbers = profile.targets in (LABELS, NUMBERS) or what == "inputs"
