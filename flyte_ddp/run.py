@@ -44,7 +44,6 @@ class Result:
     metrics: Path  # all of them, one JSON object a line
     report: Path  # one HTML page
     measures: dict[str, float]  # of the model that is kept, by name: the main one first, the loss last
-    constant: float | None = None  # the main measure of the best constant answer, if the model is not above it
 
 
 def run_training(
@@ -149,7 +148,5 @@ def read_result(folder: Path) -> Result:
     }
     history = next(values for name, values in found.items() if name.startswith("epoch_"))
     history = [math.nan if value is None else float(value) for value in history]
-    main, value = next(iter(measures.items()))
-    return Result(
-        folder, history, value, model, sidecar, metrics, report, measures, constant=found.get(f"constant_{main}")
-    )
+    value = next(iter(measures.values()))
+    return Result(folder, history, value, model, sidecar, metrics, report, measures)

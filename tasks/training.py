@@ -86,9 +86,6 @@ def training_outputs(result: Result) -> TrainingOutputs:
     }
     name, value = next(iter(result.measures.items()))
     figure = format_measure(name, value).replace("\N{NO-BREAK SPACE}", "")
-    if result.constant is not None:
-        constant = format_measure(name, result.constant).replace("\N{NO-BREAK SPACE}", "")
-        figure += f" (the same answer for all samples: {constant})"
     paths.print_local_files(f"test {name_measure(name)} {figure}; made in", files)
     model, *others = files
     return TrainingOutputs(

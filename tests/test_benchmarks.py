@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -112,39 +111,6 @@ def test_the_page_of_results_is_made_of_its_files_and_names_those_without_a_prog
     [settled] = [line for line in page.splitlines() if line.startswith("No program measures these any more")]
     assert "forks" in settled
     assert "epoch" not in settled
-
-
-@pytest.mark.parametrize("over", [False, True])
-def test_a_case_on_a_gpu_that_fails_or_has_no_time_left_loses_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], over: bool
-) -> None:
-    def fail(_: float) -> None:
-        raise RuntimeError("exit code 1 of a case\nTraceback\nOutOfMemoryError: of 80 GB")
-
-    def cases(check: gpu.Check) -> dict[str, Callable[[float], None]]:
-        return {"first": fail, "second": lambda _: check.add_target("a rate", 0.5, 0.9)}
-
-    monkeypatch.setattr(gpu.Check, "list_cases", cases)
-    monkeypatch.setattr(gpu, "WHOLE_SECONDS", -1.0 if over else 300.0)
-    (tmp_path / "bin").mkdir()
-    command_of_driver = tmp_path / "bin" / "nvidia-smi"
-    command_of_driver.write_text("#!/bin/sh\necho 'A card, 580.1'")
-    command_of_driver.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    options = Options(0, quick=True, folder=tmp_path, output=tmp_path)
-    check = gpu.Check(options, 0)
-    assert check.result.settings["cards"] == "A card, 580.1"
-    with pytest.raises(RuntimeError, match="failed or not tried: first, second" if over else "not tried: first$"):
-        gpu.measure(options)
-    lines = capsys.readouterr().out.splitlines()
-    if over:
-        assert "first: not tried, as -1 s are over" in lines
-    else:
-        assert "missed: a rate: 0.500" in lines
-        assert (
-            "first: exit code 1 of a case ... OutOfMemoryError: of 80 GB; it was given up, and what it had"
-            in "\n".join(lines)
-        )
 
 
 @pytest.mark.exhaustive

@@ -116,16 +116,6 @@ class Classification(Objective):
         own = overrides(self, Classification, "columns") and overrides(self, Classification, "measure")
         return None if own or "probability" not in columns or not self.is_binary else second_class(columns)
 
-    def constant_measure(self, columns: Columns) -> float | None:
-        """Return the main measure of naming one class for all samples: the commonest, or of two the better one."""
-        if overrides(self, Classification, "measure", "columns") or self.main_measure not in self.measures:
-            return None
-        truth = columns["truth"]
-        answers = range(2) if self.is_binary else [int(truth.long().bincount().argmax())]
-        same = {"probability": torch.zeros_like(truth)} if self.is_binary else {}
-        named = ({**columns, **same, "prediction": torch.full_like(truth, answer)} for answer in answers)
-        return max(self.measure(each)[self.main_measure] for each in named)
-
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the loss of predicting each class by its weighted share of the samples: the shares' entropy."""
         if overrides(self, Classification, "losses", "columns"):

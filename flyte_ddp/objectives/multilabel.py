@@ -87,12 +87,6 @@ class Multilabel(Objective):
         own = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")
         return None if own else all_labels(columns)
 
-    def constant_measure(self, columns: Columns) -> float | None:
-        """Return the main measure of naming all labels for all samples; None if a subclass has measure or columns."""
-        if overrides(self, Multilabel, "measure", "columns"):
-            return None
-        return self.measure({**columns, "probability": torch.ones_like(columns["probability"])}).get(self.main_measure)
-
     def constant_loss(self, columns: Columns) -> float | None:
         if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None

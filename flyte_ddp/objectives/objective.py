@@ -136,10 +136,6 @@ class Objective:
         """Return the loss of the best constant output on these samples; None if it is not known."""
         return None
 
-    def constant_measure(self, columns: Columns) -> float | None:  # noqa: ARG002
-        """Return the main measure of the best answer that is the same for all samples; None if it is not known."""
-        return None
-
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
         """Return the labels that samples have or not, as :meth:`measure` counts them; None without."""
         return None

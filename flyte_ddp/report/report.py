@@ -139,8 +139,6 @@ def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
             samples = run.start["test_samples"]
             correct = f"{result['test_accuracy'] * samples:,.0f} of {samples:,} correct"
             detail = f"{correct}, {detail}" if "auroc" in others else correct
-        if (constant := run.end.get(f"constant_{main}")) is not None:
-            detail = f"the same answer for all samples has {format_measure(main, constant)}; {detail}"
         yield f"Test {name_measure(main)}", format_test(main), detail
     validation = format_measure("loss", result["validation_loss"]) if "validation_loss" in result else ""
     yield "Test loss", format_test("loss"), f"validation loss {validation}" if validation else ""

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import Objective
 from flyte_ddp.parallel.distributed import gather_objects, rank
-from flyte_ddp.text.formatting import format_measure, name_measure
-from flyte_ddp.training.evaluate import Evaluation
 
 LEARNED = 0.97  # share of the loss of the best constant output; a model that has learned anything is below it
 
@@ -119,14 +116,3 @@ def nothing_learned_warning(
         f"The training loss ended at {loss:.3f}, and the best constant output has {constant:.3f}: nothing was learned. "
         f"Lower learning_rate (now {learning_rate:g}) or {clip}, or train for longer."
     )
-
-
-def find_better_constant(objective: Objective, test: Evaluation) -> dict[str, float]:
-    name, constant = objective.main_measure, objective.constant_measure(test.columns)
-    return {f"constant_{name}": constant} if constant is not None and constant >= test.measures[name] else {}
-
-
-def describe_better_constant(name: str, constant: float, ours: float) -> str:
-    hint = "; where classes are not equally common, select_by another measure" if name == "accuracy" else ""
-    figures = f"{format_measure(name, constant)}, the model {format_measure(name, ours)}"
-    return f"The same answer for all test samples has {name_measure(name)} {figures}{hint}."

@@ -34,7 +34,7 @@ from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import call_with_leaves
 from flyte_ddp.text.json_lines import replace_non_finite
-from flyte_ddp.training.diagnosis import describe_better_constant, find_better_constant, nothing_learned_warning
+from flyte_ddp.training.diagnosis import nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.predictions import collect_predictions
@@ -112,7 +112,10 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         "choose thresholds", lambda: choose_thresholds(state.objective, state.selection.validation), none
     )
     state.objective.facts = dataclasses.replace(state.objective.facts, thresholds=thresholds)
-    constant = warn_of_constants(state, recorder)
+    if recorder.last_loss is not None and state.step >= LEAST_STEPS:
+        least = attempt("tell its constant loss", lambda: state.objective.constant_loss(test.columns), None)
+        losses = recorder.last_loss, test.measures["loss"], least
+        recorder.add_warning(nothing_learned_warning(*losses, state.hp.learning_rate, gradient_clip_norm(state.hp)))
     if state.hp.keep == "best" and math.isinf(state.selection.best):
         recorder.add_warning(
             f"select_by={state.hp.select_by!r} is not defined on the validation split, so the first evaluation's "
@@ -120,7 +123,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         )
     model = state.kept_model()
     model.load_state_dict(state.selection.weights)
-    sidecar = describe_model(state, work.identity, recorder.epoch_accuracies, constant)
+    sidecar = describe_model(state, work.identity, recorder.epoch_accuracies)
     model_path, _ = artifacts.save_model(work.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
     rows, plain = min(state.settings.wandb_table_rows, len(state.test)), Objective(state.objective.facts)
@@ -139,7 +142,6 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         {
             "kind": "end",
             **test_measures(test),
-            **constant,
             "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": state.selection.stopped,
@@ -152,25 +154,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     )
 
 
-def warn_of_constants(state: TrainingState, recorder: Recorder) -> dict[str, float]:
-    """Warn if a constant answer is as good as the model; return its measure as ``constant_NAME`` if it is better."""
-    if recorder.last_loss is None or state.step < LEAST_STEPS:
-        return {}
-    test, attempt = state.selection.test, partial(try_own_code, state, recorder)
-    least = attempt("tell its constant loss", lambda: state.objective.constant_loss(test.columns), None)
-    losses = recorder.last_loss, test.measures["loss"], least
-    recorder.add_warning(nothing_learned_warning(*losses, state.hp.learning_rate, gradient_clip_norm(state.hp)))
-    none = dict[str, float]()
-    constant = attempt("tell its constant measure", lambda: find_better_constant(state.objective, test), none)
-    main = state.objective.main_measure
-    for value in constant.values():
-        recorder.add_warning(describe_better_constant(main, value, test.measures[main]))
-    return constant
-
-
-def describe_model(
-    state: TrainingState, identity: Identity, history: list[float], constant: dict[str, float]
-) -> dict[str, Any]:
+def describe_model(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:
     """Return the sidecar of the kept weights; ``history`` has the main measure after each evaluation."""
     hp, data, main = state.hp, state.data, state.objective.main_measure
     digests = {"data": data.digest, "code": library_digest()}
@@ -186,7 +170,6 @@ def describe_model(
         "metrics": replace_non_finite(
             {
                 **test_measures(state.selection.test),
-                **constant,
                 "epoch_accuracies" if main == "accuracy" else f"epoch_{main}": history,
                 "kept_epoch": state.selection.epoch,
             }

@@ -124,14 +124,6 @@ def test_modules_get_the_versions_that_the_file_has(wrapped, version: int, tmp_p
     assert torch.equal(found["fc.weight"], sign * model.fc.weight)
 
 
-def test_what_starts_from_the_seed_has_the_versions_of_the_new_model(tmp_path: Path) -> None:
-    """And the rest those of the file, also if it has none, as files have that others than torch.save wrote."""
-    found = loaded(Lit(Turned()), dict(Lit(Turned(classes=7, seed=1)).state_dict()), tmp_path, init_skip="net")
-    assert torch.equal(found["net.fc.weight"], Turned().fc.weight)
-    found = loaded(Turned(), dict(Turned(seed=1).state_dict()), tmp_path, init_skip="body")
-    assert torch.equal(found["fc.weight"], -Turned(seed=1).fc.weight)
-
-
 @pytest.mark.parametrize("skip", ["fc", "fc.", " fc.weight , fc.bias", "fc,body.1"])
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_the_head_is_left_out(skip: str, prefix: str, tmp_path: Path) -> None:

@@ -444,25 +444,7 @@ EVERY = [pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1
 @pytest.mark.parametrize(("ranks", "every"), [(2, False), *EVERY])
 @pytest.mark.usefixtures("user_models")
 def test_every_step_is_that_of_one_process(ranks: int, every: bool, folder: Path) -> None:
-    """Also where a rank, a part, a term or a whole step has no target, and where the last batch is ragged.
-
-    huggingface/transformers#34191, #34242, meta-pytorch/torchtune#1875, pytorch/torchtitan#2206: a mean of means of
-    parts or ranks with different numbers of targets.
-    mosaicml/composer#3682, pytorch/pytorch#70348: NaN of a part without any target.
-    pytorch/torchtitan#1759: the validation loss is divided by the accumulation steps.
-    pytorch/pytorch#31579, open-mmlab/mmsegmentation#578, #1409: ignored pixels weigh ranks wrongly.
-    pytorch/pytorch#72047, #65329, #8062: class weights are averaged over parts.
-    pytorch/pytorch#33148, #38174, Lightning-AI/pytorch-lightning#20404: uneven inputs hang.
-    huggingface/transformers#30633, JDAI-CV/fast-reid#178, pytorch/pytorch#45325: a head that the loss does not use.
-    huggingface/transformers#34242, #37474, #608: tokens are not averaged over devices.
-    huggingface/transformers#46204: the count has places that the shifted loss drops; a text of one token counts 0.
-    mosaicml/composer#3273, #3677: padding, then prompts, are counted.
-    Lightning-AI/pytorch-lightning#10349, #3668, #10093: the batch size is guessed from nested batches.
-    pytorch/pytorch#19354, #124666: outputs in dicts, tuples, dataclasses and objects.
-    mlfoundations/open_clip#616, #894, lightly-ai/lightly#1977, ShiqiYu/OpenGait#36, huggingface/accelerate#76,
-    KevinMusgrave/pytorch-metric-learning#363: gathers without gradients, or gradients off by the number of ranks.
-    unslothai/unsloth-zoo#832: a token mean and a pair mean under one count.
-    """
+    """Also where a rank, a part, a term or a whole step has no target, and where the last batch is ragged."""
     cases = list_cases(every=every)
     plain, done = {}, dict[Any, Steps]()
     for name, case in cases.items():

@@ -174,15 +174,7 @@ def leave_evaluations(folder: Path) -> None:
 @pytest.mark.usefixtures("user_models")
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3))])
 def test_measures_are_scikit_learns_on_any_ranks(ranks: int, tmp_path: Path) -> None:
-    """A batch or a rank without a positive sample, or without any, changes nothing; no sample is lost or repeated.
-
-    Lightning-AI/torchmetrics#845, Lightning-AI/pytorch-lightning#4783, #3572: averages of batches or ranks.
-    Lightning-AI/torchmetrics#445, Lightning-AI/pytorch-lightning#2210: batches without positives.
-    pytorch/pytorch#25162, Lightning-AI/pytorch-lightning#7929, #5060, roboflow/rf-detr#1507: samples counted twice.
-    huggingface/accelerate#226, #575, #952, #2007: the last batch is lost or repeated.
-    Lightning-AI/torchmetrics#2170, #2463, #3199, #3503: a metric of torchmetrics waits for ranks that do not come.
-    Lightning-AI/pytorch-lightning#21838: losses are means over targets of which ranks have different numbers.
-    """
+    """A batch or a rank without a positive sample, or without any, changes nothing; no sample is lost or repeated."""
     if ranks == 1:
         leave_evaluations(tmp_path)
     else:

@@ -50,13 +50,6 @@ class ShorterRows(tasks.Reader):
         return super().forward(tokens)[:, :-1]
 
 
-class FewerRows(tasks.Reader):
-    """Leaves out the first text."""
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
-        return super().forward(tokens)[1:]
-
-
 class WithoutLogits(tasks.Reader):
     """Returns a dict with another name."""
 
@@ -104,11 +97,6 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         {},
         r"objective='language': a target is 7: must be 0\.\.6 with 7 tokens \(num_classes\), or -100 where none counts",
     ),
-    "a negative target": (
-        lambda: with_token(tasks.texts(""), "train_targets", -1),
-        {},
-        r"objective='language': a target is -1: must be 0\.\.6",
-    ),
     "an input that the model does not know": (
         lambda: with_token(tasks.texts(""), "test_inputs", 9),
         {},
@@ -124,17 +112,11 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         {"objective": "classification"},
         "objective='classification': the targets of dataset='own:data' have different lengths; take language",
     ),
-    "padding that is not asked for": (
-        lambda: tasks.texts(""),
-        {"collate": "stacked"},
-        "have different lengths; set",
-    ),
     "fewer places": (
         lambda: tasks.texts(""),
         {"model": f"{OWN}ShorterRows"},
         r"returned \(8, \d, 7\): .* of shape \(samples, places, classes\) = \(8, \d, 7\)",
     ),
-    "fewer rows": (lambda: tasks.texts(""), {"model": f"{OWN}FewerRows"}, r"returned \(7, \d, 7\): .* = \(8, \d, 7\)"),
     "no logits": (
         lambda: tasks.texts(""),
         {"model": f"{OWN}WithoutLogits"},
@@ -155,11 +137,6 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         {**PAIRS, "objective": "regression"},
         "takes targets that are one array, and dataset='own:data' has several, or none; name an objective of your own",
     ),
-    "no targets": (
-        lambda: replace(tasks.table(""), train_targets=None, test_targets=None),
-        TABLE,
-        "objective='regression': takes targets that are one array, and .* has several, or none",
-    ),
     "no tensor": (
         lambda: tasks.table(""),
         {**TABLE, "model": f"{OWN}NoTensor"},
@@ -170,11 +147,6 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         {**TABLE, "mixup": 0.3},
         r"mixup=0.3: the inputs are numbers float \[4\], kind int64 \[\], and only floats of one shape can be mixed",
     ),
-    "mixup of series": (
-        lambda: tasks.series(""),
-        {"objective": "leaf_tasks:LargeCountMore", "model": "leaf_tasks:Follower", "mixup": 0.3},
-        r"mixup=0.3: the inputs are float \[\? x 2\], padded, and only floats of one shape can be mixed",
-    ),
     "a missing number": (
         lambda: with_missing(tasks.table("")),
         TABLE,
@@ -184,11 +156,6 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         lambda: tasks.table(""),
         {**TABLE, "objective": f"{OWN}table_of_losses"},
         r"losses have shape \[8, 8\]: must be \[8\], one for each sample; .* use outputs\[:, 0\]",
-    ),
-    "a model of images": (
-        lambda: tasks.table(""),
-        {**TABLE, "model": "resnet18"},
-        "model='resnet18': takes images",
     ),
 }
 

@@ -54,14 +54,7 @@ NUMBERS = np.arange(4.0)
     ("targets", "test_targets", "classes", "words"),
     [
         (NUMBERS, NUMBERS, "abcd", "train_labels: must be whole numbers, got float64; .* leave out classes to predict"),
-        (NUMBERS > 1, NUMBERS > 1, "ab", "train_labels: must be whole numbers, got bool; convert"),
         ([0, 1, 2, 3], [0, 1, 2, 3], "", r"classes=\(\): there must be a name for each class; numbers .* be float"),
-        (
-            [0, 1, 2, 7],
-            [0, 1, 2, 3],
-            "abcd",
-            "train_labels: label 7 of sample 3 is not one of the 4 classes",
-        ),
         ([0, 1, 2, 3], [0, -1, 2, 3], "abcd", r"test_labels: label -1 of sample 1 .*must be 0\.\.3"),
         (
             np.zeros((4, 7, 8), int),
@@ -70,14 +63,10 @@ NUMBERS = np.arange(4.0)
             r"the masks are \[4, 7, 8\], and the images are \[4, 8, 8\]",
         ),
         (IMAGES[..., 0] / 255, IMAGES[..., 0], "ab", "train_labels: masks must be whole numbers, got float64; convert"),
-        (np.zeros((3, 8, 8), int), IMAGES[..., 0], "ab", r"the masks are \[3, 8, 8\], and the images are \[4, 8, 8\]"),
-        (np.zeros((4, 8, 8, 2), int), IMAGES[..., 0], "ab", r"must be one label for each of the 4 images, got shape"),
         (NUMBERS[:3], NUMBERS, "", r"must be one label for each of the 4 images, got shape \[3\]"),
         (["cat"] * 4, ["cat"] * 4, "ab", "train_labels: must be numbers, got <U3"),
         ([[0, 1], [1], [1, 0], [0, 0]], NUMBERS, "ab", "train_labels: is no array .*equal parts"),
         (np.eye(4), np.eye(4)[:, :2], "abcd", "train_labels are 4 and test_labels 2: both must have one size"),
-        (NUMBERS, NUMBERS[:, None], "", "train_labels are numbers and test_labels 1: both must have one size"),
-        (NUMBERS, np.eye(4), "", "train_labels are numbers and test_labels 4: both must have one size"),
         (IMAGES[..., 0], IMAGES[..., 0].astype(int), "ab", "train_labels are uint8 and test_labels int64: .*one type"),
     ],
 )
@@ -103,10 +92,7 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
     ("objective", "arrays", "words"),
     [
         ("classification", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a class number .*choose another"),
-        ("classification", tasks.number(""), r"targets are float32 \[41\]; must be a class number for each sample"),
-        ("classification", tasks.masks(""), r"targets are uint8 \[41, 8, 8\]; must be a class number"),
         ("multilabel", tasks.classes(""), r"\[41\]; .* convert them \(astype\('float32'\)\), or"),
-        ("multilabel", tasks.numbers(""), r"label \d of row \d+ is -?\d\.\d+: must be 0, 1, or NaN for unknown"),
         (
             "multilabel",
             with_value(tasks.labels(""), -1),
@@ -114,10 +100,8 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
         ),
         ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
         ("regression", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples\]"),
-        ("regression", tasks.masks(""), r"targets are uint8 \[41, 8, 8\]; must be float"),
         ("regression", with_value(tasks.number(""), np.inf), "a target is infinite; must be a number, or NaN"),
         ("segmentation", tasks.classes(""), r"targets are int64 \[41\]; must be a mask \[height, width\]"),
-        ("segmentation", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a mask"),
         (
             "segmentation",
             with_value(tasks.masks(""), 3),
@@ -174,7 +158,6 @@ class Weighted(Classification):
     ("changes", "words"),
     [
         ({"objective": "objective_tasks:focsl"}, "objective_tasks .* has no 'focsl'; name a function or class"),
-        ({"objective": "no_such_module:focal"}, "no module named 'no_such_module'; install it, or start from"),
         ({"objective": "objective_tasks:CLASSES"}, "is a tuple, not callable; name a function or class"),
         ({"objective": f"{OWN}Other"}, r"is no flyte_ddp.objectives.Objective; derive it from that"),
         ({"objective": f"{OWN}WithoutLosses"}, r"has no losses; define losses\(self, outputs, targets\)"),
@@ -187,7 +170,6 @@ class Weighted(Classification):
         ),
         ({"class_weights": "1,2"}, "class_weights='1,2': has 2 numbers; there are 3 classes"),
         ({"options": '{"objective": {"gamma": 2}}'}, "options of objective 'classification': .*'gamma'; correct"),
-        ({"objective": "objective_tasks:focal", "options": '{"objective": {"gama": 2}}'}, "unexpected .*'gama'"),
         ({"options": '{"model": {"depth": 2}}'}, "options of model 'objective_tasks:flat': .*'depth'"),
         ({"model": "small_cnn", "options": '{"model": {"width": 2}}'}, "options of model 'small_cnn': takes none"),
         *(

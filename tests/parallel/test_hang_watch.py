@@ -1,26 +1,19 @@
 """A rank whose host waits for others without a time limit of its own, as with NCCL, still says so in time."""
 
 import queue
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import faults
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_runs import HP, in_spawned_processes, nothing_is_left
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import Train
 
-from flyte_ddp.errors import RankError
-from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.rank_process import classify_failure, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
@@ -126,42 +119,6 @@ def come_late(_: Path) -> None:
 def test_every_collective_is_watched(tmp_path: Path) -> None:
     """gloo's own limit is a minute, in which rank 0 waits inside torch."""
     assert run_ranks(come_late, tmp_path, 2) == [0, 0]
-
-
-AS_ON_A_GPU = """
-import dataclasses
-from flyte_ddp.launch.supervise import rank
-from flyte_ddp.parallel import hang_watch
-from flyte_ddp.training import checkpointing
-join, copied = rank.join_process_group, checkpointing.copy_to_cpu
-class Event:
-    def record(self): pass
-    def query(self): return True
-def join_without_limit(work, info, store, report_error):
-    join(dataclasses.replace(work, timeout=3600.0), info, store, report_error)
-    hang_watch.watch_collectives(work.timeout, report_error, Event)
-def copy_behind_a_collective(value):
-    while os.path.exists(os.environ["NOTED"]):
-        time.sleep(0.01)
-    return copied(value)
-rank.join_process_group, checkpointing.copy_to_cpu = join_without_limit, copy_behind_a_collective
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_rank_that_hangs_is_named_wherever_the_host_of_another_waits(
-    train: Train, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gloo waits for an hour here, and from the hang on each checkpoint, which holds the state's lock, for ever."""
-    noted = in_spawned_processes(monkeypatch, tmp_path, AS_ON_A_GPU)
-    monkeypatch.setattr(supervisor, "SAVE_SECONDS", 1.0)
-    faults.inject(monkeypatch, noted, rank=1, at="training", kind="hang", **{"pass": 3})
-    with pytest.raises(RankError, match=r"(?s)rank 1 did not come where rank 0 waited for 3 s.*in hang") as caught:
-        train(replace(HP, strategy="ddp"), timeout=3.0, checkpoint_seconds=0.1)
-    assert time.time() - float(noted.read_text()) < 30
-    assert caught.value.recoverable
-    nothing_is_left(tmp_path / "run", temporary)
 
 
 class Copies(TorchDispatchMode):

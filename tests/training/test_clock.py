@@ -145,18 +145,6 @@ def test_batches_that_are_late_and_longer_than_a_spin_are_no_work(monkeypatch: p
     assert found["waiting_data"] > 0.95 * found["steps"]
 
 
-def test_a_block_that_is_longer_than_the_queue_counts_from_its_first_event_to_its_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is never handed over as a whole; if the device is the limit it does not wait inside."""
-    device, clock = make_device(monkeypatch, queue=40)
-    seconds = train(device, clock, 200, host=1e-4, kernel=1e-3)
-    found = clock.seconds
-    assert found["forward_backward"] == pytest.approx(device.busy["forward_backward"], rel=0.01)
-    assert sum(found[name] for name in WAITS) == pytest.approx(device.spun, rel=0.01), "but for what was tried in vain"
-    assert device.spun < 5 * seconds / 199
-
-
 def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     device, clock = make_device(monkeypatch)
     train(device, clock, 100, host=1e-3, kernel=1e-4)

@@ -36,11 +36,7 @@ def leave_evaluations(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Each sample counts once and in its place, and figures of three ranks are those of one to the last bit.
-
-    pytorch/pytorch#25162, Lightning-AI/pytorch-lightning#7929, #5060, roboflow/rf-detr#1507: some count twice.
-    huggingface/accelerate#226, #575, #952, #2007: the last batch is lost or repeated.
-    """
+    """Each sample counts once and in its place, and figures of three ranks are those of one to the last bit."""
     data = fetch("digits", "", tmp_path / "digits", progress="off")
     assert run_ranks(leave_evaluations, tmp_path, 3) == [0, 0, 0]
     leave_evaluations(tmp_path)
