@@ -188,10 +188,3 @@ class Mute(Plain):
 
     def answers(self, outputs: Tensor) -> dict[str, Any]:
         raise ValueError("no words")
-
-
-class Twice(Plain):
-    """Calls an answer as the truth is called."""
-
-    def answers(self, outputs: Tensor) -> dict[str, Any]:
-        return {"truth_0": outputs[:, 0].tolist()}

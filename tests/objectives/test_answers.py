@@ -28,7 +28,6 @@ from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.report.class_colors import color_table
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -355,20 +354,3 @@ def test_an_own_objective_that_cannot_describe_its_predictions_loses_no_training
     assert type(objective).__name__ == "Mute"
     with pytest.raises(ValueError, match="no words"):
         run.predict(tmp_path / "table")
-
-
-def test_an_own_objectives_columns_must_have_names_of_their_own(tmp_path: Path) -> None:
-    run = finish(tasks.numbers(""), tmp_path, {**FLAT, "objective": "objective_tasks:Twice"})
-    with pytest.raises(UserError, match="answers have a column 'truth_0', which the table has already"):
-        run.predict(tmp_path / "table")
-
-
-def test_the_table_of_wandb_has_the_columns_of_predictions(finished: Callable[[str], Finished]) -> None:
-    run = finished("regression")
-    with np.load(run.result.run_folder / "predictions.npz") as kept:
-        assert kept["number_columns"].tolist() == ["truth_0", "truth_1", "prediction_0", "prediction_1"]
-        np.testing.assert_allclose(kept["numbers"][:, 2:], run.outputs, rtol=1e-4, atol=1e-5)
-        assert kept["table_rows"] == len(kept["numbers"]) == tasks.TEST
-        assert len(kept["index"]) == tasks.TEST + min(16, (~np.isnan(run.truth)).any(1).sum())
-    start = read_records(run.result.metrics)[0]
-    assert start["measures"] == {"rmse": "lower", "mae": "lower", "r2": "higher"}

@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -218,13 +216,3 @@ def test_what_is_half_done_is_not_taken_over(tmp_path: Path) -> None:
         (work / name).write_text("new")
     assert not publish_if_complete(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [UNFINISHED]
-
-
-def test_a_result_is_read_whatever_the_locales_encoding(tmp_path: Path) -> None:
-    """model.json is UTF-8, and has the names of the classes."""
-    (tmp_path / "model.json").write_bytes(
-        '{"classes": ["Äpfel"], "metrics": {"test_accuracy": 0.5, "epoch_accuracies": [0.5]}}'.encode()
-    )
-    code = f"from pathlib import Path; from flyte_ddp.run import read_result; read_result(Path({str(tmp_path)!r}))"
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=ascii_only, cwd=HELPERS.parents[1])
