@@ -60,11 +60,6 @@ def own_asynchronous_collective() -> None:
     dist.all_reduce(torch.ones(1), async_op=True).wait()
 
 
-def own_wrong_collective() -> None:
-    """Which gloo cannot do, whoever else takes part."""
-    dist.all_reduce(torch.ones(1, dtype=torch.float8_e4m3fn))
-
-
 def hand_in_to_a_slow_folder() -> None:
     """The folder takes the file in more time than any test has."""
     results.replace_file = lambda *_, **__: time.sleep(1000)
@@ -96,13 +91,11 @@ KINDS: dict[str, Callable[[], object]] = {
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "sys.exit": lambda: sys.exit(0),
     "os._exit": lambda: os._exit(0),
-    "small result": lambda: results.submit("small", b"1"),
     "slow result": hand_in_to_a_slow_folder,
     "ArithmeticError": fail,
     "slow": lambda: time.sleep(1.0),
     "RuntimeError": fail_like_a_hang,
     "own asynchronous collective": own_asynchronous_collective,
-    "own wrong collective": own_wrong_collective,
     "hang": hang,
     "hang in C": hang_in_c,
     **dict.fromkeys(DEVICE_ERRORS, fail_on_device),

@@ -23,16 +23,14 @@ class Host(link.Host):
         environment: Mapping[str, str],
         hidden: Path | None = None,
         names: Path | None = None,
-        resolver: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command on this host, with both of its output streams in the log.
 
-        The folder ``hidden`` is empty for it. Files ``names`` and ``resolver`` are in place of /etc/hosts, with which
-        the hostname becomes the name of the namespace, and of /etc/resolv.conf.
+        The folder ``hidden`` is empty for it. The file ``names`` is in place of /etc/hosts; with it the hostname
+        becomes the name of the namespace.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
         mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []
-        mounts += [f'mount --bind "{resolver}" /etc/resolv.conf'] if resolver else []
         script = " && ".join([*mounts, 'exec "$@"'])
         inside = ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts", "sh", "-c", script, "sh", *command]
         with log.open("wb") as file:

@@ -11,17 +11,22 @@ from pathlib import Path
 import faults
 from torch import nn
 
-DEAF = "import sys, offspring_models; offspring_models.deaf(int(sys.argv[1]))"
+DEAF = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.write(int(sys.argv[1]), str(os.getpid()).encode())
+time.sleep(100_000)
+"""
 CHILDREN: list[subprocess.Popen[bytes]] = []
 
 
 def parental(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     """A fork, as torch's workers are, a command in a session of its own, and a daemon that has left its parent."""
     started(daemon)
-    return parental_without_daemon(num_classes, input_shape)
+    return without_daemon(num_classes, input_shape)
 
 
-def parental_without_daemon(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+def without_daemon(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     started(fork)
     started(command)
     return faults.model(num_classes, input_shape)
@@ -54,7 +59,7 @@ def fork(writer: int) -> None:
 
 def command(writer: int) -> None:
     words = [sys.executable, "-c", DEAF, str(writer)]
-    CHILDREN.append(subprocess.Popen(words, pass_fds=[writer], start_new_session=True, cwd=Path(__file__).parent))
+    CHILDREN.append(subprocess.Popen(words, pass_fds=[writer], start_new_session=True))
 
 
 def deaf(writer: int) -> None:

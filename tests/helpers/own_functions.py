@@ -132,7 +132,6 @@ FAILURES: dict[str, Callable[[], object]] = {
     "raise": fail,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "os._exit(0)": lambda: os._exit(0),
-    "os._exit(3)": lambda: os._exit(3),
     "sys.exit(0)": lambda: sys.exit(0),
     "unpicklable": raise_unpicklable,
     "hang": hang,

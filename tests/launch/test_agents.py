@@ -34,6 +34,7 @@ def test_an_agent_that_fails_early_takes_its_rank_along(tmp_path: Path, ticket: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stop_while_agents_are_to_come_again_names_the_newest_checkpoint(trial: Trial) -> None:
     """As where a node of a Ray cluster is drained, and the launcher's node a second later."""
     trial.inject("SIGKILL")

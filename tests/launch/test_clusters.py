@@ -1,7 +1,6 @@
-"""What clusters have that one machine has not: hosts, workers, addresses, and engines that try again."""
+"""What clusters have that one machine has not: hosts, workers, addresses."""
 
 import functools
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +11,11 @@ import distributed
 import pytest
 import ray as engine
 from dask import config
-from engines import AGENTS, DASK, ELASTIC, RAY, RAY_ENVIRONMENT, Launch, on
-from faulty_runs import INTRODUCED as HP
-from faulty_runs import equal
 from ray._private import services
-from ray.cluster_utils import Cluster
-from trials import Trial, starts
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import capacity, dask, ray
 from flyte_ddp.machine.resources import Request, detect_world
-from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -34,18 +27,6 @@ def client_of_workers(number: int) -> Iterator[distributed.Client]:
     cluster = distributed.LocalCluster(n_workers=number, host="127.0.0.1", **options)
     with cluster, distributed.Client(cluster) as client:
         yield client
-
-
-@pytest.mark.slow
-@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))
-def test_an_engine_tries_again_and_the_run_goes_on(
-    launch: Launch, expected: Result, trial: Trial, capfd: pytest.CaptureFixture[str]
-) -> None:
-    trial.inject("SIGKILL")
-    trial.train(HP, launch=functools.partial(launch, retries=1), progress="lines")
-    assert equal(expected.run_folder, trial.folder)
-    assert [start["resumed_after_step"] for start in starts(trial.folder)] == [0, 3]
-    assert "going on after step 3\n" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -70,7 +51,6 @@ class TestDask:
         [
             ("tcp://127.0.0.1:9", "no scheduler there .*; start one, or correct the address", UnreachableError),
             ("127.0.0.1", "missing port number in address '127.0.0.1'; give it as tcp://host:port", UserError),
-            ("http://127.0.0.1:8786", "unknown address scheme 'http' .*; give it as tcp://host:port", UserError),
         ],
     )
     def test_an_address_without_a_scheduler(
@@ -143,52 +123,11 @@ def test_each_rank_has_a_gpu_of_its_own(visible: tuple[str | None, ...], expecte
     assert dask.choose_gpus(workers, dict(zip(workers, visible, strict=True))) == expected
 
 
-@pytest.fixture(scope="module")
-def late_cluster() -> Iterator[Cluster]:
-    """Its head has no CPU for ranks, as on Kubernetes, and there is no other node yet."""
-    with (
-        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        (Path(short) / "ray").mkdir()
-        for name, value in {**RAY_ENVIRONMENT, "RAY_TMPDIR": short}.items():
-            patch.setenv(name, value)
-        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        yield cluster
-        engine.shutdown()
-        cluster.shutdown()
-
-
 class TestRay:
     @pytest.fixture(autouse=True)
     def disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.shutdown()
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-
-    @pytest.mark.slow
-    def test_nodes_that_come_later(
-        self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """To the cluster of an address; after the first look there is a node more."""
-        one_more = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: late_cluster.add_node(num_cpus=1))
-        monkeypatch.setattr(capacity, "time", one_more)
-        monkeypatch.setenv(ray.ADDRESS, late_cluster.address)
-        with ray.connected():
-            assert ray.find_world(Request(0), 1, 60).num_ranks == 1
-            said = [line for line in capsys.readouterr().err.splitlines() if " nodes of " in line]
-            assert said == [f"{there} of 1 nodes of the Ray cluster" for there in range(2)]
-            with pytest.raises(UserError, match="num_ranks=2: the Ray cluster has 1 CPUs, and each rank needs one"):
-                ray.find_world(Request(2), 1, 60)
-            with pytest.raises(UnreachableError, match="1 of 2 nodes of the Ray cluster"):
-                ray.find_world(Request(2), 2, 0)
-            late_cluster.add_node(num_cpus=4)
-            assert ray.find_world(Request(9)).num_ranks == 5
-            assert "num_ranks=9: the Ray cluster has 5 CPUs, so there will be 5\n" in capsys.readouterr().err
-            found = ray.find_world(Request(2))
-            assert (found.num_ranks, found.threads) == (2, 2)
-            with pytest.raises(UserError, match="backend='nccl': the Ray cluster has no GPU"):
-                ray.find_world(Request(backend="nccl"))
 
     @pytest.mark.parametrize(
         ("address", "words"),

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import distributed
 import pytest
-import torch
 from image import make_commands
 from mounts import ALONE, need_mounts
 
@@ -28,24 +27,19 @@ pytestmark = pytest.mark.usefixtures("temporary")
 ROOT = Path(__file__).parents[2]
 WITHOUT_LIBRARY = f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"
 WORKER = ("dask-worker", "--name", "one", "--nthreads", "2", "--memory-limit", "2Gi")  # as in the plugin's dask.go
-OWN_MODEL = """
-import torch
-from of_this_project import bias
+OWN_FUNCTION = """
+import flyte_ddp
+from of_this_project import name
 
-def model(num_classes, input_shape):
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes, bias=bias))
+def describe():
+    return name, flyte_ddp.__file__
 """
-TRAIN = """
-import pathlib, sys
-from flyte_ddp.config import Hyperparameters
+RUN = """
+import mine
+from flyte_ddp import run_ranks
 from flyte_ddp.launch import dask
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
-here = pathlib.Path.cwd()
-hp = Hyperparameters(model="mine:model", max_steps=2, num_ranks=2, backend="gloo")
-quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=here.parent / "cache")
-run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=dask.launch)
+print(*run_ranks(mine.describe, num_ranks=1, launch=dask.launch))
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -148,38 +142,32 @@ def test_a_worker_of_another_version() -> None:
 
 
 @pytest.mark.slow
-def test_runs_with_other_sources_at_once_on_workers_that_have_none(
-    client: distributed.Client, start: Start, digits: Path, tmp_path: Path
+def test_a_run_sends_its_sources_to_workers_that_have_none(
+    client: distributed.Client, start: Start, tmp_path: Path
 ) -> None:
-    """Each has the library, and a model that imports a module, of its own; nothing of them stays on the workers."""
+    """The library, and a function that imports a module, of its own; nothing of them stays on the workers."""
 
     def library() -> object:
         import importlib.util
 
         return importlib.util.find_spec("flyte_ddp")
 
-    projects = tmp_path / "projects"
-    projects.mkdir()
-    need_mounts(projects)
+    project = tmp_path / "project"
+    project.mkdir()
+    need_mounts(project)
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(WITHOUT_LIBRARY)
     no_library = ("env", f"PYTHONPATH={tmp_path / 'site'}")
-    hiding = (*no_library, *ALONE, "sh", "-c", f'mount -t tmpfs none "{projects}" && exec "$@"', "sh")
-    for name in ("one", "two"):
-        start(*WORKER[:2], name, *WORKER[3:], prefix=hiding)
-    client.wait_for_workers(2, timeout=60)
-    assert [*client.run(library).values()] == [None, None]
-    running = []
-    for bias in ("yes", "no"):
-        project, run = projects / bias, tmp_path / f"run-{bias}"
-        shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
-        (project / "flyte_ddp/of_this_run.py").write_text(f"# {bias}")
-        (project / "mine.py").write_text(OWN_MODEL)
-        (project / "of_this_project.py").write_text(f"bias = {bias == 'yes'}")
-        command, environment = [sys.executable, "-c", TRAIN, digits, run], {**os.environ, "PYTHONPATH": str(project)}
-        running.append(subprocess.Popen(command, cwd=project, env=environment))
-    assert [process.wait(300) for process in running] == [0, 0]
-    found = [torch.load(tmp_path / f"run-{bias}/model.pt", weights_only=True) for bias in ("yes", "no")]
-    assert [len(weights) for weights in found] == [2, 1]
-    assert [*client.run(library).values()] == [None, None]
+    start(*WORKER, prefix=(*no_library, *ALONE, "sh", "-c", f'mount -t tmpfs none "{project}" && exec "$@"', "sh"))
+    client.wait_for_workers(1, timeout=60)
+    assert [*client.run(library).values()] == [None]
+    shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+    (project / "mine.py").write_text(OWN_FUNCTION)
+    (project / "of_this_project.py").write_text("name = 'mine'")
+    command, environment = [sys.executable, "-c", RUN], {**os.environ, "PYTHONPATH": str(project)}
+    ended = subprocess.run(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    name, file = ended.stdout.split()
+    assert name == "mine"
+    assert "/flyte-ddp-sources-" in file
+    assert [*client.run(library).values()] == [None]
     assert not [*tmp_path.rglob("flyte-ddp-sources-*")]

@@ -38,15 +38,6 @@ def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(trial: Trial
     assert "in own_asynchronous_collective" in caught.value.details
 
 
-@pytest.mark.slow
-def test_a_users_own_collective_that_cannot_be_is_no_hang(trial: Trial) -> None:
-    trial.inject("own wrong collective", after=0)
-    with pytest.raises(RankError, match=r"^rank 1: RuntimeError: Invalid scalar type") as caught:
-        trial.train()
-    assert "in own_wrong_collective" in caught.value.details
-    assert not caught.value.recoverable
-
-
 HANGS_EARLY = """
 from flyte_ddp.launch.supervise import rank_process
 run_and_report = rank_process.run_and_report
@@ -73,9 +64,8 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(trial: Trial, tmp_pat
     ("at", "rank", "after", "step", "number"),
     [
         ("training", 0, 3, 3, signal.SIGINT),
-        ("training", 0, 0, 0, signal.SIGTERM),  # before the first step
-        ("checkpoint", 0, 0, None, signal.SIGTERM),  # there nothing can be saved
-        pytest.param("results", 0, 0, 20, signal.SIGTERM, marks=again),
+        pytest.param("training", 0, 0, 0, signal.SIGTERM, marks=again),  # before the first step
+        pytest.param("checkpoint", 0, 0, None, signal.SIGTERM, marks=again),  # there nothing can be saved
     ],
 )
 def test_a_signal_saves_the_last_step_wherever_the_ranks_are(

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import AGENTS, ELASTIC, SPAWN, Launch, on
 from trials import Trial
 
 from flyte_ddp import results
-from flyte_ddp.errors import StoppedError, UserError
-from flyte_ddp.launch.remote import file_sync, proxy, rendezvous
+from flyte_ddp.errors import StoppedError
+from flyte_ddp.launch.remote import file_sync, proxy
 from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
 from flyte_ddp.launch.supervise.processes import RankHandle
 
@@ -91,26 +90,11 @@ def test_a_checkpoint_does_not_wait_for_results(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@on(SPAWN, exhaustive=(AGENTS, ELASTIC))
-def test_a_stop_while_a_rank_writes_to_a_slow_folder_saves_the_last_step(launch: Launch, trial: Trial) -> None:
+def test_a_stop_while_a_rank_writes_to_a_slow_folder_saves_the_last_step(trial: Trial) -> None:
     """Of the rank itself that saves, for which the other waits in a collective."""
     trial.inject("slow result", rank=0)
     told = trial.signal_when_failing()
     with pytest.raises(StoppedError, match="the same run will go on after step 3, which is saved"):
-        trial.train(launch=launch)
+        trial.train()
     told.join()
     assert trial.seconds_since_fault() < 15
-
-
-@pytest.mark.slow
-@on(AGENTS)
-def test_a_launcher_that_cannot_write_a_file_continues(launch: Launch, trial: Trial, capfd: Any) -> None:
-    def take_what_is_no_result(folder: Path, message: dict[str, Any]) -> None:
-        if message["name"].startswith(results.FOLDER):
-            raise UserError("cannot write it")
-        write_piece(folder, message)
-
-    trial.patch.setattr(rendezvous, "write_piece", take_what_is_no_result)
-    trial.inject("small result", after=0)
-    assert trial.train(launch=launch).model.exists()
-    assert "cannot write it; the run continues without it" in capfd.readouterr().err

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import offspring_models
 import pytest
-from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
+from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
 from faulty_runs import HP
 from processes import processes_with, wait_until
 from trials import Trial
@@ -20,8 +20,9 @@ from flyte_ddp.launch import elastic, single
 
 pytestmark = pytest.mark.slow
 
+PARENTAL = replace(HP, model="offspring_models:parental", max_steps=5)
 # Loader processes, too, are deaf to SIGTERM, as such libraries may be.
-PARENTAL = replace(HP, model="offspring_models:parental", augment="own_loading:leave_pid")
+LOADING = replace(PARENTAL, augment="own_loading:leave_pid")
 ALONE = """
 import importlib, os, signal, sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-@on(AGENTS, exhaustive=(SPAWN, ELASTIC, DASK, RAY))
+@on(AGENTS, exhaustive=(DASK, RAY))
 def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], trial: Trial) -> None:
     """Processes that others have started stay."""
     trial.train(PARENTAL, launch=launch)
@@ -78,19 +79,19 @@ def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], tr
     ("launch", "kind"),
     [
         (SPAWN, "SIGKILL"),
-        (AGENTS, "ArithmeticError"),
-        *(pytest.param(name, "SIGKILL", marks=pytest.mark.exhaustive) for name in (FRESH, ELASTIC)),
+        pytest.param(AGENTS, "ArithmeticError", marks=pytest.mark.exhaustive),
+        pytest.param(ELASTIC, "SIGKILL", marks=pytest.mark.exhaustive),
     ],
     indirect=["launch"],
 )
 def test_after_a_failure(launch: Launch, trial: Trial, kind: str) -> None:
     trial.inject(kind)
-    if launch is elastic.launch and kind == "SIGKILL":
-        with alone("elastic", trial, PARENTAL) as process:  # it takes in the killed rank's children
+    if launch is elastic.launch:
+        with alone("elastic", trial, LOADING) as process:  # it takes in the killed rank's children
             assert "RankLostError" in process.communicate()[0]
     else:
         with pytest.raises(RankError):
-            trial.train(PARENTAL, launch=launch)
+            trial.train(LOADING, launch=launch)
     wait_until(lambda: not survivors(trial))
 
 
@@ -118,8 +119,7 @@ def test_one_rank_in_the_launching_process(trial: Trial) -> None:
 
 
 def test_one_rank_leaves_others_alone(bystander: subprocess.Popen[bytes], trial: Trial) -> None:
-    hp = replace(HP, num_ranks=1, model="offspring_models:parental_without_daemon")
-    trial.train(hp, launch=single.launch)
+    trial.train(replace(HP, num_ranks=1, max_steps=2, model="offspring_models:without_daemon"), launch=single.launch)
     assert bystander.poll() is None
     # Two of the model that was trained, and two of the one into which its file was loaded in the end.
     started = (trial.temporary / "started").iterdir()

@@ -82,10 +82,11 @@ def memory_limit(limit: int) -> Iterator[Path]:
     ("code", "hp", "words"),
     [
         (MODEL, {"model": "hoarding:model"}, ("OutOfMemoryError: True: rank ", " was killed by SIGKILL")),
-        (
+        pytest.param(
             AUGMENTATION,
             {"augment": "hoarding:augment"},
             ("RankError: True: rank ", " a loader process ended with SIGKILL"),
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -265,6 +265,18 @@ def test_files_that_a_slow_disk_takes_do_not_hold_up_other_hosts(
     pipe.close()
 
 
+def test_a_result_that_cannot_be_written_is_told_once_and_the_run_continues(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results").write_text("in the way")
+    pipe, theirs = Pipe()
+    for name in ("a", "b"):
+        theirs.send({"kind": "file", "name": f"results/{name}", "offset": 0, "data": b"", "last": True})
+    handle = RemoteHandle(worker(0, pipe), "127.0.0.1", tmp_path, tmp_path)
+    assert [*handle.read_messages()] == []
+    assert capfd.readouterr().err.count("; the run continues without it") == 1
+
+
 def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(tmp_path: Path) -> None:
     """Rank 1 fails first, on a host whose clock is ahead."""
     unused: Any = None

@@ -11,13 +11,13 @@ import own_functions
 import pytest
 import torch
 from cli import HELPERS
-from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, Run, on
+from engines import AGENTS, RAY, SPAWN, Launch, Run, on
 
 from flyte_ddp import RankError
 
 
 @pytest.mark.slow
-@on(SPAWN, AGENTS, exhaustive=(FRESH, ELASTIC, DASK, RAY))
+@on(SPAWN, exhaustive=(AGENTS, RAY))
 def test_ranks_find_their_place_and_torchruns_variables(launch: Launch, run: Run) -> None:
     found = run(own_functions.describe_place, launch=launch)
     assert [each["place"] for each in found] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
@@ -34,9 +34,8 @@ def test_ranks_find_their_place_and_torchruns_variables(launch: Launch, run: Run
 
 
 @pytest.mark.slow
-@on(SPAWN, exhaustive=(AGENTS, ELASTIC, DASK, RAY))
-def test_what_rank_0_returns_comes_back(launch: Launch, run: Run, tmp_path: Path) -> None:
-    returned = run(own_functions.give, "dataclass", launch=launch)
+def test_what_rank_0_returns_comes_back(run: Run, tmp_path: Path) -> None:
+    returned = run(own_functions.give, "dataclass")
     assert (returned.step, returned.weights.tolist()) == (3, [1.0, 1.0])
     assert type(returned) is own_functions.Outcome
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
@@ -113,10 +112,8 @@ print(outcome)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["spawn", pytest.param("elastic", marks=pytest.mark.exhaustive)])
-def test_a_script_runs_its_own_function(tmp_path: Path, engine: str) -> None:
-    text = SCRIPT.replace("more=[", f"launch={engine}.launch, more=[")
-    (tmp_path / "script.py").write_text(f"from flyte_ddp.launch import {engine}\n{text}")
+def test_a_script_runs_its_own_function(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("def join(words, more):\n    return ' '.join([words, *more])\n")
     environment = {**os.environ, "FLYTE_DDP_PROGRESS": "off", "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(tmp_path / "script.py")]
@@ -127,7 +124,6 @@ def test_a_script_runs_its_own_function(tmp_path: Path, engine: str) -> None:
 
 
 @pytest.mark.slow
-@on(SPAWN, exhaustive=(AGENTS, ELASTIC, DASK, RAY))
-def test_process_groups_one_after_the_other(launch: Launch, run: Run) -> None:
+def test_process_groups_one_after_the_other(run: Run) -> None:
     """Which under torchrun find the first one's addresses in the store."""
-    assert run(own_functions.make_groups, 4, launch=launch) == [2.0] * 4
+    assert run(own_functions.make_groups, 4) == [2.0] * 4

@@ -42,15 +42,6 @@ def test_a_stop(tmp_path: Path) -> None:
     assert line.startswith("stopped by Ctrl-C; the same run will go on af")
 
 
-def test_an_exception_of_the_function_comes_with_its_own_traceback(tmp_path: Path) -> None:
-    with start(tmp_path, "fail_alone", "raise") as process:
-        errors = process.communicate()[1]
-    assert process.returncode == 1
-    assert "in fail\n    raise ArithmeticError" in errors
-    assert "rank 1: ArithmeticError: own words\n" in errors
-    assert "in supervise_ranks" not in errors
-
-
 @pytest.mark.parametrize(
     ("function", "arguments", "words"),
     [

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
+import own_functions
 import pytest
 from cli import HELPERS
+from torch.distributed import TCPStore
 
+SUMS = "{'sum': 10.0, 'begun': [(0, 0.0), (0, 0.0)]}"
 DIRECT = """
 import own_functions
 from flyte_ddp import current_rank
@@ -17,12 +21,6 @@ assert rank is current_rank() and rank.folder.is_dir()
 print(own_functions.train(4))
 assert rank.load()["step"] == 4 and not rank.due()
 print(rank.folder)
-"""
-TORCHRUN = """
-import own_functions
-from flyte_ddp import current_rank
-print(own_functions.train(4))
-print(own_functions.give("none") is None)
 """
 
 
@@ -46,9 +44,30 @@ def test_called_directly(tmp_path: Path) -> None:
     assert not Path(folder).exists()
 
 
+def train(rank: int, port: int, folder: Path) -> None:
+    """In a process as torchrun starts it."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    (folder / str(rank)).write_text(str(own_functions.train(4)))
+
+
 @pytest.mark.slow
+def test_with_torchruns_variables(tmp_path: Path) -> None:
+    """Two processes, whose ranks add up, and load what rank 0 saved; torchrun's agent has the store."""
+    store, context = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), get_context("spawn")
+    ranks = [context.Process(target=train, args=(rank, store.port, tmp_path)) for rank in (0, 1)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [SUMS] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Two processes, whose ranks add up, and load what rank 0 saved."""
     arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
-    printed = run_script(tmp_path, TORCHRUN, *arguments, "--rdzv-endpoint", "localhost:0")
-    assert printed.count("{'sum': 10.0, 'begun': [(0, 0.0), (0, 0.0)]}") == 2
+    printed = run_script(
+        tmp_path, "import own_functions\nprint(own_functions.train(4))", *arguments, "--rdzv-endpoint", "localhost:0"
+    )
+    assert printed.count(SUMS) == 2

@@ -68,7 +68,12 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     ("how", "kind", "message"),
     [
         ("raise", ContainerError.NON_RECOVERABLE, r"rank 1: ValueError: rank 1 cannot do that"),
-        ("recoverable", ContainerError.RECOVERABLE, r"rank 1: FlyteRecoverableException: .*try that again"),
+        pytest.param(
+            "recoverable",
+            ContainerError.RECOVERABLE,
+            r"rank 1: FlyteRecoverableException: .*try that again",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_errors_name_the_rank_and_tell_flyte_whether_to_retry(
@@ -101,6 +106,7 @@ def terminate_when_saved(process: subprocess.Popen[bytes], checkpoints: Path) ->
     process.terminate()
 
 
+@pytest.mark.exhaustive
 def test_sigterm_gives_the_body_time_to_save(cluster: Cluster) -> None:
     first = cluster.run("own.go_on", {}, during=terminate_when_saved)
     assert first.error is not None, first.log
@@ -152,7 +158,14 @@ def test_ranks_on_ray(cluster: Cluster) -> None:
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
 
 
-def test_a_map_task_has_a_pod_for_each_value_and_a_dynamic_one_a_workflow(cluster: Cluster) -> None:
+def test_a_dynamic_task_is_a_workflow_of_pods(cluster: Cluster) -> None:
+    ended = cluster.run("own.many", {"number": number(2)})
+    assert ended.subworkflow is not None, ended.log
+    assert [task.id.name for task in ended.subworkflow.tasks] == ["own.square"]
+
+
+@pytest.mark.exhaustive
+def test_a_map_task_has_a_pod_for_each_value(cluster: Cluster) -> None:
     [name] = [name for name in cluster.package.tasks if name.startswith("own.map_square_")]
     values = Literal()
     values.collection.literals.extend(map(number, (5, 6, 7)))
@@ -160,9 +173,6 @@ def test_a_map_task_has_a_pod_for_each_value_and_a_dynamic_one_a_workflow(cluste
     ended = cluster.run(name, {"value": values}, environment=index)
     assert ended.outputs is not None, ended.log
     assert ended.outputs["o0"].scalar.primitive.integer == 49
-    ended = cluster.run("own.many", {"number": number(2)})
-    assert ended.subworkflow is not None, ended.log
-    assert [task.id.name for task in ended.subworkflow.tasks] == ["own.square"]
 
 
 @pytest.fixture
