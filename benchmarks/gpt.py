@@ -26,8 +26,8 @@ from benchmarks.step_sides import make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cli import ROOT
+from flyte_ddp.launch.supervise.link import classify_failure
 from flytekit import FlyteContextManager
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.core.type_engine import TypeEngine
@@ -28,7 +29,6 @@ from torch import nn
 
 from flyte_ddp.errors import CollectiveError
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
-from flyte_ddp.launch.supervise.rank_process import classify_failure
 from flyte_ddp.loops.in_rank import default_group_timeout, stores_apart
 from flyte_ddp.machine.process import list_helpers
 from flyte_ddp.parallel import distributed

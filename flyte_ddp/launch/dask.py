@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -12,17 +12,15 @@ from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
-from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.machine import resources
 from flyte_ddp.machine.process import hide_main_script
 from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World
 from flyte_ddp.runs.work import Work
-from flyte_ddp.user_code.digest import ARITHMETIC
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
 REACH_SECONDS = 10.0  # for a scheduler to answer
-TASKS_PER_THREAD = 10  # Dask expects half a second for each, and wants five seconds of work before it adds workers
 DEVICES = "CUDA_VISIBLE_DEVICES"
 # For a cluster that only ranks use: Dask's own monitoring took an eighth of a core with two idle workers, as it looks
 # at the clock 50 times a second in each process, and profiles tasks and the machine (benchmarks/README.md).
@@ -92,52 +90,25 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
     if hosts_to_come:
         what = f"the Dask cluster has {hosts_to_come} workers"
         wanted = capacity.clamp_ranks(request.num_ranks, hosts_to_come, what, hosts_to_come, exact=True)
-    with keep_asking_for_workers(client, wanted) as count_workers:
-        try:
-            capacity.wait_for_hosts(count_workers, wanted, WORKERS, seconds)
-        except UnreachableError:
-            if hosts_to_come or not count_workers():
-                raise
-        workers = describe_workers(client)
-        refuse_version_mismatch(client, workers)
-        gpus = run_on_workers(client, resources.count_gpus)
-        has_gpus = bool(gpus) and all(gpus.values())
-        device = resources.choose_device_type(
-            request.backend, has_gpus, "not all workers of the Dask cluster have a GPU"
-        )
-        number = hosts_to_come or len(workers)
-        most = number if device == "cuda" else min(number, request.most)
-        what = f"the Dask cluster has {number} workers"
-        num_ranks = capacity.clamp_ranks(
-            request.num_ranks, number, what, most, exact=request.exact or hosts_to_come > 0
-        )
-        chosen = choose_workers(workers, num_ranks)
-        cores = run_on_workers(client, resources.count_cores, workers=chosen)
+    try:
+        capacity.wait_for_hosts(lambda: len(describe_workers(client)), wanted, WORKERS, seconds)
+    except UnreachableError:
+        if hosts_to_come or not describe_workers(client):
+            raise
+    workers = describe_workers(client)
+    gpus = run_on_workers(client, resources.count_gpus)
+    has_gpus = bool(gpus) and all(gpus.values())
+    lack = "not all workers of the Dask cluster have a GPU"
+    device = resources.choose_device_type(request.backend, has_gpus, lack)
+    number = hosts_to_come or len(workers)
+    most = number if device == "cuda" else min(number, request.most)
+    what, exact = f"the Dask cluster has {number} workers", request.exact or hosts_to_come > 0
+    num_ranks = capacity.clamp_ranks(request.num_ranks, number, what, most, exact=exact)
+    chosen = choose_workers(workers, num_ranks)
+    cores = run_on_workers(client, resources.count_cores, workers=chosen)
     on_host = Counter(workers[worker]["host"] for worker in chosen)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in chosen)
     return World(num_ranks, device, threads)
-
-
-@contextmanager
-def keep_asking_for_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
-    """Yield a function that counts a cluster's workers and, if they are fewer than ``wanted``, asks for more."""
-    tasks: list[Any] = []
-
-    def count_workers() -> int:
-        workers = describe_workers(client)
-        threads = max((worker["nthreads"] for worker in workers.values()), default=1)
-        # An adaptive cluster starts workers for waiting tasks, and no worker can run these.
-        more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
-        if more and len(workers) < wanted:
-            with translate_cluster_errors(client):
-                tasks.extend(client.map(abs, more, pure=False, resources={"of no worker": 1}))
-        return len(workers)
-
-    try:
-        yield count_workers
-    finally:
-        with suppress(Exception):  # Dask raises a bare Exception if the client is closed
-            client.cancel(tasks, force=True)
 
 
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
@@ -162,21 +133,6 @@ def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> li
     """
     numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
     return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
-
-
-def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
-    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
-
-    def format_versions(found: Mapping[str, Any]) -> str:
-        versions = {**found["packages"], "python": ".".join(found["packages"]["python"].split(".")[:2])}
-        return ", ".join(f"{name} {versions[name]}" for name in ("python", *ARITHMETIC) if versions.get(name))
-
-    with translate_cluster_errors(client):
-        found = client.get_versions(packages=ARITHMETIC)
-    here = format_versions(found["client"])
-    for worker in workers:
-        if worker in found["workers"] and (other := format_versions(found["workers"][worker])) != here:
-            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")
 
 
 def describe_workers(client: Any) -> dict[str, Any]:

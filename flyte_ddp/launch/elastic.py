@@ -29,8 +29,8 @@ from flyte_ddp.launch.remote import connection, rendezvous
 from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, pickle_exception
 from flyte_ddp.launch.remote.file_sync import FileSender
 from flyte_ddp.launch.supervise.failures import killed_rank_error
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
 from flyte_ddp.machine import process, resources
 from flyte_ddp.machine.process import SIGNALS, hide_main_script

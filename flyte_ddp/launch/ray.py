@@ -11,7 +11,7 @@ from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
-from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.machine.process import signal_handlers
 from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
 from flyte_ddp.runs.work import Work

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from flyte_ddp.errors import MachineError, RankError, UserError
 from flyte_ddp.launch.capacity import choose_world
+from flyte_ddp.launch.supervise.link import RankInfo, SaveFunction, exception_message
 from flyte_ddp.launch.supervise.processes import HOST
-from flyte_ddp.launch.supervise.rank_process import RankInfo, SaveFunction, exception_message
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.machine.process import kill_new_descendants_at_end
 from flyte_ddp.machine.resources import detect_world

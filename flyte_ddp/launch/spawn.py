@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.supervise import fork_server, processes
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.processes import HOST, RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.machine.resources import detect_world

@@ -6,7 +6,7 @@ import io
 import math
 import pickle
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib import import_module
@@ -53,13 +53,11 @@ class FunctionCall:
     settings: Settings
 
 
-def describe_call(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], taken: Collection[str] = ()
-) -> Call:
+def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Pickle a call and return it: by name what its module has under its name, else by value.
 
-    ``taken`` are keywords that run_ranks has kept, and that the function must not wait for. Raises UserError if the
-    arguments do not fit the function, something cannot be pickled, or the function's module has no file to be found.
+    Raises UserError if the arguments do not fit the function, something cannot be pickled, or the function's module has
+    no file to be found.
     """
     if not callable(function):
         raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")
@@ -69,20 +67,11 @@ def describe_call(
     function = called
     name = function_name(function)
     try:
-        signature = inspect.signature(function)
-        own = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments
-        both = [key for key in taken if key in own]
-        arguments = {} if both else signature.bind(*args, **kwargs).arguments
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}; give the arguments that it takes") from None
-    if both:
-        raise UserError(
-            f"{name}: {both[0]}= goes to run_ranks, and the function has a parameter of that name, too; give the "
-            f"function its own by position, or run functools.partial(function, {both[0]}=...)"
-        )
     code, own_code = digest_code(function)
-    parts = {"the function": function, **{f"argument {key}": value for key, value in arguments.items()}}
-    payload = pickle_call(name, parts, function, *args, **kwargs)
+    payload = pickle_call(name, function, *args, **kwargs)
     shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
     return Call(name, payload, shown, code, own_code)
 
@@ -112,23 +101,15 @@ def pickle_by_value(value: Any) -> bytes:
     return file.getvalue()
 
 
-def pickle_call(name: str, parts: Mapping[str, Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """Return the payload of a Call; raise UserError with the first of ``parts`` that cannot be pickled."""
+def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+    """Return the payload of a Call; raise UserError if something in it cannot be pickled."""
     try:
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything
-        what = next((what for what, value in parts.items() if not can_be_pickled(value)), "the call")
         raise UserError(
-            f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
+            f"{name} or its arguments cannot be sent to ranks ({type(error).__name__}: {error}); make in the function "
+            "what cannot be pickled"
         ) from error
-
-
-def can_be_pickled(value: Any) -> bool:
-    try:
-        pickle_by_value(value)
-    except Exception:  # an object's own code may raise anything
-        return False
-    return True
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -47,10 +47,10 @@ class Checkpoints(CheckpointWriter):
             what = f"a {type(state).__name__}" + (" with other keys" if isinstance(state, Mapping) else "")
             raise UserError(f"save: the state is {what}; give a dict with texts as keys, such as {{'model': ...}}")
         new_types = find_types(state) - self.checked_types
-        if new_types and (refused := find_refused_place(empty_tensors(dict(state)))):
+        if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
             raise UserError(
-                f"save: torch.load(weights_only=True) refuses {refused[0]}, of type "
-                f"{type(refused[1]).__name__}; give tensors, Python's own numbers, texts, and lists and dicts of them"
+                f"save: torch.load(weights_only=True) refuses state[{refused[0]!r}]; give tensors, Python's own "
+                "numbers, texts, and lists and dicts of them"
             )
         self.checked_types |= new_types
         metrics = self.run_folder / METRICS
@@ -91,18 +91,6 @@ def find_types(value: Any) -> set[type]:
     inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
     parts = inner if isinstance(inner, (list, tuple)) else ()
     return {type(value)}.union(*map(find_types, parts))
-
-
-def find_refused_place(state: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Return place and value of the innermost part that torch.load refuses, such as ``state['a'][0]``, or None."""
-    place: str = "state"
-    part: Any = state
-    while isinstance(part, (Mapping, list, tuple)):
-        items: Mapping[Any, Any] = part if isinstance(part, Mapping) else dict(enumerate(part))
-        if (refused := find_refused_value(items)) is None:
-            break
-        place, part = f"{place}[{refused[0]!r}]", refused[1]
-    return None if part is state else (place, part)
 
 
 def empty_tensors(value: Any) -> Any:

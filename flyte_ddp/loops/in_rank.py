@@ -50,22 +50,12 @@ def run_function(rank: Rank) -> None:
             value = function()
         except SystemExit as error:
             raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
-        except ValueError as error:
-            add_hint(error)
-            raise
         current._checkpoints.close()  # a request to save need not wait for this function any more
         if rank.info.rank == 0:
             write_returned(given.call.name, value, rank.work.run_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
         wait_for_others(rank, store)
-
-
-def add_hint(error: ValueError) -> None:
-    if "process group has not been initialized" in str(error):
-        error.add_note("call current_rank().join() first, or torch.distributed.init_process_group()")
-    elif "initialize the default process group twice" in str(error):
-        error.add_note("call current_rank().join() or torch.distributed.init_process_group(), and once")
 
 
 @contextmanager

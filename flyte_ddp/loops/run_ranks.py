@@ -4,12 +4,10 @@ import math
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -61,25 +59,17 @@ def run_ranks(
     Raises RankError with the traceback of the rank that failed first; StoppedError after SIGTERM, KeyboardInterrupt
     after Ctrl-C. Before these two ``due()`` is true, and the function has FLYTE_DDP_SAVE_SECONDS to save. Raises
     UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
-    other code or arguments. Sets sys.excepthook, which prints uncaught errors without the launcher's traceback.
+    other code or arguments.
     """
-    print_errors_as_messages()
-    kept = {"num_ranks": num_ranks, "folder": folder, "launch": launch, "timeout": timeout}
     num_ranks = 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
-    if folder is not None and not isinstance(folder, (str, Path)):
-        raise UserError(f"folder={folder!r}: must be a path, or None for a temporary folder")
-    if launch is not None and not callable(launch):
-        name = getattr(launch, "__name__", repr(launch))
-        raise UserError(f"launch={name}: must be a function, such as flyte_ddp.launch.ray.launch; None for processes")
-    taken = [name for name, given in kept.items() if given is not None]
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        if not 0 < timeout < math.inf:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
         settings = replace(settings, timeout=float(timeout))
-    call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
+    call, request = describe_call(function, args, kwargs), Request(num_ranks, exact=True)
     if folder is not None:
         folder = Path(folder).absolute()
         value = run_call(call, request, folder, settings, launch)
@@ -97,27 +87,6 @@ def run_ranks(
         except KeyboardInterrupt as error:
             error.args = ()
             raise
-
-
-def print_errors_as_messages() -> None:
-    """Set sys.excepthook so that this library's errors end a program with a message; others as before."""
-    if getattr(sys.excepthook, "prints_messages", False):
-        return
-    before = sys.excepthook
-
-    def print_message(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, (UserError, RankError, StoppedError)):
-            details = getattr(error, "details", "")
-            if isinstance(error, RankError) and error.__cause__ and not details and not error.file:  # nowhere else
-                details = "".join(traceback.format_exception(error.__cause__))
-            print(*filter(None, [details, error.format_message()]), sep="\n", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt) and error.args:
-            print(error, file=sys.stderr)
-        else:
-            before(kind, error, trace)
-
-    print_message.prints_messages = True  # type: ignore[attr-defined]
-    sys.excepthook = print_message
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:

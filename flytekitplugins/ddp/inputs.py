@@ -24,12 +24,6 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}
-    if by_address := [name for name, value in counted.items() if not hashes.get(name) and any(find_files(value))]:
-        print(
-            f"{', '.join(by_address)}: counts by its address; from a task that writes it anew at each launch it makes "
-            "another run, which begins at step 1: give that task cache=True, or its output a HashMethod",
-            flush=True,
-        )
     return {name: hashes.get(name) or describe_value(replace_files_and_modules(each)) for name, each in counted.items()}
 
 

@@ -1,5 +1,7 @@
 """The body of a task on its ranks: how it gets there, flytekit's context in a rank, and what comes back."""
 
+import copy
+import dataclasses
 import importlib
 import sys
 import traceback
@@ -67,8 +69,7 @@ def make_call(
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function
     outputs = task.python_interface.outputs, task.python_interface.output_tuple_name
-    parts = {"the function": sent, **{f"input {name}": value for name, value in inputs.items()}}
-    payload = pickle_call(task.name, parts, run_body, sent, dict(inputs), place, task.name, outputs, literals)
+    payload = pickle_call(task.name, run_body, sent, dict(inputs), place, outputs, literals)
     return Call(function_name(function), payload, shown, code, own_code)
 
 
@@ -76,7 +77,6 @@ def run_body(
     function: Callable[..., Any],
     inputs: dict[str, Any],
     place: Place | None,
-    name: str,
     outputs: tuple[dict[str, Any], str | None],
     literals: bool,
 ) -> Returned | None:
@@ -86,9 +86,8 @@ def run_body(
     upload the values and return their literals. Raises UnreachableError for Flyte's recoverable exception.
     """
     from flyte_ddp.loops.current_rank import current_rank  # imports torch
-    from flytekitplugins.ddp.outputs import convert_outputs  # and NumPy
 
-    rank, folder = current_rank().rank, current_rank().folder
+    rank = current_rank().rank
     share_downloads(inputs)
     with flytekit_context(place):
         try:
@@ -98,11 +97,27 @@ def run_body(
             raise UnreachableError(f"rank {rank}: {type(error).__name__}: {error}") from error
         if rank:
             return None
-        value = convert_outputs(name, value, outputs, folder if place is None else None)
+        value = to_python(value)
         if literals and outputs[0]:
             value = make_literals(value, *outputs)
         decks = flytekit.current_context().decks
         return Returned(value, [(deck.name, deck.html) for deck in decks if not isinstance(deck, TimeLineDeck)])
+
+
+def to_python(value: Any) -> Any:
+    """Return a value with Python's own numbers and texts in place of NumPy's, and of tensors and arrays of one."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        parts = map(to_python, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {to_python(key): to_python(each) for key, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(value, field.name, to_python(getattr(value, field.name)))
+    return value
 
 
 @contextmanager

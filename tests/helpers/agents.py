@@ -6,12 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from flyte_ddp.launch.supervise.link import RankInfo
+
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.runs.work import Work
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import agents
 import pytest
 from faulty_runs import saved
+from flyte_ddp.launch.supervise.link import RankInfo
 from processes import processes_with
 from trials import Trial
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 
 COMMAND = [sys.executable, "-m", "flyte_ddp.launch.remote.agent"]
 

@@ -62,12 +62,6 @@ class TestDask:
             pass
         assert type(raised.value) is kind
 
-    def test_an_adaptive_cluster_is_asked_for_workers(self) -> None:
-        """It starts none before there is something to do."""
-        with client_of_workers(0) as client:
-            client.cluster.adapt(minimum=0, maximum=2, interval="100ms")
-            assert dask.find_world(Request(2), client, 300.0).num_ranks == 2
-
     def test_workers_that_come_later(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         with client_of_workers(0) as client:
 

@@ -19,6 +19,7 @@ from typing import Any
 import agents
 import pytest
 from faulty_runs import HP, saved, when
+from flyte_ddp.launch.supervise.link import RankInfo
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 from trials import Trial
@@ -31,7 +32,6 @@ from flyte_ddp.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flyte_ddp.launch.supervise.link import RankInfo
 from kept_checkpoints import IDENTITY
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
@@ -28,7 +29,6 @@ from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_re
 from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.processes import RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
 from flyte_ddp.machine.resources import Request

@@ -128,7 +128,7 @@ OPEN_STORES = """
 from datetime import timedelta
 from torch.distributed import TCPStore
 from flyte_ddp.launch.supervise.rank import open_tcp_store
-from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.launch.supervise.link import RankInfo
 ports = [0]
 while ports[-1] not in ports[:-1]:
     store = open_tcp_store(RankInfo(0, 1, 0), None, timedelta(seconds=60))

@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 
 from flyte_ddp import run_ranks
 from flyte_ddp.loops import current_rank
-from flyte_ddp.loops import run_ranks as run_ranks_module
 
 
 def state_of_process() -> dict[str, object]:
@@ -42,7 +41,6 @@ def state_of_process() -> dict[str, object]:
 def run(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Call run_ranks in the folder ``run``, within seconds; nothing else stays of it."""
     monkeypatch.setenv("FLYTE_DDP_PROGRESS", "off")
-    run_ranks_module.print_errors_as_messages()  # which the first run does
     before = state_of_process()
 
     def run_in_folder(function: Any, *args: Any, folder: Path | None = tmp_path / "run", **options: Any) -> Any:

@@ -10,7 +10,6 @@ import pytest
 from engines import Run
 
 from flyte_ddp import UserError
-from flyte_ddp.errors import RankError
 from flyte_ddp.launch import spawn
 from flyte_ddp.loops.call import describe_call
 from flyte_ddp.machine import resources
@@ -28,11 +27,14 @@ from flyte_ddp.machine import resources
         ),
         (own_functions.fail, (3,), {}, "own_functions:fail: too many positional arguments; give the arguments that it"),
         (own_functions.fail, (), {"lr": 1}, "own_functions:fail: got an unexpected keyword argument 'lr'; give the"),
-        (own_functions.give_back, (threading.Lock(),), {}, "argument value cannot be sent to ranks .*; make it in the"),
+        (
+            own_functions.give_back,
+            (threading.Lock(),),
+            {},
+            "give_back or its arguments cannot be sent to ranks",
+        ),
         (own_functions.fail, (), {"num_ranks": -1}, "num_ranks=-1: must be a number of ranks, or 0"),
         (own_functions.fail, (), {"timeout": 0}, "timeout=0: must be a number of seconds above 0"),
-        (own_functions.fail, (), {"launch": spawn}, "launch=flyte_ddp.launch.spawn: must be a function, such as"),
-        (own_functions.fail, (), {"folder": 3}, "folder=3: must be a path, or None for a temporary folder"),
         (
             own_functions.fail,
             (),
@@ -44,19 +46,6 @@ from flyte_ddp.machine import resources
 def test_before_there_are_ranks(run: Run, function: Any, arguments: Any, options: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         run(function, *arguments, **options)
-
-
-def wait_in(path: str = "", timeout: float = 3.0) -> tuple[str, float]:
-    return path, timeout
-
-
-def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
-    """Which of the two a keyword is for cannot be known."""
-    with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, and the function has a parameter of th"):
-        run(wait_in, num_ranks=1, timeout=20)
-    assert run(wait_in, num_ranks=1) == ("", 3.0)
-    assert run(wait_in, "x", 5.0, num_ranks=1, timeout=20) == ("x", 5.0)
-    assert run(partial(wait_in, timeout=4.0), num_ranks=1, timeout=20) == ("", 4.0)
 
 
 def test_more_ranks_than_gpus(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +93,7 @@ def call_here() -> None:
             ("elsewhere",),
             "what rank 0 has returned cannot be unpickled here .*; in",
         ),
-        (own_functions.join_twice, ("join",), r"join: this process has a process group; call join\(\) or init_process"),
+        (own_functions.join_twice, (), r"join: this process has a process group; call join\(\) or init_process"),
         (
             own_functions.step_back,
             ("record",),
@@ -117,30 +106,14 @@ def test_in_two_ranks(run: Run, function: Any, arguments: Any, words: str) -> No
         run(function, *arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "arguments", "hint"),
-    [
-        (own_functions.join_twice, ("init",), r"or torch.distributed.init_process_group\(\), and once"),
-        (own_functions.synchronise_without_joining, (), r"first, or torch.distributed"),
-    ],
-)
-def test_torchs_errors_of_process_groups_end_with_a_hint(run: Run, function: Any, arguments: Any, hint: str) -> None:
-    with pytest.raises(RankError, match=rf"ValueError: .*\ncall .*{hint}"):
-        run(function, *arguments)
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("list", "save: the state is a list; give a dict with texts as keys"),
         ("keys", "save: the state is a dict with other keys; give a dict with texts as keys"),
-        (
-            "inner",
-            r"save: torch.load\(weights_only=True\) refuses state\['model'\]\['rule'\], of type Outcome; give",
-        ),
-        ("list of dicts", r"save: .* refuses state\['epochs'\]\[1\]\['loss'\], of type float64; give tensors"),
-        ("later", r"save: torch.load\(weights_only=True\) refuses state\['best'\], of type float64; give tensors"),
+        ("inner", r"save: torch.load\(weights_only=True\) refuses state\['model'\]; give tensors"),
+        ("list of dicts", r"save: torch.load\(weights_only=True\) refuses state\['epochs'\]; give tensors"),
+        ("later", r"save: torch.load\(weights_only=True\) refuses state\['best'\]; give tensors"),
     ],
 )
 def test_states_that_could_not_be_loaded(run: Run, kind: str, words: str) -> None:

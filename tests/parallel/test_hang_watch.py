@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flyte_ddp.launch.supervise.rank_process import classify_failure, describe_error
+from flyte_ddp.launch.supervise.link import classify_failure, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.machine.clock import Clock

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.launch.remote.file_sync import write_piece
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import is_loopback
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch.supervise.failures import OWN
-from flyte_ddp.launch.supervise.rank_process import Link, classify_failure
+from flyte_ddp.launch.supervise.link import Link, classify_failure
 from flyte_ddp.machine import process
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text

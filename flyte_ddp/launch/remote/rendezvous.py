@@ -21,8 +21,8 @@ from flyte_ddp import results
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.launch.remote.file_sync import read_file_as_messages, write_piece
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.processes import RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint

@@ -18,8 +18,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
+from flyte_ddp.launch.supervise.link import RankInfo, describe_error
 from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo, describe_error, flush_output, start_rank
+from flyte_ddp.launch.supervise.rank_process import flush_output, start_rank
 from flyte_ddp.machine.process import (
     become_subreaper,
     die_with_parent,

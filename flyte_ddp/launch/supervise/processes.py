@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.launch.supervise.rank_process import PipeEnd, RankInfo, start_rank
+from flyte_ddp.launch.supervise.link import PipeEnd, RankInfo
+from flyte_ddp.launch.supervise.rank_process import start_rank
 from flyte_ddp.machine.process import count_out_of_memory_kills, spawn_context
 
 HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from flyte_ddp import results
-from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, SaveFunction
+from flyte_ddp.launch.supervise.link import Link, RankInfo, SaveFunction
 from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.device_errors import explain_failed_device

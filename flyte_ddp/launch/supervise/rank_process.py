@@ -1,114 +1,18 @@
-"""A rank as a process, around run_rank: its signals, its end with the launcher, and messages to and from the launcher.
+"""A rank as a process, around run_rank: its signals, and its end with the launcher.
 
 Imports torch only when the rank can report that importing it failed.
 """
 
 import faulthandler
 import os
-import pickle
-import queue
 import signal
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError, UnreachableError, UserError
-from flyte_ddp.launch.supervise.network import set_network_interface
+from flyte_ddp.launch.supervise.link import Link, RankInfo
 from flyte_ddp.launch.supervise.stopping import call_on_signals
 from flyte_ddp.machine.process import SIGNALS, die_with_parent, set_process_name
-
-GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, and its words, in its errors' texts
-TORCH_TIMEOUTS = ("timed out", "timeout")  # of torch's stores and NCCL, where users' code waits in them
-MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
-SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """The place of a rank among those of its run."""
-
-    rank: int
-    world_size: int
-    local_rank: int  # the number of its GPU, of those that its process sees
-    function: str = ""  # of its work, whose module the rank imports while it waits for the work
-    store: str = ""  # a file by which ranks that are all on one host find each other
-
-
-class PipeEnd:
-    """One end of the pipe between a rank and its launcher."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe, self._sending = pipe, threading.Lock()
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Send a message, from any thread, unless the other side is gone; wait, without a limit, for the pipe."""
-        with self._sending, suppress(OSError):
-            self.pipe.send({"kind": kind, **values})
-
-
-class Link(PipeEnd):
-    """A rank's connection to its launcher, with a thread that handles messages whatever the rank is doing.
-
-    ``resumed_step`` is the step of the checkpoint that the run resumes from; 0 without one, or before the work comes.
-    """
-
-    def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
-        super().__init__(pipe)
-        self._received: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
-            kind: queue.SimpleQueue() for kind in ("work", "address")
-        }
-        self._save: SaveFunction = lambda _: resumed_step
-        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
-
-    def report_error(self, error: BaseException) -> None:
-        self.send(**describe_error(error))
-
-    def receive_work(self) -> Any:
-        """Wait for the Work, without a limit, and return it; set the network interface that the launcher names."""
-        message = self._received["work"].get()
-        if message["network"]:
-            set_network_interface(message["network"])
-        return pickle.loads(message["work"])  # in the main thread: two threads that import at once may deadlock
-
-    def receive_address(self, timeout: float) -> tuple[str, int]:
-        """Wait for host and port of rank 0's store; raise CollectiveTimeoutError after ``timeout`` seconds."""
-        try:
-            message = self._received["address"].get(timeout=timeout)
-        except queue.Empty:
-            raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
-        return message["host"], message["port"]
-
-    def offer_saving(self, save: SaveFunction) -> None:
-        """Set the function that saves a checkpoint and returns its step; the listening thread calls it."""
-        self._save = save
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                self.handle_message(self.pipe.recv())
-        except (EOFError, OSError):
-            self.handle_lost_launcher()
-        except Exception as error:  # nobody else would notice that this rank hears nothing any more
-            self.report_error(error)
-            os._exit(1)
-
-    def handle_message(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "work":
-            self._save = lambda _: int(message["saved"])
-        if message["kind"] in self._received:
-            self._received[message["kind"]].put(message)
-        elif message["kind"] == "save":
-            self.send("saved", step=self._save(message["seconds"]))
-
-    def handle_lost_launcher(self) -> None:
-        """End this process with exit code 1. On Linux the kernel has killed it already, with its launcher."""
-        os._exit(1)
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
@@ -152,56 +56,3 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be listening any more
             stream.flush()
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the message that reports a failure, with its text and traceback shortened."""
-    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
-    return {
-        "kind": "error",
-        "time": time.monotonic(),
-        "cause": classify_failure(error),
-        "type": type(raised).__name__,
-        "message": exception_message(raised),
-        "traceback": shorten_text("".join(traceback.format_exception(error))),
-    }
-
-
-def exception_message(error: BaseException) -> str:
-    """Return an exception's text, shortened to 20,000 characters; a placeholder if its ``__str__`` raises."""
-    return shorten_text(str(traceback.TracebackException.from_exception(error)))
-
-
-def shorten_text(text: str) -> str:
-    """Return a text, or the head and the tail of one of more than 20,000 characters."""
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    half = MAX_CHARACTERS // 2
-    return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters left out) ...\n{text[-half:]}"
-
-
-def classify_failure(error: BaseException) -> str:
-    """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
-
-    It is "mistake", "unreachable", "machine", "timeout" (a collective waited for FLYTE_DDP_TIMEOUT), "peer" (one failed
-    before that) or "own".
-    """
-    for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
-        if isinstance(error, kind):
-            return cause
-    # NCCL and torch's stores raise DistError. Without torch there is none, and CollectiveError stands in.
-    of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
-    origin: BaseException | None = error
-    seen: set[int] = set()  # `raise error from error` is its own cause
-    while origin is not None and id(origin) not in seen:
-        seen.add(id(origin))
-        if isinstance(origin, CollectiveTimeoutError):
-            return "timeout"
-        if isinstance(origin, CollectiveError):
-            return "peer"
-        if isinstance(origin, of_torch):
-            return "timeout" if any(words in str(origin).lower() for words in TORCH_TIMEOUTS) else "peer"
-        if type(origin) is RuntimeError and GLOO in str(origin):
-            return "timeout" if GLOO_TIMEOUT in str(origin) else "peer"
-        origin = origin.__cause__
-    return "own"

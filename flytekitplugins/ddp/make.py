@@ -1,0 +1,57 @@
+"""Makes the task for a function from ``DDP`` and flytekit's options: which type it has, and what its pods are given."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flytekit import PythonFunctionTask, Secret
+
+from flyte_ddp.errors import UserError, require_extra
+from flyte_ddp.pods import environment
+from flyte_ddp.settings import ALL_PODS, TRAINING_PODS
+from flytekitplugins.ddp import DDP
+from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
+from flytekitplugins.ddp.task import PodTask
+
+GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}  # of Kubernetes' 30 s
+
+
+def make_task(config: DDP, function: Callable[..., Any], options: dict[str, Any]) -> PythonFunctionTask:
+    """Return the task for a function and flytekit's options.
+
+    Raises UserError for @dynamic, if the engine's extra is not installed, or if there are fewer GPUs than ranks.
+    """
+    if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
+        raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
+    gpus = config.nodes * count_requested_gpus(take_resources(dict(options)))
+    if 0 < gpus < config.num_ranks:
+        raise UserError(
+            f"num_ranks={config.num_ranks}: the task requests {gpus} GPU(s), and each rank needs one; set num_ranks to "
+            "0, which is a rank for each GPU, or request more GPUs"
+        )
+    if options["shared_memory"] is None:
+        options["shared_memory"] = True  # /dev/shm is limited by the pod's memory only
+    if options["enable_deck"] is None and options["disable_deck"] is None:
+        options |= {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
+    options["environment"] = {
+        **GRACE,
+        environment.SECRET_VARIABLE: wandb_secret_name(options["secret_requests"] or []),
+        **environment.registered_settings(ALL_PODS),
+        **environment.registered_settings(TRAINING_PODS),
+        **(options["environment"] or {}),
+    }
+    if not config.engine or (config.engine, config.nodes) == ("elastic", 1):
+        return PodTask(config, function, **options)
+    with require_extra(config.engine):
+        if config.engine == "elastic":
+            from flytekitplugins.ddp.elastic import ElasticTask as Chosen
+        elif config.engine == "ray":
+            from flytekitplugins.ddp.ray import RayTask as Chosen
+        else:
+            from flytekitplugins.ddp.dask import DaskTask as Chosen
+        return Chosen(config, function, **options)
+
+
+def wandb_secret_name(secrets: list[Secret]) -> str:
+    """Return the first of the secrets whose name says that it is wandb's, as group/key; "off" if there is none."""
+    names = [f"{secret.group}/{secret.key}" for secret in secrets]
+    return next((name for name in names if "wandb" in name.lower()), "off")
