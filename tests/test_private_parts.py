@@ -11,13 +11,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import flytekit
 import fsspec
 import pytest
 import torch
 import torch.distributed as dist
 from cli import ROOT
-from flyte_ddp.launch.supervise.link import classify_failure
 from flytekit import FlyteContextManager
 from flytekit.bin.entrypoint import setup_execution
 from flytekit.core.type_engine import TypeEngine
@@ -29,12 +27,12 @@ from torch import nn
 
 from flyte_ddp.errors import CollectiveError
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
+from flyte_ddp.launch.supervise.link import classify_failure
 from flyte_ddp.loops.in_rank import default_group_timeout, stores_apart
 from flyte_ddp.machine.process import list_helpers
 from flyte_ddp.parallel import distributed
 from flyte_ddp.pods.elastic import publish_address_each_time
 from flytekitplugins.ddp.inputs import share_downloads
-from flytekitplugins.ddp.ranks import Place, find_place, flytekit_context
 from tasks.flyte import flyte_task
 
 HERE = "127.0.0.1"
@@ -202,18 +200,6 @@ def test_flytekits_downloads_go_through_ours(tmp_path: Path, kind: Any, form: in
     path = Path(os.fspath(value))
     assert (path / "a" if form else path).read_text() == "content"
     assert path.with_name(f".{path.name}.lock").read_bytes() == b"complete"
-
-
-def test_flytekits_checkpoint_is_passed_on_to_ranks(tmp_path: Path) -> None:
-    previous = tmp_path / "previous"
-    previous.mkdir()
-    (previous / "_flytecheckpoints").write_bytes(b"state")
-    place = Place(str(tmp_path / "raw"), str(tmp_path / "new"), str(previous))
-    with setup_execution(place.raw_output, checkpoint_path=place.checkpoint, prev_checkpoint=place.previous_checkpoint):
-        found = find_place()
-    assert (found.checkpoint, found.previous_checkpoint) == (place.checkpoint, place.previous_checkpoint)
-    with flytekit_context(found):
-        assert flytekit.current_context().checkpoint.read() == b"state"
 
 
 @pytest.mark.filterwarnings("ignore:Configuring shared memory")

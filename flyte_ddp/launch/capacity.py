@@ -13,7 +13,6 @@ POLL_SECONDS = 0.5
 
 
 def choose_world(work: Work, find_world: Callable[[Request], World]) -> Work:
-    """Return the work with the World that there is for its request."""
     world = find_world(work.request)
     return replace(work, world=replace(world, threads=work.request.threads or world.threads))
 

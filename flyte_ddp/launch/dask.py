@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import flyte_ddp
-from flyte_ddp.errors import UnreachableError, UserError, require_extra
+from flyte_ddp.errors import UnreachableError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
@@ -144,7 +144,6 @@ def describe_workers(client: Any) -> dict[str, Any]:
 def run_on_workers(
     client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None
 ) -> Any:
-    """Call a function on all workers, or on ``workers`` alone, and return its results by worker address."""
     with translate_cluster_errors(client):
         return client.run(pickle_by_value(function), *arguments, workers=workers)
 
@@ -189,7 +188,6 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
     with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client
-        from distributed.comm.addressing import get_address_host_port
 
     if client is None:
         with suppress(ValueError):
@@ -201,10 +199,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
         if address := os.environ.get(SCHEDULER):
             what = f"{SCHEDULER}={address}"
             try:
-                get_address_host_port(address)  # before there is a client: one that fails may stay the current one
                 client = Client(address, timeout=seconds)
-            except ValueError as error:
-                raise UserError(f"{what}: {error}; give it as tcp://host:port") from None
             except OSError as error:
                 raise UnreachableError(
                     f"{what}: no scheduler there ({error}); start one, or correct the address"

@@ -167,7 +167,6 @@ def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = W
 
 
 def run_local_worker(work: Work, key: str) -> None:
-    """Do the work as the rank of a worker that :func:`launch` has started; ``key`` is the ranks' common secret."""
     os.environ[KEY_VARIABLE] = key
 
     def lead() -> None:
@@ -234,7 +233,6 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
 
 
 def join_group(timeout: float) -> tuple[Any, RankInfo]:
-    """Return the store of this group of workers and this worker's RankInfo; ``timeout`` limits each operation."""
     from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
 
     info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
@@ -259,7 +257,6 @@ def run_worker_rank(
     folder: Path,
     prepare: Callable[[Work], Work] = Work.prepare_on_host,
 ) -> None:
-    """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run."""
     from flyte_ddp.launch.supervise.rank import run_rank
 
     process.set_process_name(f"rank {ticket.info.rank}")

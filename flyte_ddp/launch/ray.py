@@ -127,8 +127,6 @@ def connected() -> Iterator[None]:
             except (OSError, ValueError) as error:
                 why = str(error).partition("\n")[0]
                 raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
-            except RuntimeError as error:  # such as another version; without a connection it is an OSError
-                raise UserError(f"{what}: Ray refuses: {' '.join(str(error).split())}") from None
         yield
     finally:
         ray.shutdown()

@@ -102,7 +102,6 @@ def pickle_by_value(value: Any) -> bytes:
 
 
 def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """Return the payload of a Call; raise UserError if something in it cannot be pickled."""
     try:
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything

@@ -40,7 +40,6 @@ class Checkpoints(CheckpointWriter):
         return self.stop_requested or 0 < self.save_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state to the CPU for the thread to write."""
         self.used = True
         check_step("save", step, self.last_step)
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):

@@ -90,7 +90,6 @@ def run_ranks(
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:
-    """Return the settings with wandb disabled, unless WANDB_API_KEY is set, or WANDB_MODE says otherwise."""
     asked = settings.wandb_mode == "online" or os.environ.get("WANDB_MODE")
     return settings if asked else replace(settings, wandb_mode="disabled")
 
@@ -162,7 +161,6 @@ def remove_saves(folder: Path) -> None:
 
 
 def read_returned(name: str, path: Path) -> Any:
-    """Read and remove the file with rank 0's return value, and return that."""
     content = path.read_bytes()
     path.unlink()
     try:

@@ -52,35 +52,22 @@ def add_folder_token(name: str, *, complete: bool) -> str:
     if is_in_pod():
         return name
     path = runs_folder() / ".tokens" / name.replace("/", "-")
-    with explain_unwritable_runs_folder():
-        if not complete or not path.exists():
-            with atomic_write(path, durable=False) as file:
-                file.write(secrets.token_hex(8).encode())
-        return f"{name}@{path.read_text()}"
+    if not complete or not path.exists():
+        with atomic_write(path, durable=False) as file:
+            file.write(secrets.token_hex(8).encode())
+    return f"{name}@{path.read_text()}"
 
 
 @contextmanager
 def make_dated_folder(prefix: str) -> Iterator[Path]:
     """Make a folder PREFIX-TIME-RANDOM, yield its path, and remove the folder after the block if it is empty."""
     folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    with explain_unwritable_runs_folder():
-        folder.mkdir(parents=True)
+    folder.mkdir(parents=True)
     try:
         yield folder
     finally:
         with suppress(OSError):  # the folder holds files
             folder.rmdir()
-
-
-@contextmanager
-def explain_unwritable_runs_folder() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
-            "FLYTE_DDP_RUNS to another folder"
-        ) from None
 
 
 def print_local_files(headline: str, files: Mapping[Path, str]) -> None:

@@ -104,7 +104,6 @@ def sync_checkpoints(
 
 
 def record_result(store: CheckpointStore) -> None:
-    """Record that a run has its result, and delete abandoned files for up to 30 s; raise nothing."""
     with suppress(Exception):  # the result counts even if the blob store does not answer
         store.record_attempt_end(None)
     # In a thread, which a request that gets no answer does not hold up.

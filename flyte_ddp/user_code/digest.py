@@ -56,7 +56,6 @@ def package_digest(root: Path = Path(__file__).parents[1]) -> str:
 
 
 def list_package_files(root: Path) -> list[Path]:
-    """Return the library's Python, TOML and JSON files, all that its code reads when it trains."""
     return [*list_python_files(root), *sorted(root.rglob("*.toml")), *sorted(root.rglob("*.json"))]
 
 
@@ -113,7 +112,6 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
 
 
 def list_releases() -> str:
-    """Return the versions of the installed packages among ARITHMETIC, such as ``torch 2.15.0, numpy 2.3.1``."""
     found = []
     for name in ARITHMETIC:
         with suppress(PackageNotFoundError):

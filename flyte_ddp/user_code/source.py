@@ -106,7 +106,6 @@ def find_user_sources(spec: str) -> Iterator[Source]:
 
 
 def find_script_sources(script: Path) -> Iterator[Source]:
-    """Yield the source of a script, and of the user's modules that it imports, as :func:`find_user_sources` does."""
     search_working_directory()
     yield from follow_imports([(script.name, script)], {*IDENTIFIED})
 

@@ -34,7 +34,6 @@ class StoredSpec(str):
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    """Import a module from sources, under a name of its own in ``sys.modules``, and return it."""
     importer = StoredImporter(sources)  # not for importlib.import_module in that code, which finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
         sys.meta_path.insert(0, importer)

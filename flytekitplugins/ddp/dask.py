@@ -24,7 +24,6 @@ RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
 def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Dask:
-    """Return the plugin's configuration of so many workers, each with 1/``workers_per_node`` of ``node``."""
     parts = {kind: divide_resources(getattr(node, kind), workers_per_node) for kind in ("requests", "limits")}
     return Dask(scheduler=Scheduler(**requests_and_limits(SCHEDULER)), workers=WorkerGroup(workers, **parts))
 

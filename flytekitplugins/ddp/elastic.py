@@ -30,7 +30,6 @@ from flytekitplugins.ddp.task import Function, RanksTask
 
 
 def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any]:
-    """Return the options of the plugin's ``Elastic`` for ``least`` to ``most`` nodes with so many ranks on each."""
     seconds = read_whole_number(elastic_pods.MEET_VARIABLE)
     return {
         "nnodes": most if least == most else f"{least}:{most}",
@@ -103,7 +102,8 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
 
         returned: Returned
         if not is_in_pod():
-            returned = run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), elastic.launch)
+            launch = partial(elastic.launch, retries=self.task_config.max_restarts)
+            returned = run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
             return returned
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():

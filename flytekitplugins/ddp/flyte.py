@@ -1,26 +1,19 @@
 """Flyte as the platform that runs tasks: an implementation of flyte_ddp.pods.platforms.Platform."""
 
-import asyncio
-import atexit
-import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from flytekit import Deck, FlyteContextManager
 from flytekit.configuration import LocalConfig
 from flytekit.core.context_manager import ExecutionState
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
-from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.platforms import EXECUTION_ID, is_in_pod
-
-CLOSE_SECONDS = 2.0  # for a connection to the blob store to close
+from flyte_ddp.pods.platforms import EXECUTION_ID
 
 
 def remove_execution_id_outside_tasks() -> None:
@@ -58,7 +51,6 @@ class Flyte:
 
 
 def replace_deck(title: str, html: str) -> None:
-    """Replace this task's deck of that title, or add a deck; a Deck itself can only append."""
     decks = FlyteContextManager.current_context().user_space_params.decks
     new = Deck(title, html, auto_add_to_deck=False)
     decks[:] = [new if deck.name == title else deck for deck in decks]
@@ -86,19 +78,3 @@ def report_user_errors() -> Iterator[None]:
         if mistake is None:
             raise
         raise FlyteUserRuntimeException(mistake) from mistake
-    finally:
-        if is_in_pod():
-            atexit.register(close_connections)  # after the body, so that it is called before flytekit stops its loops
-
-
-def close_connections() -> None:
-    """Close flytekit's connections to the blob store: otherwise each one is an ERROR in the log of a successful pod."""
-    for each in gc.get_objects():
-        if issubclass(type(each), AsyncFileSystem) and each.asynchronous and hasattr(each, "set_session"):
-            with suppress(Exception):
-                asyncio.run(asyncio.wait_for(close_session(each), CLOSE_SECONDS))  # flytekit's own loops are not known
-
-
-async def close_session(files: Any) -> None:
-    session = await files.set_session()
-    await session.close()

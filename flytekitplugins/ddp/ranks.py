@@ -5,8 +5,8 @@ import dataclasses
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,6 @@ from flytekit.models.literals import LiteralMap
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_call
 from flytekitplugins.ddp.inputs import share_downloads
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an attempt at a task writes: what flytekit's context in a pod is made of."""
-
-    raw_output: str
-    checkpoint: str | None
-    previous_checkpoint: str | None
 
 
 @dataclass(frozen=True)
@@ -53,14 +44,13 @@ class FunctionOfTask:
 
 
 def find_task_function(module: str, name: str, root: str) -> Any:
-    """Import a module and return the function of its task of that name."""
     if root not in sys.path:  # pyflyte has it there only while it imports
         sys.path.insert(0, root)
     return getattr(importlib.import_module(module), name).task_function
 
 
 def make_call(
-    task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], place: Place | None, *, literals: bool
+    task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], raw_output: str, *, literals: bool
 ) -> Call:
     """Return the Call of :func:`run_body` for a task: by name if its module has the task so named, else by value."""
     function = task.task_function
@@ -69,27 +59,30 @@ def make_call(
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function
     outputs = task.python_interface.outputs, task.python_interface.output_tuple_name
-    payload = pickle_call(task.name, run_body, sent, dict(inputs), place, outputs, literals)
+    payload = pickle_call(task.name, run_body, sent, dict(inputs), raw_output, outputs, literals)
     return Call(function_name(function), payload, shown, code, own_code)
 
 
 def run_body(
     function: Callable[..., Any],
     inputs: dict[str, Any],
-    place: Place | None,
+    raw_output: str,
     outputs: tuple[dict[str, Any], str | None],
     literals: bool,
 ) -> Returned | None:
     """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
 
-    ``place`` is None in a local run. ``outputs`` are the types by name and the name of a declared tuple. ``literals``:
-    upload the values and return their literals. Raises UnreachableError for Flyte's recoverable exception.
+    ``raw_output`` is the prefix of a pod's files, "" in a local run. ``outputs`` are the types by name, and the name of
+    a declared tuple. ``literals``: upload the values and return their literals. Raises UnreachableError for Flyte's
+    recoverable exception.
     """
+    from flytekit.bin.entrypoint import setup_execution
+
     from flyte_ddp.loops.current_rank import current_rank  # imports torch
 
     rank = current_rank().rank
     share_downloads(inputs)
-    with flytekit_context(place):
+    with setup_execution(raw_output) if raw_output else nullcontext():
         try:
             value = function(**inputs)
         except FlyteRecoverableException as error:
@@ -118,26 +111,6 @@ def to_python(value: Any) -> Any:
         for field in dataclasses.fields(value):
             object.__setattr__(value, field.name, to_python(getattr(value, field.name)))
     return value
-
-
-@contextmanager
-def flytekit_context(place: Place | None) -> Iterator[None]:
-    from flytekit.bin.entrypoint import setup_execution
-
-    if place is None:
-        yield
-        return
-    with setup_execution(place.raw_output, checkpoint_path=place.checkpoint, prev_checkpoint=place.previous_checkpoint):
-        yield
-
-
-def find_place() -> Place:
-    context = flytekit.current_context()
-    try:
-        checkpoint = context.checkpoint
-    except NotImplementedError:  # flytekit's way to say that there is none
-        return Place(context.raw_output_prefix, None, None)
-    return Place(context.raw_output_prefix, checkpoint._checkpoint_dest, checkpoint._checkpoint_src)
 
 
 def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) -> LiteralMap:

@@ -33,21 +33,6 @@ def ray_cluster(
     ``resources`` and ``shared_memory`` (of /dev/shm; "": limited by its memory) are each worker's. ``gpu_type`` is the
     value of the nodes' label for their GPU; "" takes any.
     """
-    worker = WorkerNodeConfig(
-        "ranks",
-        replicas=nodes,
-        ray_start_params={"object-store-memory": SMALLEST_STORE},
-        pod_template=node_template(resources, shared_memory, gpu_type, with_secrets=with_secrets),
-    )
-    return RayJobConfig(
-        head_node_config=HeadNodeConfig({"num-cpus": "0"}, **requests_and_limits(HEAD)),
-        worker_node_config=[worker],
-        shutdown_after_job_finishes=True,
-    )
-
-
-def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str, *, with_secrets: bool) -> PodTemplate:
-    """Return the pod template of the ranks' nodes: their resources, their type of GPU, and /dev/shm."""
     given = {kind: kubernetes_resources(getattr(resources, kind)) for kind in ("requests", "limits")}
     container = {
         "name": "ray-worker",
@@ -62,7 +47,13 @@ def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str, *,
         taint = {"key": GPU_LABEL, "operator": "Equal", "value": gpu_type, "effect": "NoSchedule"}
         spec |= {"nodeSelector": {GPU_LABEL: gpu_type}, "tolerations": [taint]}
     # The label keeps Flyte's webhook from adding secrets.
-    return PodTemplate(spec, labels=None if with_secrets else {"inject-flyte-secrets": "false"})
+    template = PodTemplate(spec, labels=None if with_secrets else {"inject-flyte-secrets": "false"})
+    options = {"object-store-memory": SMALLEST_STORE}
+    return RayJobConfig(
+        head_node_config=HeadNodeConfig({"num-cpus": "0"}, **requests_and_limits(HEAD)),
+        worker_node_config=[WorkerNodeConfig("ranks", nodes, ray_start_params=options, pod_template=template)],
+        shutdown_after_job_finishes=True,
+    )
 
 
 class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped

@@ -42,7 +42,6 @@ def name_run(task: str, call: Call) -> str:
 
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
-    """Return the launcher of Ray or Dask, which in a pod waits for so many hosts of the cluster that Flyte sets up."""
     launch = import_module(f"flyte_ddp.launch.{engine}").launch
     return partial(launch, retries=ENGINE_RETRIES, hosts_to_come=hosts if is_in_pod() else 0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from flytekit import PythonFunctionTask
+from flytekit import PythonFunctionTask, current_context
 
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods.platforms import is_in_pod
@@ -19,7 +19,7 @@ from flytekitplugins.ddp.flyte import (
     translate_errors_for_flyte,
 )
 from flytekitplugins.ddp.inputs import describe_inputs
-from flytekitplugins.ddp.ranks import Returned, find_place, make_call
+from flytekitplugins.ddp.ranks import Returned, make_call
 from flytekitplugins.ddp.resources import count_requested_gpus
 from flytekitplugins.ddp.run import engine_launcher, name_run, run_in_folder, when_written
 
@@ -61,8 +61,8 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         remove_execution_id_outside_tasks()
         with translate_errors_for_flyte():
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
-            literals = self.has_own_hosts and is_in_pod()
-            call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
+            raw_output = current_context().raw_output_prefix if is_in_pod() else ""
+            call = make_call(self, inputs, shown, raw_output, literals=self.has_own_hosts and is_in_pod())
             returned = self.run_ranks(call, name_run(self.name, call))
         for name, html in returned.decks:
             replace_deck(name, html)

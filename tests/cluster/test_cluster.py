@@ -13,7 +13,6 @@ import torch
 import yaml
 from cluster import ROOT, Cluster, encode_as_console, encode_as_flytekit
 from flytekit import CronSchedule, LaunchPlan
-from flytekit.core.options import Options
 from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPolicy
 
 from flyte_ddp.config import Hyperparameters
@@ -37,19 +36,6 @@ import torch
 def model(num_classes, input_shape):
     channels, height, width = input_shape
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes, bias=BIAS))
-"""
-
-HOARDING_MODEL = """
-import torch
-
-
-class Hoarding(torch.nn.Linear):
-    def forward(self, images):
-        self.hoard = [torch.ones(2**26) for _ in iter(int, 1)]
-
-
-def model(num_classes, input_shape):
-    return Hoarding(1, num_classes)
 """
 
 
@@ -76,27 +62,6 @@ def last_line(message: str) -> str:
 
 def test_registration(registration_output: str) -> None:
     assert "Successfully registered" in registration_output
-
-
-def test_the_form_of_a_plan_has_its_fields_in_order(cluster: Cluster) -> None:
-    plan = cluster.remote.fetch_launch_plan(name="training_on_demand", version=cluster.version)
-    schema = plan.interface.inputs["hp"].type.metadata["definitions"]["Hyperparameters"]
-    names = [name for part in schema["allOf"] for name in part["properties"]]
-    assert names == [*asdict(Hyperparameters())]
-
-
-def test_pods_have_the_service_account_that_was_asked_for(kubectl: Cluster) -> None:
-    account = f"{kubectl.version}-account"
-    kubectl.kubectl("create", "serviceaccount", account)
-    try:
-        hp = Hyperparameters(**SHORT, seed=unused_seed(kubectl))
-        options = Options.default_from(k8s_service_account=account)
-        name = kubectl.launch("training_on_demand", {"hp": hp}, options=options)
-        pod, *_ = kubectl.wait_until(lambda: kubectl.list_pods(name), f"a pod of {name}")
-        assert pod["spec"]["serviceAccountName"] == account
-        kubectl.abort(name)
-    finally:
-        kubectl.kubectl("delete", "serviceaccount", account)
 
 
 def test_training_gives_what_a_local_run_gives(cluster: Cluster, tmp_path: Path) -> None:
@@ -141,17 +106,9 @@ def test_a_users_own_model_and_a_change_in_it(cluster: Cluster) -> None:
     assert hits == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("hp", "words"),
-    [
-        ({"epochs": 0}, "epochs=0: must be at least 1"),
-        ({"epoch": 3}, "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
-        ({"dataset": "digitz"}, "unknown dataset 'digitz': did you mean 'digits'?"),
-    ],
-)
-def test_wrong_values_end_in_the_first_task(cluster: Cluster, hp: dict[str, Any], words: str) -> None:
-    message = cluster.wait_for_error(cluster.launch("training_on_demand", {"hp": encode_as_console(hp)}))
-    assert words in last_line(message)
+def test_wrong_values_end_in_the_first_task(cluster: Cluster) -> None:
+    message = cluster.wait_for_error(cluster.launch("training_on_demand", {"hp": encode_as_console({"epochs": 0})}))
+    assert "epochs=0: must be at least 1" in last_line(message)
 
 
 def test_the_page_of_a_training_while_it_goes_on_and_after_a_failure(cluster: Cluster) -> None:
@@ -193,30 +150,6 @@ def test_a_users_own_loop_goes_on_after_its_pod_is_deleted(kubectl: Cluster) -> 
     for step in range(1, num_steps + 1):
         totals.append((3 * totals[-1] + 2 * step) % 2**31)
     assert [*map(int, kubectl.read_blob(output_address(execution, "totals")).split())] == totals
-
-
-def test_more_memory_than_there_is(cluster: Cluster) -> None:
-    (cluster.sources / "hoarding.py").write_text(HOARDING_MODEL)
-    message = cluster.wait_for_error(
-        cluster.run_remote({**SHORT, "model": "hoarding:model", "seed": unused_seed(cluster)})
-    )
-    assert "memory" in last_line(message)
-
-
-def test_a_secret_that_is_there_and_one_that_is_not(kubectl: Cluster) -> None:
-    nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    for name in (f"{kubectl.version}-there", f"{kubectl.version}-missing"):
-        words = f"no secret {name}/api_key"
-        if name.endswith("there"):
-            words = "the server did not answer"  # to whom the key was to be shown
-            kubectl.kubectl("create", "secret", "generic", name, f"--from-literal=api_key={'0' * 40}")
-        hp = {**SHORT, "epochs": 1, "seed": unused_seed(kubectl)}
-        try:
-            execution = kubectl.run_remote(hp, FLYTE_DDP_WANDB_SECRET=f"{name}/api_key", **nowhere)
-            kubectl.wait_for_success(execution)
-        finally:
-            kubectl.kubectl("delete", "secret", name, "--ignore-not-found")
-        kubectl.wait_for_training_log(execution, words)
 
 
 def test_an_aborted_run_leaves_no_pod_and_launched_again_goes_on(kubectl: Cluster) -> None:
@@ -261,20 +194,6 @@ def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
     inputs = cluster.fetch_execution_with_nodes(first.id.name).inputs
     assert inputs.get("kickoff_time", as_type=datetime) >= begin.replace(second=0, microsecond=0)
     cluster.clean_up()  # what follows has the cluster for itself
-
-
-def test_shards_training_on_them_and_predictions(cluster: Cluster) -> None:
-    execution = cluster.wait_for_success(cluster.launch("workflows.shards.shards_wf", {"source": "digits"}))
-    dataset = execution.outputs.get("dataset", as_type=str)
-    assert dataset.startswith("shards:")
-    hp = {"dataset": dataset, "epochs": 1, "max_steps": 5, "image_size": 16}
-    trained = cluster.wait_for_success(cluster.launch_training(**hp)).outputs
-    model = {name: trained.literals[name] for name in ("model_state", "sidecar")}
-    predicted = cluster.wait_for_success(
-        cluster.launch("workflows.prediction.predict_wf", {**model, "dataset": "digits"})
-    )
-    rows = cluster.read_blob(output_address(predicted, "table")).decode().splitlines()
-    assert len(rows) == 1 + 297
 
 
 def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:

@@ -1,18 +1,16 @@
 """A launcher whose agents are processes of this machine, as a stand-in for engines that start them elsewhere."""
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-
-from flyte_ddp.launch.supervise.link import RankInfo
 
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.runs.work import Work
 
@@ -40,13 +38,6 @@ def send(ticket: JoinTicket, retries: int) -> None:
         if not retries:
             raise
         send(ticket, retries - 1)
-
-
-def prepare_for_ever(work: Work) -> Work:
-    """As a host whose download of data takes minutes."""
-    (work.arguments.settings.cache_folder / "preparing").touch()
-    threading.Event().wait()
-    return work
 
 
 def refuse_failed(sent: Sequence[Future[None]]) -> None:

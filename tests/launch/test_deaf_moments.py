@@ -3,9 +3,6 @@
 import os
 import pickle
 import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -16,21 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import agents
 import pytest
-from faulty_runs import HP, saved, when
-from flyte_ddp.launch.supervise.link import RankInfo
 from kept_checkpoints import IDENTITY
 from processes import wait_until
-from trials import Trial
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, StoppedError, UserError
-from flyte_ddp.launch import single
 from flyte_ddp.launch.remote import connection, proxy, rendezvous
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.failures import find_root_cause
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
@@ -139,23 +132,6 @@ def test_a_signal_to_an_agent_is_passed_on_while_it_waits_for_work_or_its_rank(
         assert proxy.proxy_rank(agent.handle, agent.ticket)
 
 
-@pytest.mark.slow
-def test_a_stop_while_hosts_are_prepared_does_not_wait_for_that(trial: Trial) -> None:
-    """Ranks answer meanwhile: the time for a last checkpoint is not spent in vain."""
-    cache = trial.marker.with_name("cache")
-    cache.mkdir()
-    told = when(cache / "preparing", lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-    def launch(work: Work) -> None:
-        agents.launch(replace(work, on_host="agents:prepare_for_ever"))
-
-    with pytest.raises(StoppedError) as caught:
-        trial.train(replace(HP, num_ranks=1), launch=launch, save_seconds=600.0)
-    told.join()
-    assert caught.value.step == 0
-    assert saved(trial.folder) is None
-
-
 @pytest.mark.parametrize("fails", ["a file from the launcher", "a result for the launcher"])
 def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """Not as a host that is lost, which would be tried again."""
@@ -189,12 +165,6 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
         assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"
 
 
-def test_an_agent_that_loses_its_launcher_may_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = Agent(tmp_path, monkeypatch)
-    agent.launcher.close()
-    assert not proxy.proxy_rank(agent.handle, agent.ticket)
-
-
 def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,28 +183,3 @@ def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(closed.read_stack).result(LIMIT) == ""
         pool.submit(closed.close).result(LIMIT)
-
-
-def test_an_interrupt_on_its_way_when_the_work_ends_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that has saved sends it; the main thread has left the block by then, and waits for that thread."""
-    has_saved, kill = threading.Event(), signal.pthread_kill
-
-    def has_left_block(thread: int) -> bool:
-        names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
-        return "stop_with_checkpoint" in names
-
-    def kill_late(thread: int, number: int) -> None:
-        has_saved.set()
-        wait_until(lambda: has_left_block(thread))
-        kill(thread, number)
-
-    monkeypatch.setattr(single.signal, "pthread_kill", kill_late)
-
-    def work() -> None:
-        with single.stop_with_checkpoint(work_in(tmp_path)) as offer_saving:
-            offer_saving(lambda _: 3)
-            os.kill(os.getpid(), signal.SIGTERM)
-            has_saved.wait()
-
-    with pytest.raises(StoppedError):
-        work()

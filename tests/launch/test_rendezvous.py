@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import AuthenticationError, Pipe
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flyte_ddp.launch.supervise.link import RankInfo
 from kept_checkpoints import IDENTITY
+from traps import MakesFolder
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
 from flyte_ddp.launch import elastic
@@ -28,6 +28,7 @@ from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, con
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
@@ -83,40 +84,11 @@ def is_turned_away(stranger: socket.socket | Connection) -> bool:
     return True
 
 
-@pytest.mark.slow
-def test_slow_strangers_hold_nobody_up(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They send a byte now and then, so that no single wait is long; each is turned away after some time in all."""
-    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.8)
-    slow = meeting.strangers(3)
-    for each in slow:
-        each.send((60).to_bytes(4, "big"))  # bytes are to follow
-    begin = time.monotonic()
-    done = threading.Event()
-
-    def talk() -> None:
-        with suppress(OSError):
-            while not done.wait(0.1):
-                for each in slow:
-                    each.send(b"\0")
-
-    talking = start_thread(talk)
-    came = start_thread(lambda: meeting.agent(0))
-    late = start_thread(lambda: is_turned_away(slow[0]) and meeting.agent(1))
-    assert [handle.rank for handle in meeting.gather(2)] == [0, 1]
-    assert 0.5 < time.monotonic() - begin < 10
-    done.set()
-    for thread in (talking, came, late):
-        thread.join()
-
-
-@pytest.mark.parametrize("files_lack", [False, True])
-def test_more_strangers_than_are_listened_to_at_once(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, files_lack: bool
-) -> None:
-    """Also if there were too many open files for the first: that costs a connection and no place."""
+def test_more_strangers_than_are_listened_to_at_once(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there are too many open files for the first: that costs a connection and no place."""
     monkeypatch.setattr(connection, "HELLO_SECONDS", 0.2)
     monkeypatch.setattr(connection, "MOST_AT_ONCE", 2)
-    refusals, dup = iter(range(3 * files_lack)), os.dup
+    refusals, dup = iter(range(3)), os.dup
 
     def dup_or_fail(number: int) -> int:
         if threading.current_thread().name.startswith("agent") and next(refusals, None) is not None:
@@ -164,52 +136,19 @@ def test_of_two_agents_of_one_rank_the_later_counts(meeting: Meeting) -> None:
         handle.pipe.close()
 
 
-class Bomb:
-    """Leaves a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-@pytest.mark.parametrize("padding", [0, 1 << 22])
-def test_what_a_stranger_says_is_not_unpickled(meeting: Meeting, tmp_path: Path, padding: int) -> None:
-    """Nor is a message read that is longer than a proof."""
+def test_what_a_stranger_says_is_not_unpickled(meeting: Meeting, tmp_path: Path) -> None:
 
     def two_come() -> None:
         [stranger] = meeting.strangers(1)
         pipe = meeting.connections.enter_context(Connection(os.dup(stranger.fileno())))
-        try:
-            for _ in range(2):
-                pipe.send_bytes(pickle.dumps(Bomb(tmp_path / "unpickled")) + bytes(padding))
-        except OSError:
-            assert padding
+        for _ in range(2):
+            pipe.send_bytes(pickle.dumps(MakesFolder(tmp_path / "unpickled")))
         is_turned_away(pipe)
         meeting.agent(0)
 
     came = start_thread(two_come)
     meeting.gather(1)
     came.join()
-    assert not (tmp_path / "unpickled").exists()
-
-
-def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            guest, _ = server.accept()
-            with guest, Connection(os.dup(guest.fileno())) as pipe:
-                pipe.send_bytes(b"challenge")
-                pipe.send_bytes(pickle.dumps(Bomb(tmp_path / "unpickled"))[:64])
-                is_turned_away(guest)
-
-        served = start_thread(serve)
-        ticket = JoinTicket(RankInfo(0, 1, 0), ("127.0.0.1",), server.getsockname()[1], b"key", tmp_path, "mark")
-        with pytest.raises((OSError, AuthenticationError)):
-            connect_to_launcher(ticket, tmp_path)
-        served.join()
     assert not (tmp_path / "unpickled").exists()
 
 

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from engines import RAY_ENVIRONMENT
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import Literal
 from msgpack import unpackb
@@ -55,7 +53,6 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     assert ended.outputs is not None, ended.log
     assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 7.0, "ranks": 2}
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "a line 7.0"
-    assert not [line for line in ended.log.splitlines() if "ERROR" in line or "Unclosed" in line]
     assert ended.deck is not None
     assert "made on rank 0 of 2" in ended.deck
     assert "own.train-" in ended.deck, "the page of the run"
@@ -145,17 +142,6 @@ def test_ranks_in_two_pods_of_a_pytorchjob(cluster: Cluster) -> None:
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
     assert not [pod.error for pod in pods if pod.error]
     assert [*cluster.server.folder.rglob("own.on_elastic-*/*/done-*")]
-
-
-@pytest.mark.exhaustive
-def test_ranks_on_ray(cluster: Cluster) -> None:
-    """Without an operator Flyte's plugin starts a cluster in the pod."""
-    with TemporaryDirectory() as short:  # names of sockets have a limit
-        environment = {**RAY_ENVIRONMENT, "RAY_TMPDIR": short}
-        ended = cluster.run("own.on_ray_here", {"value": number(4)}, environment=environment)
-    assert ended.outputs is not None, ended.log
-    assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 8.0, "ranks": 2}
-    assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
 
 
 def test_a_dynamic_task_is_a_workflow_of_pods(cluster: Cluster) -> None:

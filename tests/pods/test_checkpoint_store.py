@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,18 +72,6 @@ def test_a_new_execution_resumes_where_one_without_a_result_stopped(
     assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
 
 
-def test_an_upload_counts_though_files_cannot_be_listed(
-    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: str) -> list[storage.Entry]:
-        raise ForbiddenError("listing is not allowed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "list_files", refuse)
-        store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
-    assert names(base) == ["one 0 5"]
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -143,16 +130,6 @@ def test_a_checkpoint_that_is_forbidden_or_replaced_meanwhile_does_not_count_as_
         monkeypatch.setattr(storage, "open_file", opened)
         with pytest.raises(error, match=words):
             begun(replace(store, attempt=1), tmp_path / "1")
-
-
-def test_executions_at_the_same_time_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
-    def train(execution: str) -> None:
-        for step in range(1, 20):
-            replace(store, execution=execution).upload_checkpoint(write(tmp_path / execution / "a.ckpt", step))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, ("one", "two")))
-    assert names(base) == ["one 0 18", "one 0 19", "two 0 18", "two 0 19"]
 
 
 def test_abandoned_files_are_deleted(

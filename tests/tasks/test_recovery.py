@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -94,17 +93,6 @@ class TestInAPod:
         self.attempt(tmp_path / "0", save)
         assert names(project / "another") == []
 
-    def test_a_store_that_does_not_end_a_sweep_does_not_hold_the_result_up(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        never = threading.Event()
-        monkeypatch.setattr(CheckpointStore, "delete_abandoned_files", lambda *_: never.wait(60))
-        monkeypatch.setattr(retries, "SWEEP_SECONDS", 0.1)
-        begin = time.monotonic()
-        self.attempt(tmp_path / "0", lambda _: None)
-        assert time.monotonic() - begin < 30
-        never.set()
-
     def test_the_last_checkpoint_is_sent(self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
@@ -134,23 +122,6 @@ class TestInAPod:
             assert self.newest_step(tmp_path / "1" / FOLDER) == 4
         waiting[-1]()
         assert names(project / "run", DONE) == ["one 0 0"]
-
-    def test_an_execution_from_scratch_uses_no_checkpoint(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        found: list[int] = []
-
-        def be_lost(folder: Path) -> None:
-            found.append(self.newest_step(folder))
-            write(folder / SLOTS[0], 4)
-            raise RankError("rank 1 was killed", recoverable=True)
-
-        for execution, from_scratch in (("one", ""), ("two", ""), ("three", "yes")):
-            monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", execution)
-            monkeypatch.setenv("FLYTE_DDP_FROM_SCRATCH", from_scratch)
-            with pytest.raises(FlyteRecoverableException):
-                self.attempt(tmp_path / execution, be_lost)
-        assert found == [0, 4, 0]
 
     def test_sigterm_during_the_download_loses_no_checkpoint(
         self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,6 @@ def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> No
 
 
 def agent_start_error(who: str, error: BaseException) -> UnreachableError:
-    """Return the error for an agent that ``who``, such as "a Dask worker", could not start."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     return UnreachableError(f"{who} cannot start a rank ({why}); it needs flyte-ddp as it is here")
 

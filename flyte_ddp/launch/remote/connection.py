@@ -188,6 +188,5 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, second
 
 
 def shut_connection(connected: socket.socket) -> None:
-    """Shut a connection down in both directions; a thread that reads from it gets the end."""
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

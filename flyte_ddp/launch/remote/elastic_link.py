@@ -86,7 +86,6 @@ def lost_rank_0_error() -> RankError:
 
 @contextmanager
 def pickle_exception() -> Iterator[None]:
-    """Pickle an exception of the block to a file beside Elastic's error file, where first_worker_error finds it."""
     try:
         yield
     except BaseException as error:

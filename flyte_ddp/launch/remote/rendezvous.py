@@ -209,7 +209,6 @@ class RemoteHandle(RankHandle):
         return str(message["text"]) if message else ""
 
     def kill(self) -> None:
-        """Ask the agent to kill the rank; do not wait."""
         self.send("kill")
 
     def close(self) -> None:

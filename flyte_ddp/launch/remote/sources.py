@@ -31,7 +31,8 @@ def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | N
     Yields None and the original folders if this host has the same files. Unpickles ``sources``: trust their sender.
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
-    if all(has_content(Path(place, name), content) for place, name, content in files):
+    paths = [(Path(place, name), content) for place, name, content in files]
+    if all(path.is_file() and path.read_bytes() == content for path, content in paths):
         yield None, [*dict.fromkeys(place for place, _, _ in files)]
         return
     with tempfile.TemporaryDirectory(
@@ -42,10 +43,3 @@ def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | N
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         yield folder, [folder]
-
-
-def has_content(path: Path, content: bytes) -> bool:
-    try:
-        return path.read_bytes() == content
-    except OSError:
-        return False

@@ -50,7 +50,6 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
 
 
 def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
-    """Return the recoverable error of a rank that the signal ``by`` has ended."""
     message = f"rank {rank} was killed by {by.name}"
     if by != signal.SIGKILL:
         return RankError(message, recoverable=True)

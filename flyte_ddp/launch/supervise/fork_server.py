@@ -59,7 +59,6 @@ class ForkedHandle(ProcessHandle):
         return self.exitcode is not None
 
     def kill(self) -> None:
-        """Make the rank server kill all its ranks and exit; do not wait for that."""
         if self.process.is_alive() and self.process.pid:
             os.kill(self.process.pid, END)
 

@@ -78,7 +78,6 @@ class Link(PipeEnd):
         return message["host"], message["port"]
 
     def offer_saving(self, save: SaveFunction) -> None:
-        """Set the function that saves a checkpoint and returns its step; the listening thread calls it."""
         self._save = save
 
     def _listen(self) -> None:
@@ -105,7 +104,6 @@ class Link(PipeEnd):
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the message that reports a failure, with its text and traceback shortened."""
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",

@@ -18,7 +18,6 @@ def set_network_interface(host: str) -> None:
 
 
 def host_addresses() -> tuple[str, ...]:
-    """Return this host's IPv4 addresses, one for each interface, without the loopback's."""
     found = (interface_address(name) for _, name in socket.if_nameindex())
     return tuple(address for address in found if address and not is_loopback(address))
 
@@ -28,7 +27,6 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of an interface, an empty string if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -145,7 +145,6 @@ class ProcessHandle(RankHandle):
 
 
 def start_process(group: list[RankHandle], info: RankInfo) -> None:
-    """Start a rank as a spawned process, which waits for its work, and append its handle to the group."""
     with spawn_context() as context:
         pipe, its_pipe = context.Pipe()
         stacks, its_stacks = context.Pipe(duplex=False)

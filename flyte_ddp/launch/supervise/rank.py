@@ -97,7 +97,6 @@ def run_rank(
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Import a function by ``package.module:function`` and return it."""
     module, _, attribute = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), attribute)
     return found

@@ -157,11 +157,6 @@ def on_dask_here(value: int) -> Outputs:
     return hand_over(value)
 
 
-@task(task_config=DDP(num_ranks=2, engine="ray"))
-def on_ray_here(value: int) -> Outputs:
-    return hand_over(value)
-
-
 def hand_over(value: int) -> Outputs:
     rank = flyte_ddp.current_rank()
     stats = add_up(float(value))
