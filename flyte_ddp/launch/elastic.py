@@ -210,12 +210,10 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
     ``prepare`` returns rank 0's work for this host, as after fetching data.
     """
     store, info = join_group(RANK_0_SECONDS)
-    tried: set[str] = set()
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
             ticket = read_ticket(store.get(TICKET), info)
-            tried.update(ticket.hosts)
             with connection.open_local_run_folder(ticket) as folder:
                 try:
                     pipe = connection.connect_to_launcher(ticket, folder)
@@ -225,10 +223,9 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
                     run_worker_rank(ticket, pipe, folder, prepare)
                     return
         time.sleep(POLL_SECONDS)
-    known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
     raise UnreachableError(
-        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s: {known}; its host must be "
-        f"reachable from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s; its host must be reachable from "
+        f"this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
     )
 
 

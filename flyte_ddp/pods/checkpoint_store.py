@@ -31,6 +31,7 @@ DONE_SECONDS = 3600.0  # until files of an execution with a result are deleted: 
 FUTILE_ATTEMPTS = 2  # attempts of which a rank failed without progress; there is no third
 LOST_ATTEMPTS = 5  # attempts that were lost without progress: what a pod whose memory runs out may cost
 DELETE_BATCH = 1000  # files that one request deletes
+MORE_MEMORY = "give the pod more memory (another profile, or mem= of your task), or train with fewer ranks in it"
 Result = TypeVar("Result")
 
 
@@ -71,7 +72,6 @@ class CheckpointStore:
     attempt: int = 0  # number of the attempt in its execution
     days: float = 14.0  # age at which a file is deleted
     from_scratch: bool = False  # whether to ignore checkpoints of other executions
-    memory_advice: str = "give it more memory"  # for an attempt whose memory ran out
 
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
@@ -176,7 +176,7 @@ class CheckpointStore:
             raise UserError(
                 f"{len(lost)} attempts were lost, or killed without a word, before they got further than step "
                 f"{step:,}, where they began, so no other one is made; Kubernetes says why (kubectl describe pod, or "
-                f"the console): if it is OOMKilled, {self.memory_advice}; else launch it again"
+                f"the console): if it is OOMKilled, {MORE_MEMORY}; else launch it again"
             )
 
     def record_attempt_start(self, step: int) -> None:
@@ -197,7 +197,7 @@ class CheckpointStore:
             self.write_note(DONE)
             self.delete_older_checkpoints(1)  # this pod may be lost before the platform has the result
         elif isinstance(error, OutOfMemoryError):
-            self.write_note(FAILED, text=f"{error}; {self.memory_advice}")
+            self.write_note(FAILED, text=f"{error}; {MORE_MEMORY}")
         elif not isinstance(error, RankLostError):  # without a note the attempt counts as lost
             self.write_note(FAILED if isinstance(error, RankError) else ENDED, text=str(error))
 

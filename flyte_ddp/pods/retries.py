@@ -16,7 +16,6 @@ from flyte_ddp.machine.process import postpone_signal, signal_handlers
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
-from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.settings import read_number, read_text
 from flyte_ddp.storage import ForbiddenError
@@ -59,7 +58,6 @@ def sync_checkpoints(
     run: str,
     work: Path,
     *,
-    own_function: bool = False,
     defer: Callable[[Callable[[], None]], object] = lambda record: record(),
 ) -> Iterator[Callable[[], None]]:
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
@@ -72,8 +70,7 @@ def sync_checkpoints(
         return
     folder = work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    advice = "request more for the task (mem)" if own_function else profile_memory_advice()
-    store = open_checkpoint_store(platform, run, advice)
+    store = open_checkpoint_store(platform, run)
     with postpone_signal(signal.SIGTERM):
         newest = store.download_newest_checkpoint(folder / SLOTS[0])
     uploader = CheckpointUploader(store, folder)
@@ -111,7 +108,7 @@ def record_result(store: CheckpointStore) -> None:
     start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)
 
 
-def open_checkpoint_store(platform: Platform, run: str, memory_advice: str) -> CheckpointStore:
+def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
     project, domain, execution = execution_names()
     return CheckpointStore(
         posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
@@ -119,7 +116,6 @@ def open_checkpoint_store(platform: Platform, run: str, memory_advice: str) -> C
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
         days=read_number("FLYTE_DDP_CHECKPOINT_DAYS"),
         from_scratch=bool(os.environ.get(environment.FROM_SCRATCH_VARIABLE)),
-        memory_advice=memory_advice,
     )
 
 
@@ -127,11 +123,6 @@ def checkpoints_address(output_address: str) -> str:
     """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or beside an attempt's outputs' parent folders."""
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
-
-
-def profile_memory_advice() -> str:
-    given = f"profile {read_text(PROFILE_VARIABLE)!r} gives {chosen_profile().memory} of memory"
-    return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
 def start_thread_in_context(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:

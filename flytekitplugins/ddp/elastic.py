@@ -108,7 +108,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))
-        do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run, "")))
+        do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run)))
         return returned
 
 

@@ -56,7 +56,7 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None,
     with (
         publish_function_page(PLATFORM, folder, run) if page else nullcontext(),
         upload_unsent_wandb(PLATFORM, folder),
-        sync_checkpoints(PLATFORM, run, folder, own_function=True, defer=do_when_written) as record_attempt_start,
+        sync_checkpoints(PLATFORM, run, folder, defer=do_when_written) as record_attempt_start,
     ):
         settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()

@@ -29,14 +29,6 @@ import os, pathlib
 [rank] = [comm.parent for comm in pathlib.Path("/proc").glob("[0-9]*/comm") if comm.read_text().strip() == "rank 1"]
 os.kill(int(rank.name), 9)
 """
-OWN_MODEL = """
-import torch
-
-
-def model(num_classes, input_shape):
-    channels, height, width = input_shape
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes, bias=BIAS))
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,15 +87,6 @@ def test_pyflyte_run_remote_as_one_types_it(cluster: Cluster) -> None:
     names = [cluster.run_remote(hp, FLYTE_DDP_PROFILE=profile) for profile in (cluster.profile, "local")]
     versions = {cluster.wait_for_success(name).spec.launch_plan.version for name in names}
     assert len(versions) == 2, "another profile is another version"
-
-
-def test_a_users_own_model_and_a_change_in_it(cluster: Cluster) -> None:
-    hp = {**SHORT, "epochs": 1, "model": "mine:model", "seed": unused_seed(cluster)}
-    hits = []
-    for bias in ("True", "True", "False"):
-        (cluster.sources / "mine.py").write_text(OWN_MODEL.replace("BIAS", bias))
-        hits.append(cluster.is_from_cache(cluster.wait_for_success(cluster.run_remote(hp))))
-    assert hits == [False, True, False]
 
 
 def test_wrong_values_end_in_the_first_task(cluster: Cluster) -> None:

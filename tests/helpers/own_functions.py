@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,19 +27,6 @@ class Outcome:
 
     step: int
     weights: torch.Tensor
-
-
-class UnpicklableError(Exception):
-    """Holds a lock, needs two arguments, and has no text."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__()
-        self.lock = threading.Lock(), one, other
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-    __repr__ = __str__
 
 
 class NeverUnpickled:
@@ -119,10 +105,6 @@ def fail() -> None:
     raise ArithmeticError("own words")
 
 
-def raise_unpicklable() -> None:
-    raise UnpicklableError(1, 2)
-
-
 def hang() -> None:
     while True:
         time.sleep(0.01)
@@ -132,8 +114,6 @@ FAILURES: dict[str, Callable[[], object]] = {
     "raise": fail,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "os._exit(0)": lambda: os._exit(0),
-    "sys.exit(0)": lambda: sys.exit(0),
-    "unpicklable": raise_unpicklable,
     "hang": hang,
 }
 
@@ -153,16 +133,11 @@ def in_functional(rank: int) -> Callable[[], object]:
     return lambda: functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).sum().item()
 
 
-def in_receive(rank: int) -> Callable[[], object]:
-    return lambda: dist.broadcast(torch.ones(3), src=1)
-
-
 def in_load(rank: int) -> Callable[[], object]:
     return current_rank().load
 
 
-WAITS = {"backward": in_backward, "all_reduce": in_all_reduce, "functional": in_functional, "receive": in_receive}
-WAITS["load"] = in_load
+WAITS = {"backward": in_backward, "all_reduce": in_all_reduce, "functional": in_functional, "load": in_load}
 
 
 def wait_for_failed(waits: str, failure: str, group: str, who: int = 1, port: int = 0) -> None:
@@ -198,9 +173,7 @@ def save_wrong(kind: str) -> None:
         rank.save(1, {"best": 0.5})
     states: dict[str, Any] = {
         "list": [1],
-        "keys": {1: 2},
         "later": {"best": np.float64(0.5)},
-        "list of dicts": {"epochs": [{"loss": 0.5}, {"loss": np.float64(0.5)}]},
     }
     states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}
     rank.save(2, states[kind])
@@ -212,11 +185,6 @@ def step_back(what: str) -> None:
     call = rank.save if what == "save" else lambda step, _: rank.record(step, x=1)
     call(3 if start is None else start["step"] - 1, {"step": 3})
     call(2, {"step": 2})
-
-
-def join_twice() -> None:
-    current_rank().join()
-    current_rank().join()
 
 
 def train(

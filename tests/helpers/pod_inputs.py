@@ -9,7 +9,6 @@ from pod import Cluster, PodEnded
 
 CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
 TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
-ELASTIC = "tasks.elastic_training.train_on_elastic"
 SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
 Inputs = dict[str, Literal]  # of a task, by their names
 VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here

@@ -1,9 +1,8 @@
-"""A function for torchrun on all launchers, as it is."""
+"""A function for torchrun on spawned ranks, as it is."""
 
 import pytest
 import torch
 import torchrun_script
-from engines import DASK, ELASTIC, RAY, SPAWN, Launch, on
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -11,9 +10,8 @@ import flyte_ddp
 
 
 @pytest.mark.slow
-@on(SPAWN, exhaustive=(ELASTIC, DASK, RAY))
-def test_two_ranks_train_as_one_process(launch: Launch) -> None:
-    losses, local_rank, local_world_size = flyte_ddp.run_ranks(torchrun_script.main, num_ranks=2, launch=launch)
+def test_two_ranks_train_as_one_process() -> None:
+    losses, local_rank, local_world_size = flyte_ddp.run_ranks(torchrun_script.main, num_ranks=2)
     assert (local_rank, local_world_size) == (0, 2)
     assert losses == pytest.approx(train_in_one_process(num_ranks=2), rel=1e-9)
 

@@ -16,14 +16,10 @@ pytestmark = pytest.mark.slow
 RAISED = r"(?s)^rank 1: ArithmeticError: own words\n\nTraceback .*in fail\n"
 KILLED = "^rank 1 was killed by SIGKILL$"
 LEFT = r"^rank 1 ended with exit code 0 before it had finished$"
-CALLED_EXIT = r"^rank 1: RuntimeError: called sys.exit\(0\); return, or raise an exception, instead\n"
-UNPICKLABLE = "^rank 1: UnpicklableError: <exception str\\(\\) failed>\n\nTraceback"
 MORE = [
     ("all_reduce", "SIGKILL", "own port", KILLED),
     ("functional", "os._exit(0)", "own", LEFT),
-    ("receive", "sys.exit(0)", "never", CALLED_EXIT),
     ("load", "SIGKILL", "join", KILLED),
-    ("all_reduce", "unpicklable", "own", UNPICKLABLE),
 ]
 
 
@@ -56,15 +52,6 @@ def test_rank_0_is_no_exception(run: Run) -> None:
     """Also where it alone fails, after others have returned."""
     with pytest.raises(RankError, match=r"(?s)^rank 0: ArithmeticError: own words\n"):
         run(own_functions.fail_alone, "raise", 0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("waits", "group"), [("all_reduce", "never"), ("load", "join")])
-def test_a_rank_that_hangs(run: Run, waits: str, group: str) -> None:
-    """By the run's limit, which is also that of a process group of the function's own."""
-    with pytest.raises(RankError, match=r"(?s)^rank 1 did not come where rank 0 waited for 2 s.*in hang\n") as caught:
-        run(wait_for_failed, waits, "hang", group, timeout=2.0)
-    assert caught.value.recoverable
 
 
 @pytest.mark.exhaustive

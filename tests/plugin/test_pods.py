@@ -150,17 +150,6 @@ def test_a_dynamic_task_is_a_workflow_of_pods(cluster: Cluster) -> None:
     assert [task.id.name for task in ended.subworkflow.tasks] == ["own.square"]
 
 
-@pytest.mark.exhaustive
-def test_a_map_task_has_a_pod_for_each_value(cluster: Cluster) -> None:
-    [name] = [name for name in cluster.package.tasks if name.startswith("own.map_square_")]
-    values = Literal()
-    values.collection.literals.extend(map(number, (5, 6, 7)))
-    index = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "2"}
-    ended = cluster.run(name, {"value": values}, environment=index)
-    assert ended.outputs is not None, ended.log
-    assert ended.outputs["o0"].scalar.primitive.integer == 49
-
-
 @pytest.fixture
 def dask_cluster(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
     """A scheduler with two workers, which know neither the project nor the task's pod; its address."""

@@ -12,13 +12,6 @@ from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 
 
-@pytest.fixture
-def store(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
-    """The store with the advice of a pod of the profile ``sandbox``."""
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    return replace(store, memory_advice=retries.profile_memory_advice())
-
-
 def end_attempts(store: CheckpointStore, folder: Path, numbers: range, *errors: BaseException | None) -> None:
     """Begin attempts with these numbers at step 0, and end each with its error; without an error each is lost."""
     for number in numbers:
@@ -44,7 +37,7 @@ def test_two_attempts_whose_ranks_fail_at_one_step_are_the_last(store: Checkpoin
 
 def test_memory_is_named_where_the_kernel_has_counted(store: CheckpointStore, tmp_path: Path) -> None:
     end_attempts(store, tmp_path, range(2), OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
-    with pytest.raises(UserError, match="memory ran out; profile 'sandbox' gives 2Gi of memory: take one with more"):
+    with pytest.raises(UserError, match="memory ran out; give the pod more memory"):
         begun(replace(store, attempt=2), tmp_path / "2")
 
 
@@ -62,7 +55,7 @@ def test_the_fifth_attempt_that_was_lost_soon_is_the_last(
 ) -> None:
     """Two lost nodes are bad luck; but of a pod whose memory runs out nothing is left either."""
     end_attempts(store, tmp_path, range(5), *errors)
-    with pytest.raises(UserError, match=r"5 attempts were lost, .* Kubernetes says why .* if it is OOMKilled, .* 2Gi"):
+    with pytest.raises(UserError, match=r"5 attempts were lost, .* if it is OOMKilled, give the pod more memory"):
         begun(replace(store, attempt=5), tmp_path / "5")
     store.upload_checkpoint(write(tmp_path / "a.ckpt", 1))
     assert begun(replace(store, attempt=5), tmp_path / "5 again") == 1

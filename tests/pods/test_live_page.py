@@ -71,13 +71,6 @@ def test_a_console_that_does_not_answer_costs_nothing(console: Console, monkeypa
     assert asked[-1]
 
 
-def test_without_a_pod_nothing_is_rendered(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(EXECUTION_ID)
-    with publish_page_while_running(console, lambda *_: pytest.fail("asked for a page")):
-        pass
-    assert console.pages == []
-
-
 def fail_in(block: AbstractContextManager[None]) -> None:
     with pytest.raises(ValueError, match="too large"), block:
         raise ValueError("too large")

@@ -113,7 +113,7 @@ class TestInAPod:
     def test_a_result_counts_when_its_outputs_are_written(self, project: Path, tmp_path: Path) -> None:
         """Another attempt goes on from the last save if they could not be."""
         waiting: list[Callable[[], None]] = []
-        sync = partial(retries.sync_checkpoints, PLATFORM, "run", own_function=True, defer=waiting.append)
+        sync = partial(retries.sync_checkpoints, PLATFORM, "run", defer=waiting.append)
         with sync(tmp_path / "0") as start:
             start()
             write(tmp_path / "0" / FOLDER / SLOTS[0], 4)

@@ -1,6 +1,5 @@
 """Packaged tasks, run the way pods run them, give what a local run gives and fail as a user's mistake should."""
 
-import csv
 import hashlib
 import io
 import json
@@ -13,11 +12,10 @@ import packaged
 import pytest
 import torch
 from engine_rules import packed, resolved, value_of
-from flyteidl.core.execution_pb2 import ExecutionError
 from image_folders import write_files
 from mnist_files import sums, tiny_files
 from pod import Cluster, PodEnded, unpacked
-from pod_inputs import CHECK, FETCH, PREDICT, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console, refused
+from pod_inputs import CHECK, FETCH, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console, refused
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.user_code.digest import library_digest, package_digest
@@ -125,33 +123,6 @@ def test_what_wandb_could_not_be_sent_is_kept(cluster: Cluster, trained: PodEnde
     [said] = re.findall(r"wandb: kept offline.*; send it with: wandb sync (\S+), which you find in (\S+)", trained.log)
     [file] = cluster.stored("/".join(reversed(said))).glob("*.wandb")
     assert file.stat().st_size > 1000
-
-
-@again
-def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
-    assert trained.outputs, trained.log
-    plan = cluster.package.launch_plans["workflows.prediction.predict_wf"]
-    defaults = {name: each.default for name, each in plan.spec.default_inputs.parameters.items() if not each.required}
-    model = {name: trained.outputs[name] for name in ("model_state", "sidecar")}
-    ended = cluster.run(PREDICT, {**defaults, **model, "dataset": packed("digits")})
-    assert ended.outputs, ended.log
-    with cluster.stored(ended.outputs["table"].scalar.blob.uri).open() as file:
-        rows = list(csv.DictReader(file))
-    correct = sum(row["prediction"] == row["truth"] for row in rows) / len(rows)
-    assert ended.deck is not None
-    assert f"{100 * correct:.2f}" in ended.deck
-    assert ended.deck.count("data:image/png") == 24
-    assert len(ended.deck) < 300_000
-    sidecar = json.loads(cluster.stored(trained.outputs["sidecar"].scalar.blob.uri).read_text())
-    assert correct == pytest.approx(sidecar["metrics"]["test_accuracy"])
-
-
-@again
-@pytest.mark.cold
-def test_other_inputs_that_cannot_be_read_are_the_systems_fault(cluster: Cluster, train_inputs: Inputs) -> None:
-    error = cluster.run(TRAIN, {**train_inputs, "run_version": packed(SMOKE)}).error
-    assert error is not None
-    assert error.origin == ExecutionError.SYSTEM
 
 
 def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: Inputs) -> None:

@@ -25,7 +25,7 @@ from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
-MOST_AT_ONCE = 64  # connections; more wait in the socket's queue until one of those is accepted or refused
+MOST_AT_ONCE = 64  # connections that may prove themselves; more wait
 WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
 LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
 # A host that is gone is noticed in 30 s, also if it does not confirm what it was sent (TCP_USER_TIMEOUT, milliseconds).
@@ -139,7 +139,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], li
         proved: list[WorkerConnection] = []
         while not proved and time.monotonic() < deadline:
             with suppress(OSError):  # nobody is waiting, or too many files are open
-                while len(unproved) < MOST_AT_ONCE:
+                while True:
                     connected, _ = server.accept()
                     unproved[pool.submit(authenticate, connected)] = connected
             time.sleep(POLL_SECONDS)

@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -135,9 +136,7 @@ def import_torch(ranks: list[RankPipes]) -> None:
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)  # for a slow import
     gc.disable()  # collections, which free next to nothing here, take a tenth of an import of torch
     try:
-        from flyte_ddp.launch.supervise.rank import load_function
-
-        load_function(ranks[0].info.function)
+        pkgutil.resolve_name(ranks[0].info.function)
     except BaseException as error:
         report_and_exit(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)

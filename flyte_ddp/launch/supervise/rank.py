@@ -2,14 +2,13 @@
 
 import faulthandler
 import os
+import pkgutil
 import random
 import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,14 +91,8 @@ def run_rank(
             torch.cuda.set_device(info.local_rank)
         # This rank writes what users' code hands in itself; the launcher need not be asked.
         with results.deliver_results(results.ResultWriter(work.run_folder).write, info.rank), warnings.catch_warnings():
-            load_function(work.function)(rank)
+            pkgutil.resolve_name(work.function)(rank)
         rank.leave()
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), attribute)
-    return found
 
 
 def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:

@@ -5,6 +5,7 @@ Imports torch only when the rank can report that importing it failed.
 
 import faulthandler
 import os
+import pkgutil
 import signal
 import sys
 from contextlib import suppress
@@ -39,9 +40,9 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 def run_and_report(info: RankInfo, link: Link) -> int:
     try:
-        from flyte_ddp.launch.supervise.rank import load_function, run_rank
+        from flyte_ddp.launch.supervise.rank import run_rank
 
-        load_function(info.function)
+        pkgutil.resolve_name(info.function)
         run_rank(link.receive_work().prepare_on_host(), info, link.offer_saving, link)
     except BaseException as error:
         flush_output()  # before the report: when the launcher has it, it ends this process
