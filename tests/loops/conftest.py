@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ def state_of_process() -> dict[str, object]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "random": torch.get_rng_state().tolist(),
         "limit": distributed_c10d.default_pg_timeout,
-        "excepthook": sys.excepthook,
         "group": dist.is_initialized(),
         "rank": current_rank._current,
     }
