@@ -67,7 +67,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-@on(AGENTS, exhaustive=(DASK, RAY))
+@on(exhaustive=(AGENTS, DASK, RAY))
 def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], trial: Trial) -> None:
     """Processes that others have started stay."""
     trial.train(PARENTAL, launch=launch)

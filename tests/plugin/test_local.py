@@ -16,7 +16,6 @@ from flyte_ddp.errors import UserError
 from flytekitplugins.ddp import DDP
 
 Run = Callable[..., Ended]
-again = pytest.mark.exhaustive
 
 
 def records(tmp_path: Path, task: str) -> list[dict[str, object]]:
@@ -65,9 +64,8 @@ def test_flytes_cache_answers_and_leaves_out_what_it_is_told_to(run: Run, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "engine", ["elastic", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("dask", "ray"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ["elastic", "dask", "ray"])
 def test_engines_on_this_machine(run: Run, engine: str) -> None:
     task = {"dask": "on_dask_here"}.get(engine, f"on_{engine}")
     ended = run(task, "--value", "5", **RAY_ENVIRONMENT)
@@ -92,6 +90,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_of_the_main_script_goes_to_ranks_by_value(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = surroundings(tmp_path / "home", tmp_path / "runs")

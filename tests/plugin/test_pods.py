@@ -61,16 +61,12 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     assert [*offline.rglob("run-*.wandb")], "what wandb could not send is kept"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "kind", "message"),
     [
         ("raise", ContainerError.NON_RECOVERABLE, r"rank 1: ValueError: rank 1 cannot do that"),
-        pytest.param(
-            "recoverable",
-            ContainerError.RECOVERABLE,
-            r"rank 1: FlyteRecoverableException: .*try that again",
-            marks=pytest.mark.exhaustive,
-        ),
+        ("recoverable", ContainerError.RECOVERABLE, r"rank 1: FlyteRecoverableException: .*try that again"),
     ],
 )
 def test_errors_name_the_rank_and_tell_flyte_whether_to_retry(

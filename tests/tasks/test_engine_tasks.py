@@ -191,6 +191,7 @@ def test_tasks_are_as_the_main_one(made: Packages, engine: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
     plugins = ("kfpytorch", "ray", "dask")
     blocked = "".join(f"sys.modules['flytekitplugins.{name}'] = None\n" for name in plugins)
