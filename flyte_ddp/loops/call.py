@@ -119,16 +119,20 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def describe_value(value: Any) -> Any:
-    """Return a JSON value that is equal for equal arguments in all processes: the argument itself, or a text for it."""
+def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a JSON value that is equal for equal arguments in all processes: the argument itself, or a text for it.
+
+    ``replace`` returns what is described in a value's place, also within lists, mappings and dataclasses.
+    """
+    value = replace(value)
     if isinstance(value, partial):
         value = [value.func, value.args, value.keywords]
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): describe_value(each) for key, each in value.items()}
+        return {str(key): describe_value(each, replace) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        parts = [describe_value(each) for each in value]
+        parts = [describe_value(each, replace) for each in value]
         return parts if isinstance(value, (list, tuple)) else sorted(parts, key=repr)  # sets differ between processes
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value

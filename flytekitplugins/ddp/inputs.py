@@ -24,22 +24,16 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}
-    return {name: hashes.get(name) or describe_value(replace_files_and_modules(each)) for name, each in counted.items()}
+    return {name: hashes.get(name) or describe_value(each, replace_file_or_module) for name, each in counted.items()}
 
 
-def replace_files_and_modules(value: Any) -> Any:
-    """Return a value with addresses in place of Flyte's files, digests in place of modules, also within lists."""
+def replace_file_or_module(value: Any) -> Any:
+    """Return the address of a file of Flyte's, a digest of a module, the fields of a model of pydantic's."""
     if isinstance(value, Remote):
         return str(value.remote_source or value.path)
     if hasattr(value, "state_dict") and not isinstance(value, type):  # all attempts get the same weights from Flyte
         return [describe_value(value), digest_value(value.state_dict())]
-    if isinstance(value, Mapping):
-        return {key: replace_files_and_modules(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [replace_files_and_modules(each) for each in value]
-    if fields := list_fields(value):
-        return {name: replace_files_and_modules(getattr(value, name)) for name in fields}
-    return value
+    return {name: getattr(value, name) for name in list_fields(value)} or value
 
 
 def find_files(value: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from flytekit import PythonFunctionTask, Secret
+from flytekit import PythonFunctionTask
 
 from flyte_ddp.errors import UserError, require_extra
 from flyte_ddp.pods import environment
@@ -32,9 +32,10 @@ def make_task(config: DDP, function: Callable[..., Any], options: dict[str, Any]
         options["shared_memory"] = True  # /dev/shm is limited by the pod's memory only
     if options["enable_deck"] is None and options["disable_deck"] is None:
         options |= {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
+    secrets = [f"{secret.group}/{secret.key}" for secret in options["secret_requests"] or []]
     options["environment"] = {
         **GRACE,
-        environment.SECRET_VARIABLE: wandb_secret_name(options["secret_requests"] or []),
+        environment.SECRET_VARIABLE: next((name for name in secrets if "wandb" in name.lower()), "off"),
         **environment.registered_settings(ALL_PODS),
         **environment.registered_settings(TRAINING_PODS),
         **(options["environment"] or {}),
@@ -49,9 +50,3 @@ def make_task(config: DDP, function: Callable[..., Any], options: dict[str, Any]
         else:
             from flytekitplugins.ddp.dask import DaskTask as Chosen
         return Chosen(config, function, **options)
-
-
-def wandb_secret_name(secrets: list[Secret]) -> str:
-    """Return the first of the secrets whose name says that it is wandb's, as group/key; "off" if there is none."""
-    names = [f"{secret.group}/{secret.key}" for secret in secrets]
-    return next((name for name in names if "wandb" in name.lower()), "off")
