@@ -1,6 +1,7 @@
 """A cluster for the package's tasks, and what the first of them hands on."""
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def run_and_fail(file: str, name: str, *arguments: str) -> str:
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("FLYTE_DDP_RUNS", os.environ.get("FLYTE_DDP_RUNS", str(tmp_path / "runs")))
         words = [str(ROOT / f"workflows/{file}.py"), name, *arguments]
         monkeypatch.setattr("sys.argv", ["pyflyte", "run", *words])
         with pytest.raises(click.ClickException) as raised, show_errors_in_panels(click.Context(run)):

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import packaged
@@ -48,8 +47,21 @@ SMALL, SMALL_LIMITS = (
 
 
 @pytest.fixture(scope="module")
-def sandbox(made: Callable[..., Package]) -> Package:
-    return made(FLYTE_DDP_PROFILE="sandbox", FLYTE_DDP_RESULTS="/a/folder")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The package of a fork with a schedule of its own, for a sandbox."""
+    folder = tmp_path_factory.mktemp("fork")
+    packaged.copy_project(folder / "project")
+    (folder / "project/config/mine.json").write_text('{"epochs": 7}')
+    (folder / "project/config/schedules.yaml").write_text(
+        """
+        - {name: hourly, workflow: retraining_wf, cron: "7 * * * *", hyperparameters: config/mine.json}
+        - {name: best, workflow: release_wf, cron: "0 1 * * 1-5", model_name: pets, policy: {rule: not_worse}}
+        """
+    )
+    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_RESULTS": "/a/folder"}
+    ended, package = packaged.make(folder, directory=folder / "project", **environment)
+    package.output = ended.output
+    return package
 
 
 def resources(entries: Any) -> dict[str, str]:
@@ -72,8 +84,8 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
     assert set(default.workflows) == workflows
     # Each workflow has a plan of its own name, Flyte's default.
     assert set(default.launch_plans) == PLANS | workflows | {"nightly_release"}
-    assert set(sandbox.launch_plans) == PLANS | workflows
-    assert "nightly_release is left out, as FLYTE_DDP_REGISTRY is not set" in sandbox.output
+    assert set(sandbox.launch_plans) == {"hourly"} | workflows
+    assert "best is left out, as FLYTE_DDP_REGISTRY is not set" in sandbox.output
 
 
 @pytest.mark.parametrize(
@@ -179,7 +191,7 @@ def test_caches_decks_and_outputs(default: Package) -> None:
         ("training_on_demand", "", ""),
     ],
 )
-def test_launch_plans(default: Package, sandbox: Package, name: str, cron: str, kickoff: str) -> None:
+def test_launch_plans(default: Package, name: str, cron: str, kickoff: str) -> None:
     """They start with all defaults; a tick is skipped while a run is going; failures are notified."""
     spec = default.launch_plans[name].spec
     schedule, policy = spec.entity_metadata.schedule, spec.concurrency_policy
@@ -194,7 +206,19 @@ def test_launch_plans(default: Package, sandbox: Package, name: str, cron: str, 
     assert list(notification.email.recipients_email) == ["a@example.com", "b@example.com"]
     phases = {WorkflowExecution.Phase.Name(phase) for phase in notification.phases}
     assert phases == {"FAILED", "TIMED_OUT", "ABORTED"}
-    assert not sandbox.launch_plans[name].spec.entity_metadata.notifications
+
+
+def test_a_fork_with_a_schedule_of_its_own(sandbox: Package) -> None:
+    spec = sandbox.launch_plans["hourly"].spec
+    assert spec.workflow_id.name == "workflows.training.retraining_wf"
+    schedule = spec.entity_metadata.schedule
+    assert (schedule.cron_schedule.schedule, schedule.kickoff_time_input_arg) == ("7 * * * *", "kickoff_time")
+    assert not spec.entity_metadata.notifications
+    hp = spec.default_inputs.parameters["hp"]
+    assert packaged.hyperparameters(hp.default)["epochs"] == 7
+    shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
+    values = {name: field["default"] for name, field in shown.items()}
+    assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
 
 
 def test_what_the_console_leaves_out_is_not_asked_for(default: Package) -> None:

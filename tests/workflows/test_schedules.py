@@ -4,10 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import packaged
 import pytest
-from cli import ROOT, pyflyte
-from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
+from cli import ROOT
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
@@ -93,53 +91,3 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
 def test_a_cron_that_flyte_would_not_take(tmp_path: Path, cron: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"a: cron={cron!r}: must be five fields, in UTC: minute, hour, ")):
         read(tmp_path, f"- {{name: a, workflow: training_wf, cron: {json.dumps(cron)}}}")
-
-
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with entries of its own."""
-    folder = tmp_path_factory.mktemp("fork") / "project"
-    packaged.copy_project(folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_a_fork_with_schedules_of_its_own(fork: Path, tmp_path: Path) -> None:
-    (fork / "config/mine.json").write_text(json.dumps({"epochs": 7}))
-    (fork / "config/schedules.yaml").write_text(
-        """
-        - {name: hourly, workflow: retraining_wf, cron: "7 * * * *", hyperparameters: config/mine.json}
-        - {name: best, workflow: release_wf, cron: "0 1 * * 1-5", model_name: pets, policy: {rule: not_worse}}
-        """
-    )
-    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
-    ended, package = packaged.make(tmp_path, directory=fork, **environment)
-    assert "left out" not in ended.output
-    plans = package.launch_plans
-    assert {name for name in plans if "." not in name} == {"hourly", "best"}
-    spec = plans["hourly"].spec
-    assert spec.workflow_id.name == "workflows.training.retraining_wf"
-    schedule = spec.entity_metadata.schedule
-    assert (schedule.cron_schedule.schedule, schedule.kickoff_time_input_arg) == ("7 * * * *", "kickoff_time")
-    policy = spec.concurrency_policy
-    assert (policy.max, policy.behavior) == (1, CONCURRENCY_LIMIT_BEHAVIOR_SKIP)
-    hp = spec.default_inputs.parameters["hp"]
-    assert packaged.hyperparameters(hp.default)["epochs"] == 7
-    shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
-    values = {name: field["default"] for name, field in shown.items()}
-    assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
-    inputs = plans["best"].spec.default_inputs.parameters
-    assert inputs["model_name"].default.scalar.primitive.string_value == "pets"
-    assert packaged.hyperparameters(inputs["policy"].default)["rule"] == "not_worse"
-
-
-@pytest.mark.slow
-def test_a_wrong_entry_is_one_panel(fork: Path, tmp_path: Path) -> None:
-    """Also in a command that needs another workflow only."""
-    entry = "{name: nightly, workflow: release_wf, model_name: x, cron: daily}"
-    (fork / "config/schedules.yaml").write_text(f"- {entry}\n")
-    ended = pyflyte("run", str(fork / "workflows/training.py"), "training_wf", home=tmp_path, directory=fork)
-    assert ended.exit_code == 1
-    assert ended.panel.startswith("config/schedules.yaml, nightly: cron='daily': must be five")
-    assert "Traceback" not in ended.output
-    assert not (tmp_path / "runs").exists()
