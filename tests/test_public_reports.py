@@ -146,7 +146,7 @@ def test_columns_in_another_order_are_refused() -> None:
         read_new_rows(sidecar, ["b", "a"])
 
 
-@pytest.mark.parametrize("size", [1, 20])
+@pytest.mark.parametrize("size", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path: Path) -> None:
     """One token ends texts and pads them: huggingface/trl#6357, meta-pytorch/torchtune#949, mlabonne/llm-course#33.
 

@@ -78,7 +78,8 @@ def test_the_page_of_ones_own_table_runs_as_printed(tmp_path: Path) -> None:
         r"^(pyflyte .*\n)", script.replace("mkdir ../wine && cd ../wine", "set -e"), flags=re.MULTILINE
     ):
         if part.startswith("pyflyte"):
-            ended = pyflyte(*part.replace("$FLYTE_DDP", str(ROOT)).split()[1:], home=home, directory=folder)
+            words = part.replace("$FLYTE_DDP", str(ROOT)).split()[1:]
+            ended = pyflyte(*words, home=home, runs=folder / "runs", directory=folder)
             code, output = ended.exit_code, ended.output
         else:
             done = subprocess.run(["bash", "-c", part], check=False, cwd=folder, env=environment, **settings)
@@ -92,6 +93,7 @@ def test_the_page_of_ones_own_table_runs_as_printed(tmp_path: Path) -> None:
     assert files == champions
     [verdict] = folder.glob("runs/verdicts-*/verdict.html")
     [card] = folder.glob("runs/registry/wine/versions/*/README.md")
+    assert {"model.onnx", "model.pt2", "golden.npz", "serve_check.py"} <= {path.name for path in card.parent.iterdir()}
     assert "| Input | float [13] |" in card.read_text()
     texts = [
         verdict.read_text().partition("<body")[2],

@@ -12,29 +12,28 @@ from training_runs import train_in
 from flyte_ddp import Hyperparameters, fetch
 from flyte_ddp.text.json_lines import read_records
 
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 README = (ROOT / "examples" / "README.md").read_text()
-AGAIN = pytest.mark.exhaustive  # tests/objectives and tests/loading train such data and objectives, too
 LOWER = ("mae", "perplexity")
 PLAIN = ("tables/diabetes", "tables/breast_cancer", "tables/houses", "sequences/hp", "texts/padded")
 PLAIN += ("texts/own_collate", "gpt/hp", "contrastive/hp")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "measure", "floor"),
     [
         ("contrastive/hp", "recall_at_1", 0.9),  # by chance: 0.003
         ("tables/diabetes", "r2", 0.45),  # a linear regression: 0.453
-        pytest.param("multilabel_photos/hp", "f1", 0.9, marks=AGAIN),  # all labels for all photos: 0.57
-        pytest.param("counting/hp", "mae", 0.5, marks=AGAIN),  # always 10: 5.2
-        pytest.param("segmentation/hp", "miou", 0.75, marks=AGAIN),  # background alone: 0.3
-        pytest.param("augmentation/hp", "accuracy", 0.92, marks=AGAIN),  # without augmentation: 0.90
-        pytest.param("tables/breast_cancer", "accuracy", 0.94, marks=AGAIN),  # always benign: 0.62
-        pytest.param("tables/houses", "r2", 0.9, marks=AGAIN),  # a linear regression: 0.67
-        pytest.param("sequences/hp", "accuracy", 0.97, marks=AGAIN),
-        pytest.param("texts/padded", "accuracy", 0.95, marks=AGAIN),
-        pytest.param("texts/own_collate", "accuracy", 0.95, marks=AGAIN),
-        pytest.param("gpt/hp", "perplexity", 9.0, marks=AGAIN),  # by the characters' frequencies: 29
+        ("multilabel_photos/hp", "f1", 0.9),  # all labels for all photos: 0.57
+        ("counting/hp", "mae", 0.5),  # always 10: 5.2
+        ("segmentation/hp", "miou", 0.75),  # background alone: 0.3
+        ("augmentation/hp", "accuracy", 0.92),  # without augmentation: 0.90
+        ("tables/breast_cancer", "accuracy", 0.94),  # always benign: 0.62
+        ("tables/houses", "r2", 0.9),  # a linear regression: 0.67
+        ("sequences/hp", "accuracy", 0.97),
+        ("texts/padded", "accuracy", 0.95),
+        ("texts/own_collate", "accuracy", 0.95),
+        ("gpt/hp", "perplexity", 9.0),  # by the characters' frequencies: 29
     ],
 )
 def test_it_runs_as_printed_and_learns(name: str, measure: str, floor: float, tmp_path: Path) -> None:
@@ -52,8 +51,6 @@ def test_it_runs_as_printed_and_learns(name: str, measure: str, floor: float, tm
     assert not any("nothing was learned" in note for note in end["notes"])
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PLAIN)
 def test_two_ranks_train_what_one_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -190,12 +190,12 @@ def test_the_middles_side_is_pythons() -> None:
     shares = {side / shorter for known in TORCHVISION_WEIGHTS.values() for _, side, shorter in known.values()}
     assert 224 / 256 in shares
     for share in shares:
-        for size in range(1, 3000):
+        for size in range(1, 1000):
             assert middle_square_side(size, share) == middle_crop(size, 2 * size, share).height
 
 
-@pytest.mark.parametrize(("side", "share"), [(32, 224 / 256), (224, 224 / 256), (224, 224 / 232)])
-@pytest.mark.parametrize("size", [(375, 500), (500, 333), (256, 256), (73, 64), (17, 9), (28, 90), (2, 2), (1200, 801)])
+@pytest.mark.parametrize(("side", "share"), [(32, 224 / 256), (224, 224 / 232)])
+@pytest.mark.parametrize("size", [(375, 500), (500, 333), (256, 256), (17, 9), (28, 90), (2, 2)])
 def test_pixels_are_those_that_training_evaluates(side: int, share: float, size: tuple[int, int]) -> None:
     """torch's own resizing of bytes, by another way: at most one pixel in a thousand is one off."""
     random = np.random.default_rng(sum(size))
@@ -212,6 +212,7 @@ def test_pixels_are_those_that_training_evaluates(side: int, share: float, size:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_images_of_many_sizes_and_a_users_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model takes the middle of photos, and views of them; some cannot be decoded.
 
@@ -241,35 +242,15 @@ def test_images_of_many_sizes_and_a_users_own_model(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("objective", "model", "target_shape", "outputs"),
-    [
-        ("segmentation", "InDict", (8, 8), 3),
-        pytest.param("multilabel", "flat", (3,), 3, marks=pytest.mark.exhaustive),
-        pytest.param("regression", "flat", (), 1, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_outputs_of_other_objectives(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    objective: str,
-    model: str,
-    target_shape: tuple[int, ...],
-    outputs: int,
-) -> None:
+@pytest.mark.exhaustive
+def test_outputs_of_another_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference counts, not which of the outputs is the largest."""
     monkeypatch.chdir(HELPERS)
     torch.manual_seed(0)
-    module, split = getattr(objective_tasks, model)(outputs, (1, 8, 8)), objective_tasks.classes("")
+    module, split = objective_tasks.InDict(3, (1, 8, 8)), objective_tasks.classes("")
     spec = InputSpec(1, 8, 8, (0.5,), (0.25,))
-    sidecar = {
-        "model": f"objective_tasks:{model}",
-        "objective": objective,
-        "classes": [] if objective == "regression" else ["a", "b", "c"],
-        "outputs": outputs,
-        "target_shape": list(target_shape),
-        "input": describe_model_input(spec, ""),
-    }
+    about = {"model": "objective_tasks:InDict", "objective": "segmentation", "classes": ["a", "b", "c"]}
+    sidecar = {**about, "outputs": 3, "target_shape": [8, 8], "input": describe_model_input(spec, "")}
     files = save_model(tmp_path, module.state_dict(), sidecar)
     trained = Trained(SavedModel(*files, QUIET), split)
     compared = trained.export(tmp_path)
@@ -282,8 +263,7 @@ def test_outputs_of_other_objectives(
 
     def worse(model: SavedModel, inputs: torch.Tensor) -> object:
         found = compute(model, inputs)
-        logits = found["out"] if isinstance(found, dict) else found
-        logits[7] += 0.01 * np.ptp(logits.numpy())
+        found["out"][7] += 0.01 * np.ptp(found["out"].numpy())
         return found
 
     monkeypatch.setattr(SavedModel, "compute_outputs", worse)

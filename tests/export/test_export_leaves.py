@@ -40,14 +40,14 @@ def draw_inputs(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Ten
 @pytest.mark.parametrize(
     ("data", "model", "objective", "by_name", "shapes"),
     [
-        ("table", leaf_models.Mlp, "classification", False, {"inputs": ("float", (30, 5))}),
         ("language", leaf_models.Causal, "language", False, {"inputs": ("tokens", (3, 40)), "mask": ("mask", (3, 40))}),
-        (
+        pytest.param(
             "series",
             leaf_models.Recurrent,
             "regression",
             True,
             {"mask": ("mask", (3, 40)), "values": ("float", (3, 40, 2)), "area": ("float", (3,))},
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -60,8 +60,8 @@ def test_other_programs_get_what_the_model_returns(
     shapes: dict[str, tuple[str, tuple[int, ...]]],
 ) -> None:
     """Of the test split, of golden requests, and of more and longer samples than the test split has."""
-    split, collate = getattr(leaf_models, data)(), "stacked" if data == "table" else "padded"
-    module, files = leaf_models.save_untrained(tmp_path, model, split, objective=objective, collate=collate)
+    split = getattr(leaf_models, data)()
+    module, files = leaf_models.save_untrained(tmp_path, model, split, objective=objective, collate="padded")
     found = export_model(SavedModel(*files, QUIET), split, tmp_path)
     assert found.passed
     assert found.worst < 1e-5 * max(1, found.highest)
@@ -92,6 +92,7 @@ def test_other_programs_get_what_the_model_returns(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hidden values go up to some thousands: a hundredth of the logits' range is little of theirs."""
     split = leaf_models.language()
@@ -111,6 +112,7 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_samples_that_own_code_reads_and_collates(tmp_path: Path) -> None:
     """Its whole numbers of 32 bits are sent as int64."""
     split = OnDemandSet("leaf_models:items", "", leaf_models.TRAIN, leaf_models.TEST, ("a", "b", "c"), "")

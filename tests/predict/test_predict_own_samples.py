@@ -42,7 +42,7 @@ def write_shards(folder: Path, name: str, samples: int, *, damaged: int = -1) ->
     return f"shards:{folder}/{name}.json"
 
 
-@pytest.mark.parametrize("objective", ["multilabel", "classification"])
+@pytest.mark.parametrize("objective", ["multilabel", pytest.param("classification", marks=pytest.mark.exhaustive)])
 def test_the_test_split_is_decoded_by_the_users_code(objective: str, tmp_path: Path, monkeypatch) -> None:
     """Its measures are those of the run's evaluation; of a sample that cannot be decoded nobody knows the truth."""
     monkeypatch.chdir(HELPERS)

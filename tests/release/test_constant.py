@@ -16,7 +16,7 @@ from flyte_ddp.release.checks import check_above_constant, compare_evaluations
 from flyte_ddp.release.constant import evaluate_constant
 from flyte_ddp.release.evaluation import Evaluation
 
-N, CLASSES = 800, ("no", "yes")
+N, CLASSES = 400, ("no", "yes")
 
 
 def measured_by(function: Callable[..., float], *, by_scores: bool) -> type[Classification]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gate_tasks
@@ -38,35 +39,28 @@ MEASURES = {"labels": "f1", "number": "rmse", "masks": "miou"}
 WORDS = {"f1": "F1", "rmse": "RMSE", "miou": "mean IoU"}
 
 
+@cache
+def train_both(name: str, folder: Path) -> dict[str, Result]:
+    """Train a weak model and a good one."""
+    (folder / name).mkdir()
+    write_prepared_set(getattr(gate_tasks, name)(""), folder / name, {})
+    hp = Hyperparameters(dataset=f"gate_tasks:{name}", num_ranks=1, learning_rate=0.02, **CASES[name])
+    return {
+        kind: train_in(folder / f"{name}-{kind}", replace(hp, epochs=epochs), folder / name, QUIET)
+        for kind, epochs in zip(("weak", "good"), EPOCHS[name], strict=True)
+    }
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Result]]:
-    """Of each data set a weak model and a good one."""
-    folder, found = tmp_path_factory.mktemp("runs"), dict[str, dict[str, Result]]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(HELPERS)
-        for name, values in CASES.items():
-            (folder / name).mkdir()
-            write_prepared_set(getattr(gate_tasks, name)(""), folder / name, {})
-            hp = Hyperparameters(dataset=f"gate_tasks:{name}", num_ranks=1, learning_rate=0.02, **values)
-            weak, good = (replace(hp, epochs=epochs) for epochs in EPOCHS[name])
-            found[name] = {
-                kind: train_in(folder / f"{name}-{kind}", changed, folder / name, QUIET)
-                for kind, changed in (("weak", weak), ("good", good))
-            }
-    return found
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
-def make_gate(runs: dict[str, Result], folder: Path) -> Gate:
-    data = runs["weak"].run_folder.parent / runs["weak"].run_folder.name.removesuffix("-weak")
-    return Gate(runs, Registry(str(folder / "registry"), "model"), data, folder)
-
-
-@pytest.fixture(params=CASES)
-def gate(
-    request: pytest.FixtureRequest, runs: dict[str, dict[str, Result]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Gate:
+@pytest.fixture(params=["labels", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("number", "masks")]])
+def gate(request: pytest.FixtureRequest, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     monkeypatch.chdir(HELPERS)
-    return make_gate(runs[request.param], tmp_path)
+    runs = train_both(request.param, models)
+    return Gate(runs, Registry(str(tmp_path / "registry"), "model"), models / request.param, tmp_path)
 
 
 def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> None:
@@ -144,24 +138,9 @@ def test_a_floor(gate: Gate) -> None:
     assert (check.value, check.limit) == (verdict.challenger_score, limit)
 
 
-def test_other_options_are_another_task(runs: dict[str, dict[str, Result]], tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(HELPERS)
-        gate = make_gate(runs["number"], tmp_path)
-        gate.release("weak")
-        hp = Hyperparameters.from_dict(json.loads(gate.runs["weak"].sidecar.read_text())["hyperparameters"])
-        other = replace(hp, options='{"objective": {"loss": "l1"}}')
-        gate.runs = {**gate.runs, "other": train_in(tmp_path / "other", other, gate.data, QUIET)}
-        verdict = gate.judge("other").verdict
-    assert (verdict.decision, verdict.look) == ("keep", 0)
-    assert verdict.reason == "the objective's options changed, so whoever uses it must change too: promote it by hand"
-    assert verdict.checks[-1].shown == 'regression, {"loss": "l1"}, 1 x 8 x 8'
-
-
-def test_the_measures_are_scikit_learns(runs: dict[str, dict[str, Result]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HELPERS)
-    run = runs["labels"]["good"]
-    data = open_arrays(run.run_folder.parent / "labels")
+@pytest.mark.parametrize("gate", ["labels"], indirect=True)
+def test_the_measures_are_scikit_learns(gate: Gate) -> None:
+    run, data = gate.runs["good"], open_arrays(gate.data)
     found = evaluate_split(SavedModel(run.model, run.sidecar, QUIET), data)
     truth, scores = found.columns["truth"].numpy(), found.columns["probability"].numpy()
     np.testing.assert_array_equal(truth, data.test_labels)

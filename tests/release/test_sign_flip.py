@@ -29,10 +29,9 @@ Floats = NDArray[np.float64]
         *[(5400, 4600), (50_700, 49_300), (50_000, 49_999)],
     ],
 )
-@pytest.mark.parametrize("unit", [1.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
-def test_it_is_mcnemars_test_where_scores_are_0_or_1(gained: int, lost: int, unit: float) -> None:
+def test_it_is_mcnemars_test_where_scores_are_0_or_1(gained: int, lost: int) -> None:
     """To 12 digits, and in the tail: 700 against 540 have 3e-6, 5,400 against 4,600 have 6e-16."""
-    differences = unit * np.repeat([1.0, -1.0, 0.0], [gained, lost, 1000])
+    differences = np.repeat([1.0, -1.0, 0.0], [gained, lost, 1000])
     expected = stats.binomtest(gained, gained + lost, 0.5, alternative="greater").pvalue
     assert sign_flip_p_value(differences) == pytest.approx(expected, rel=1e-12, abs=0)
 
@@ -54,7 +53,7 @@ def p_value_of_all_signs(differences: Floats, total: float) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("samples", [1, 2, 3, 7, 12, 18])
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 14])
 def test_it_counts_all_signs(kind: str, samples: int) -> None:
     """Where there is no unit, of rounded differences: each of the two sums is off by half a step for each of them."""
     random = np.random.default_rng(samples)
@@ -95,7 +94,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("samples", [30, 300, pytest.param(5000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("samples", [30, 300])
 @pytest.mark.parametrize("alpha", [0.05, 1e-4])
 def test_the_bound_is_where_the_test_begins_to_reject(kind: str, samples: int, alpha: float) -> None:
     differences = KINDS[kind](np.random.default_rng(3), samples)
@@ -105,6 +104,7 @@ def test_the_bound_is_where_the_test_begins_to_reject(kind: str, samples: int, a
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_said_to_be_found_is_found_in_80_percent() -> None:
     """Simulated with whole numbers, of which a test takes little time."""
     random, alpha = np.random.default_rng(5), 0.001
@@ -117,6 +117,7 @@ def test_what_is_said_to_be_found_is_found_in_80_percent() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_how_often_an_equal_model_passes() -> None:
     random, alpha, margin = np.random.default_rng(6), 0.05, 4.0
     errors = np.rint(random.normal(0, 25, 300))

@@ -80,7 +80,7 @@ def test_the_bound_of_a_mean_is_rarely_above_it() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "discordant", "alpha"),
-    [(297, 0.06, 0.05), (297, 0.0, 0.05), (297, 0.1, 0.0003), (2000, 0.08, 0.0076), (10_000, 0.12, 1e-5)],
+    [(297, 0.06, 0.05), (297, 0.0, 0.05), (297, 0.1, 0.0003)],
 )
 def test_what_is_said_to_be_found_is_found_in_80_percent(samples: int, discordant: float, alpha: float) -> None:
     """Simulated, with the test itself."""
@@ -95,9 +95,7 @@ def test_what_is_said_to_be_found_is_found_in_80_percent(samples: int, discordan
     assert abs(np.average(found, weights=counts) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 20_000)
 
 
-@pytest.mark.parametrize(
-    ("samples", "discordant", "margin"), [(2000, 0.04, 0.01), (297, 0.01, 0.03), (100, 0.05, 0.05)]
-)
+@pytest.mark.parametrize(("samples", "discordant", "margin"), [(297, 0.01, 0.03), (100, 0.05, 0.05)])
 def test_how_often_an_equal_model_passes(samples: int, discordant: float, margin: float) -> None:
     draws, counts = np.unique(
         np.random.default_rng(3).multinomial(samples, [discordant / 2, discordant / 2, 1 - discordant], size=4000),

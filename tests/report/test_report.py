@@ -176,7 +176,7 @@ def test_a_run_without_a_validation_split_shows_none(tmp_path: Path) -> None:
 
 def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path) -> None:
     """Within memory that does not grow with the square of the classes."""
-    classes = 21_841
+    classes = 3_000
     names = [f"synset {k}" for k in range(classes)]
     folder = write_run(tmp_path / "run", records(classes=names), matrix(2))
     random = np.random.default_rng(3)
@@ -193,7 +193,7 @@ def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 100e6
+    assert most < 30e6
     expected = Counter(zip(truth.tolist(), predictions.tolist(), strict=True))
     assert {(first, second): samples for first, second, samples in counts.tolist()} == expected
     assert page.texts("svg", **{"aria-label": "confusion matrix: truth by prediction"}) == []

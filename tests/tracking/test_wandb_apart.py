@@ -53,8 +53,11 @@ ASKED = (*TROUBLES[1:], "is killed later")  # before training begins
 @pytest.mark.parametrize(
     "trouble",
     [
-        *("is killed later", "disk is full", "cannot make its folder"),
-        *[pytest.param(each, marks=pytest.mark.exhaustive) for each in TROUBLES],
+        "is killed later",
+        *[
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("disk is full", "cannot make its folder", *TROUBLES)
+        ],
     ],
 )
 def test_the_weights_are_the_same(

@@ -166,20 +166,13 @@ def test_a_bad_server_costs_bounded_time_and_a_message(case: Case, behaviour: st
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        pytest.param("WANDB_API_KEY", "", "No API key configured", id="no key"),
-        pytest.param("WANDB_TAGS", "a" * 65, "ValidationError", marks=pytest.mark.exhaustive, id="long tag"),
-    ],
-)
-def test_what_wandb_refused_is_sent_by_a_command(case: Case, variable: str, value: str, words: str) -> None:
+def test_what_wandb_refused_is_sent_by_a_command(case: Case) -> None:
     with case.server() as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(variable, value)
+            patch.setenv("WANDB_API_KEY", "")
             case.start("online", opened=False)
             said = case.finish()
-        assert words in said
+        assert "No API key configured" in said
         assert not server.history
         command = shlex.split(said.partition("send it with: python ")[2])
         sent = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
@@ -228,6 +221,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.exhaustive
 def test_the_parents_death_ends_it_and_it_leaves_a_retry_alone(case: Case) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
     command = [sys.executable, "-c", PARENT, str(case.folder)]
@@ -251,7 +245,7 @@ def test_the_parents_death_ends_it_and_it_leaves_a_retry_alone(case: Case) -> No
     assert own.name in said
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_a_wandb_that_is_killed_or_hangs_is_not_waited_for(case: Case, how: signal.Signals) -> None:
     wandb = case.start("offline", timeout=2)
     for victim in case.processes(FEED):
@@ -264,6 +258,7 @@ def test_a_wandb_that_is_killed_or_hangs_is_not_waited_for(case: Case, how: sign
     assert case.capsys.readouterr().err.startswith(f"wandb: kept offline ({reason}); send it with: wandb sync ")
 
 
+@pytest.mark.exhaustive
 def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:
     """Because it is disabled, not installed, or cannot make its folder."""
     assert start_wandb(case.folder, wandb_runs.settings("disabled"), HYPERPARAMETERS, "a name") is None

@@ -31,7 +31,8 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     first = released(run("release_wf", "--hp", json.dumps(HP), "--policy", '{"export": "off"}'))
     assert first["champion"] == first["version"]
     assert first["outcome"].startswith("promoted: there is no champion yet")
-    better = run("release_wf", "--hp", json.dumps({**HP, "epochs": 10}), "--policy", '{"latency_ratio": 1000}')
+    policy = '{"latency_ratio": 1000, "export": "off"}'
+    better = run("release_wf", "--hp", json.dumps({**HP, "epochs": 10}), "--policy", policy)
     second = released(better)
     gain = r"promoted: \+\d+\.\d+ points: \d+ samples gained and \d+ lost of 297 \(p = .*"
     assert re.fullmatch(gain, second["outcome"])
@@ -45,8 +46,16 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     assert "the champion is kept: " in judged.output
     version = tmp_path / "runs/registry/digits/versions" / second["version"]
     assert {path.name for path in version.iterdir()} == {
-        *("model.pt", "model.json", "model.onnx", "model.pt2", "golden.npz", "serve_check.py"),
-        *("README.md", "lineage.json", "verdict.json", "verdict.html", "data_profile.json", "manifest.json"),
+        *(
+            "model.pt",
+            "model.json",
+            "README.md",
+            "lineage.json",
+            "verdict.json",
+            "verdict.html",
+            "data_profile.json",
+            "manifest.json",
+        ),
     }
     log = tmp_path / "runs/registry/digits/log"
     actions = [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())]
