@@ -12,7 +12,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ import yaml
 from flytekit import FlyteContextManager
 from flytekit.configuration import Config
 from flytekit.constants import CopyFileDetection
-from flytekit.core import local_cache
 from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
@@ -127,12 +125,8 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     except FlyteEntityNotFoundException:
         raise unknown_entity_error(context) from None
     except Exception as error:
-        refusal = missing_path_error(error) or unknown_option_error(error) or input_file_error(error)
-        refusal = (
-            refusal
-            or local_cache_error(error)
-            or cluster_call_error(error, context.find_root().params.get("config") or "")
-        )
+        refusal = missing_path_error(error) or input_file_error(error)
+        refusal = refusal or cluster_call_error(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
@@ -172,17 +166,6 @@ def missing_path_error(error: BaseException | None) -> UserError | None:
     return None
 
 
-def unknown_option_error(error: Exception) -> UserError | None:
-    """Return the error for a hyperparameter that is given as an option or as an input; None for all else."""
-    if not isinstance(error, click.NoSuchOption):
-        return None
-    name = error.option_name.lstrip("-")
-    if name not in Hyperparameters.__dataclass_fields__:
-        return None
-    option = "--inputs-file" if "--inputs-file" in sys.argv else "--hp"
-    return UserError(f"{name} is a hyperparameter, and these are given as in {option} '{EXAMPLES[option]}'")
-
-
 def input_file_error(error: Exception) -> UserError | None:
     """Return the error for a file of --hp, --policy or --inputs-file that cannot be parsed; read each once more.
 
@@ -200,16 +183,6 @@ def input_file_error(error: Exception) -> UserError | None:
                     f"{option} {word}: {unreadable_reason(reason)}; give a file of JSON or YAML, such as {example}"
                 )
     return None
-
-
-def local_cache_error(error: Exception) -> UserError | None:
-    folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
-    if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
-        return None
-    return UserError(
-        f"Flyte's local cache {folder}: {getattr(error, 'strerror', None) or error}; make it writable or free some "
-        "space, set HOME to another folder, or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
-    )
 
 
 def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:

@@ -32,15 +32,8 @@ def checking_pod() -> dict[str, Any]:
     return {**light_pod(environment.registry_variable()), **WITH_DECK}
 
 
-def storing_pod(variables: Variables = None) -> dict[str, Any]:
-    variables = environment.registry_variable() | (variables or {})
-    return light_pod(variables, disk=chosen_profile().data.ephemeral_storage)
-
-
-def promoting_pod() -> dict[str, Any]:
-    """Return the options of a task that makes a version the champion: a storing pod with wandb's settings and key."""
-    wandb = {name: value for name, value in environment.training_environment().items() if "WANDB" in name}
-    return {**storing_pod(wandb), "secret_requests": secret_requests()}
+def storing_pod() -> dict[str, Any]:
+    return light_pod(environment.registry_variable(), disk=chosen_profile().data.ephemeral_storage)
 
 
 def data_pod() -> dict[str, Any]:

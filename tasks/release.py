@@ -12,16 +12,14 @@ from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import author_name, is_in_pod
 from flyte_ddp.pods.preparation import fetch_data_set
-from flyte_ddp.pods.wandb_settings import read_run_settings
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.release.wandb_mirror import copy_champion_to_wandb
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
-from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_folder
+from tasks.flyte import PythonPickledFile, flyte_task, output_folder
 
 
 class Judged(NamedTuple):
@@ -81,47 +79,40 @@ def evaluate_version(
         return judge_files(model, data, registry, policy)
 
 
-@flyte_task(**pods.promoting_pod())
-def promote_challenger(
+@flyte_task(**pods.storing_pod())
+def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a judged model as a version, and make it the champion, unless another one was promoted since the judgement.
+    """Store a judged model as a version; if its verdict says so, make it the champion.
 
-    Give the weights and sidecar of a run, and what judge_model returned. Copies the champion to wandb if that is
-    online. Returns the versions of the model and of the champion, and the outcome.
+    Give the weights and sidecar of a run, and what judge_model returned. If another model was promoted since the
+    judgement, the champion stays. Returns the versions of the model and of the champion, and the outcome.
     """
-    return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
+    registry, by = open_registry(model_name), author_name()
+    model = Path(model_state.download()), Path(sidecar.download())
+    beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
+    version = promotion.store_version(registry, *model, verdict, beside)
+    return announce_release(Released(*promotion.apply_verdict(registry, version, verdict, by=by)))
 
 
 @flyte_task(**pods.storing_pod())
-def keep_champion(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
-) -> Released:
-    """Store a judged model as a version, and leave the champion as it is.
-
-    Takes and returns what promote_challenger does.
-    """
-    return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
-
-
-@flyte_task(**pods.promoting_pod())
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says.
 
-    Give the model's name, the version (SHA-256 of its weights), and the reason, which the log keeps. Copies the
-    champion to wandb if that is online. Returns that version, the champion's version, and the outcome.
+    Give the model's name, the version (SHA-256 of its weights), and the reason, which the log keeps. Returns that
+    version, the champion's version, and the outcome.
     """
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
     return announce_champion(registry, entry)
 
 
-@flyte_task(**pods.promoting_pod())
+@flyte_task(**pods.storing_pod())
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again.
 
-    Give the model's name and the reason, which the log keeps. Copies the champion to wandb if that is online. Returns
-    that version, the champion's version, and the outcome.
+    Give the model's name and the reason, which the log keeps. Returns that version, the champion's version, and the
+    outcome.
     """
     registry = open_registry(model_name)
     return announce_champion(
@@ -156,29 +147,13 @@ def judge_files(
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 
-def carry_out_verdict(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
-) -> Released:
-    """Store a model as a version, promote it if the verdict says so, and return the outcome."""
-    registry, by = open_registry(model_name), author_name()
-    model = Path(model_state.download()), Path(sidecar.download())
-    beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    version = promotion.store_version(registry, *model, verdict, beside, by=by)
-    released = Released(*promotion.apply_verdict(registry, version, verdict, by=by))
-    return announce_release(registry, released, promoted=verdict.promotes)
-
-
 def announce_champion(registry: Registry, entry: Entry) -> Released:
     now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
-    released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
-    return announce_release(registry, released, promoted=True)
+    return announce_release(Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}"))
 
 
-def announce_release(registry: Registry, released: Released, *, promoted: bool) -> Released:
-    """Return the outcome, and print it in a local run; copy a promoted version, if still champion, to wandb."""
-    if promoted:
-        settings = read_run_settings(PLATFORM, f"{registry.name}-champion")
-        copy_champion_to_wandb(registry, released.version, settings)
+def announce_release(released: Released) -> Released:
+    """Print the outcome in a local run."""
     if not is_in_pod():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

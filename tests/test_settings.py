@@ -34,7 +34,7 @@ def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = variable.name, VALUES.get(variable.name.removeprefix("FLYTE_DDP_"), "some value")
     monkeypatch.setenv(name, value)
-    made = (pods.training_pod(), pods.prediction_pod(), pods.promoting_pod(), pods.light_pod(), pods.data_pod())
+    made = (pods.training_pod(), pods.prediction_pod(), pods.storing_pod(), pods.light_pod(), pods.data_pod())
     training, prediction, promoting, light, data = (options["environment"] for options in made)
     given = {
         HERE: (),

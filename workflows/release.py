@@ -5,7 +5,7 @@ Run it with ``pyflyte run workflows/release.py release_wf --model_name digits``.
 
 from datetime import datetime
 
-from flytekit import conditional, workflow
+from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
@@ -15,10 +15,9 @@ from tasks.preparation import check_inputs
 from tasks.release import (
     Judged,
     Released,
+    carry_out_verdict,
     evaluate_version,
     judge_model,
-    keep_champion,
-    promote_challenger,
     promote_version,
     roll_back_champion,
 )
@@ -53,14 +52,7 @@ def release_wf(
     trained = train_model(hp=checked.hp, data=validated.data, run_version=checked.run_version)
     model = {"model_state": trained.model_state, "sidecar": trained.sidecar, "model_name": model_name}
     judged = judge_model(**model, data=validated.data, profile=profile, policy=policy)
-    challenger = {**model, "verdict": judged.verdict, "files": judged.files}
-    return (
-        conditional("gate")
-        .if_(judged.promotes.is_true())
-        .then(promote_challenger(**challenger))
-        .else_()
-        .then(keep_champion(**challenger))
-    )
+    return carry_out_verdict(**model, verdict=judged.verdict, files=judged.files)
 
 
 @workflow

@@ -1,4 +1,4 @@
-"""Exporting a model as ONNX and .pt2 with golden requests, and comparing the ONNX with torch on all test samples."""
+"""Exporting a model as ONNX with golden requests, and comparing the ONNX with torch on all test samples."""
 
 import shutil
 from pathlib import Path
@@ -20,9 +20,7 @@ GOLDEN, CHECK = "golden.npz", "serve_check.py"
 def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
     """Export a model, compare the ONNX with torch on all test samples, and return the comparison.
 
-    Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into an existing folder: none of them if
-    the comparison does not pass, and no .pt2 if torch cannot write or run it.
-
+    Writes ``model.onnx``, ``golden.npz`` and ``serve_check.py`` into an existing folder if the comparison passes.
     Raises UnreachableError if the storage of the test split does not answer; NotExportedError if the extra ``export``
     is not installed, or after any other exception.
     """

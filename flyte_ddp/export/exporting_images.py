@@ -14,7 +14,7 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, has_pictures, order_test_split
 from flyte_ddp.export.comparison import BATCH_SIZES, Batches, Comparison, compare_outputs
-from flyte_ddp.export.graphs import ONNX, write_graphs
+from flyte_ddp.export.graphs import ONNX, write_onnx
 from flyte_ddp.export.served import ServedModel
 from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
@@ -32,10 +32,10 @@ Image = NDArray[np.uint8]
 
 
 def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> tuple[Comparison, dict[str, Any]]:
-    """Write ``model.onnx`` and ``model.pt2`` into a folder; return :func:`compare_outputs` on all test samples."""
+    """Write ``model.onnx`` into a folder; return :func:`compare_outputs` on all test samples."""
     on_cpu, sidecar = artifacts.load_model(*model.files)
     served = ServedModel(on_cpu, sidecar).eval()
-    write_onnx_and_pt2(served, folder)
+    write_images_onnx(served, folder)
     found = {"logits": Comparison(of_classes=bool(model.classes) and not sidecar.get("target_shape"))}
     seed = int(sidecar.get("hyperparameters", {}).get("seed", 0))
     images = read_test_images(data, served.channels, model.settings, seed)
@@ -43,11 +43,11 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> t
     return compare_outputs(folder / ONNX, batches, len(order_test_split(data)), found, model.device.type)
 
 
-def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
+def write_images_onnx(served: ServedModel, folder: Path) -> None:
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape)
     sizes = {place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")}
-    write_graphs(served, images, sizes, folder, inputs=["images"], outputs=["logits"])
+    write_onnx(served, images, sizes, folder, inputs=["images"], outputs=["logits"])
 
 
 def compute_logits(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:

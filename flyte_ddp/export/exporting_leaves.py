@@ -12,7 +12,7 @@ from torch.export import Dim
 
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.export.comparison import BATCH_SIZES, Batches, Comparison, compare_outputs
-from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
+from flyte_ddp.export.graphs import ONNX, NotExportedError, write_onnx
 from flyte_ddp.export.served import ServedLeaves
 from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
 from flyte_ddp.loading.opening_items import open_item_test_split
@@ -30,7 +30,7 @@ Named = Mapping[str, Tensor]
 
 
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> tuple[Comparison, dict[str, Any]]:
-    """Write ``model.onnx`` and ``model.pt2`` into a folder; return :func:`compare_outputs` on all test samples.
+    """Write ``model.onnx`` into a folder; return :func:`compare_outputs` on all test samples.
 
     Leaves out batches of 64 whose outputs would be larger than BATCH_BYTES (1 GiB). Raises NotExportedError for inputs
     or outputs without names.
@@ -51,7 +51,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> tuple
         if not outputs:
             raise NotExportedError("its outputs hold no tensor of floats by name")
         sizes = choose_sizes(example, spec, collate, len(samples))
-        write_graphs(served, example, sizes, folder, inputs=[*example], outputs=[*outputs])
+        write_onnx(served, example, sizes, folder, inputs=[*example], outputs=[*outputs])
         of_classes = len(outputs) == 1 and isinstance(model.objective, Classification)
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 

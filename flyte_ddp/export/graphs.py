@@ -1,4 +1,4 @@
-"""Writing a module's graph as ONNX and .pt2, by torch's exporters."""
+"""Writing a module's graph as ONNX, by torch's exporters."""
 
 import io
 import logging
@@ -13,14 +13,14 @@ from torch import nn
 
 from flyte_ddp.errors import install_hint
 
-ONNX, PT2 = "model.onnx", "model.pt2"
+ONNX = "model.onnx"
 
 
 class NotExportedError(Exception):
     """There is no ONNX of this model: the extra is not installed, or the exporter cannot follow the model's code."""
 
 
-def write_graphs(
+def write_onnx(
     module: nn.Module,
     example: Any,
     sizes: Mapping[Any, Any],
@@ -29,7 +29,7 @@ def write_graphs(
     inputs: Sequence[str],
     outputs: Sequence[str],
 ) -> None:
-    """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same outputs.
+    """Write ``model.onnx`` into a folder.
 
     ``example`` is the only argument of ``module``, in evaluation mode: a tensor, or a dict of tensors. ``sizes`` are
     the ``torch.export.Dim`` of each dimension of other sizes than the example's; of a dict for each name. Exporters
@@ -51,11 +51,6 @@ def write_graphs(
             program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False
         )
         written.save(folder / ONNX, external_data=False)
-        try:
-            torch.export.save(program, folder / PT2)
-            torch.testing.assert_close(torch.export.load(folder / PT2).module()(example), module(example))
-        except Exception:  # a version needs no .pt2
-            (folder / PT2).unlink(missing_ok=True)
 
 
 @contextmanager

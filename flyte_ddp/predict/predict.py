@@ -17,7 +17,6 @@ from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.loading.collate import MASK, PADDED
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
@@ -156,7 +155,7 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
         return Answers({name: truths.get(name, empty) for name in header[1:]}, [])
     if not samples:  # a model gets no empty batch: to learn the names of the columns it gets a black image
         inputs, samples = inputs.new_zeros(1, *inputs.shape[1:]), 1
-    with explain_own_errors(f"model {model.sidecar['model']!r} on {describe_batch(batch, model)}"):
+    with explain_own_errors(f"model {model.sidecar['model']!r} on samples {batch.ids[0]} to {batch.ids[-1]}"):
         outputs = model.compute_outputs(inputs)
     undefined = find_undefined_rows(outputs, samples)
     given = find_answers(model, outputs, undefined)
@@ -180,16 +179,6 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
         for place in decoded
     ]
     return Answers(columns, pictures, [batch.ids[place] for place, bad in zip(decoded, undefined, strict=False) if bad])
-
-
-def describe_batch(batch: Batch, model: SavedModel) -> str:
-    """Return the ids of a batch in words, and which samples are empty if they have different lengths."""
-    said = f"samples {batch.ids[0]} to {batch.ids[-1]}"
-    if model.sidecar.get("hyperparameters", {}).get("collate") != PADDED:
-        return said
-    mask = batch.inputs[MASK] if isinstance(batch.inputs, dict) else batch.inputs[-1]
-    empty = [*compress(batch.ids, (~mask.any(dim=1)).tolist())]
-    return f"{said} (empty: {join_few(empty)})" if empty else said
 
 
 def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:

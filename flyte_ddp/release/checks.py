@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.release import statistics
 from flyte_ddp.release.constant import evaluate_constant
@@ -37,15 +36,6 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
     shown, rule = describe_task(challenger), describe_task(champion)
     return Check("same objective, classes and input", not changed, shown=shown, rule=rule, reason=reason)
-
-
-def note_other_preprocessing(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> list[Check]:
-    """Return a passed Check that names the preprocessing of both sidecars if they differ; [] otherwise."""
-    mine, theirs = (sidecar.get(PREPROCESSING, {}).get("sha256", "none")[:12] for sidecar in (challenger, champion))
-    if mine == theirs:
-        return []
-    shown = f"{mine}, also for the champion, which has {theirs}"
-    return [Check("preprocessing of the test rows", True, shown=shown)]
 
 
 def describe_task(task: Mapping[str, Any]) -> str:
@@ -188,14 +178,6 @@ def check_likelihoods(challenger: Evaluation, champion: Evaluation, policy: Poli
         check_loss_rise(name, challenger.columns[key].numpy(), champion.columns[key].numpy(), limit, policy.alpha)
         for name, key, limit in kinds
     ]
-
-
-def check_calibration(*models: Evaluation) -> list[Check]:
-    """Return a Check, always passed, of the models' calibration errors; [] if they do not classify."""
-    if not all(model.classifies for model in models):
-        return []
-    errors = [statistics.calibration_error(model.columns["confidence"].numpy(), model.correct) for model in models]
-    return [Check("calibration error", True, errors[-1], shown=" to ".join(f"{error:.4f}" for error in errors))]
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:

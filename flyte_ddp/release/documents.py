@@ -1,14 +1,11 @@
-"""A version's model card, in the Hugging Face Hub's form (Mitchell et al., FAT* 2019), and its OpenLineage event."""
+"""A version's model card, in the Hugging Face Hub's form (Mitchell et al., FAT* 2019)."""
 
-import json
-import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-import flyte_ddp
 from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.text.formatting import name_measure
@@ -18,11 +15,6 @@ TASKS = {  # names that the Hugging Face Hub has for objectives of images
     **dict.fromkeys(("classification", "multilabel"), "image-classification"),
     "segmentation": "image-segmentation",
 }
-SPEC = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs"
-VERSION_FACET = (
-    "https://openlineage.io/spec/facets/1-0-1/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet"
-)
-PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
 def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
@@ -73,50 +65,3 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     values = {"name": name, "front": front, "facts": facts, "verdict": verdict, "files": files, "takes": takes}
     return template.render(hyperparameters=hp, **values).encode()
-
-
-def render_lineage_event(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
-    """Return the OpenLineage event of a version as JSON; ``by`` is the Flyte execution, or user, that trained it."""
-    hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
-    trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")
-    inputs = [
-        dataset_entry("data", trained_on, digests.get("data", ""), source=hp.get("data_source", "")),
-        dataset_entry("data", hp.get("test_dataset") or trained_on, verdict.test_digest, split="test"),
-        *([dataset_entry("weights", started_from, digests.get("init_from", ""))] if started_from else []),
-        *([dataset_entry(address, name, verdict.champion)] if verdict.champion else []),
-    ]
-    training = {
-        "hyperparameters": hp,
-        "num_ranks": sidecar.get("num_ranks"),
-        "threads_per_rank": sidecar.get("threads_per_rank"),
-        "code": digests.get("code", ""),
-        "userCode": digests.get("user_code", ""),
-        "versions": sidecar.get("versions", {}),
-    }
-    facets = {
-        "flyteDdpExecution": make_facet(launchedAs=by),
-        "flyteDdpTraining": make_facet(**training),
-        "flyteDdpVerdict": make_facet(**verdict.to_dict()),
-    }
-    event = {
-        "eventType": "COMPLETE",
-        "eventTime": verdict.time,
-        "producer": PRODUCER,
-        "schemaURL": f"{SPEC}/RunEvent",
-        "job": {"namespace": "flyte-ddp", "name": name},
-        "run": {"runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")), "facets": facets},
-        "inputs": inputs,
-        "outputs": [dataset_entry(address, name, digests["weights"])],
-    }
-    return json.dumps(event, indent=1, ensure_ascii=False).encode() + b"\n"
-
-
-def dataset_entry(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
-    """Return an input or output of an OpenLineage event; ``namespace`` is data, weights, or a registry's address."""
-    facets = {"version": {**make_facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
-    facets |= {"flyteDdpData": make_facet(**about)} if about else {}
-    return {"namespace": namespace, "name": name, "facets": facets}
-
-
-def make_facet(**values: Any) -> dict[str, Any]:
-    return {"_producer": PRODUCER, "_schemaURL": f"{SPEC}/BaseFacet", **values}

@@ -1,14 +1,7 @@
-"""How a saved model does on a test split: the objective's columns, measures and scores of its samples.
+"""How a saved model does on a test split: the objective's columns, measures and scores of its samples."""
 
-Evaluations of a judgement that has no verdict yet are kept in the registry: one that was stopped goes on.
-"""
-
-import hashlib
-import io
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -19,21 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp import storage
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
-from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.text.formatting import name_measure
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
-from flyte_ddp.user_code.digest import library_digest
-
-FOLDER = "evaluations"
 
 
 @dataclass
@@ -150,32 +138,3 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
     return found
-
-
-def evaluate_once(
-    registry: Registry, test_digest: str, model: SavedModel, split: PreparedSet, challenger: Mapping[str, Any]
-) -> Evaluation:
-    """Return a model's evaluation; read it from the registry, or compute it and, if finite, write it there."""
-    known_by = json.dumps([library_digest(), model.digest, model.sidecar, challenger], sort_keys=True)
-    key = hashlib.sha256(known_by.encode()).hexdigest()
-    address = registry.at("judgements", test_digest, FOLDER, f"{key}.pt")
-    if content := registry.read_file(address):
-        kept = torch.load(io.BytesIO(content), weights_only=True)
-        finite, scores = kept.pop("finite").numpy(), kept.pop("scores").numpy()
-        found = Evaluation(model.objective, finite=finite, **kept)
-        found.scores = scores
-        return found
-    found = evaluate_split(model, split)
-    if found.finite.all():
-        names = ("columns", "measures", "ids", "undecoded")
-        arrays = {"finite": torch.from_numpy(found.finite), "scores": torch.from_numpy(found.scores)}
-        file = io.BytesIO()
-        torch.save({name: getattr(found, name) for name in names} | arrays, file)
-        registry.create_file(address, file.getvalue())
-    return found
-
-
-def delete_evaluations(registry: Registry, test_digest: str) -> None:
-    folder = registry.at("judgements", test_digest, FOLDER)
-    with suppress(UserError, storage.UnavailableError):  # what stays costs space only
-        storage.delete_files([storage.join(folder, name) for name in registry.list_files(folder)])

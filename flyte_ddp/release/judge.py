@@ -24,7 +24,7 @@ from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics, versions
-from flyte_ddp.release.evaluation import Evaluation, delete_evaluations, evaluate_once, evaluate_split
+from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
@@ -72,12 +72,6 @@ class Judgement:
 
     def tell(self, text: str) -> None:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
-
-    def evaluate(self, model: SavedModel) -> Evaluation:
-        """Return a model's evaluation on the test split; keep it in the registry until the verdict if ``counts``."""
-        if not self.counts:
-            return evaluate_split(model, self.split)
-        return evaluate_once(self.registry, self.test_digest, model, self.split, self.model.sidecar)
 
     def claim_alpha(self) -> float:
         """Set ``look``, the number of this judgement on the test split, and ``alpha``, its level; return the latter."""
@@ -165,8 +159,6 @@ def judge_challenger(
     if exports is not None:
         judgement.export(exports)
     judgement.verdict = judgement.make_verdict(decision)
-    if counts:
-        delete_evaluations(registry, judgement.test_digest)
     return judgement
 
 
@@ -183,16 +175,16 @@ def decide(judgement: Judgement) -> Decision:
         if back := taken_back.get(model.digest):
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
     judgement.tell(f"evaluates version {model.digest[:12]} on the test split")
-    ours = judgement.challenger = judgement.evaluate(model)
+    ours = judgement.challenger = evaluate_split(model, judgement.split)
     if not judgement.add_check(checks.check_finite_outputs(ours)):
         return BY_CHECKS, ""
     if before is None:
         above = checks.check_above_constant(ours, judgement.claim_alpha())
-        judgement.checks += [checks.check_score(ours, policy), above, *checks.check_calibration(ours)]
+        judgement.checks += [checks.check_score(ours, policy), above]
         judgement.best = model.digest
         return BY_CHECKS, f"there is no champion yet, and {above.reason or f'it is {above.name}'}"
     if is_champion:
-        judgement.checks += [checks.check_score(ours, policy), *checks.check_calibration(ours)]
+        judgement.checks.append(checks.check_score(ours, policy))
         return unchanged
     judgement.tell(f"evaluates the champion, version {before.version[:12]}, and compares {ours.samples:,} scores")
     champion = load_stored_model(registry, before.version, before.manifest, model)
@@ -223,7 +215,6 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
                 raise
     judgement.champion = theirs
     judgement.checks += [
-        *checks.note_other_preprocessing(model.sidecar, champion.sidecar),
         checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
         checks.check_ratio("latency", measure_latency_ratio(model, champion, judgement.split), policy.latency_ratio),
         checks.check_score(ours, policy),
@@ -268,7 +259,6 @@ def add_vetoes(
         judgement.add_check(check)
     if ours.classifies and theirs.classifies:
         judgement.checks += checks.check_likelihoods(ours, theirs, policy)
-    judgement.checks += checks.check_calibration(theirs, ours)
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
@@ -284,7 +274,7 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
 def evaluate_stored_model(judgement: Judgement, model: SavedModel) -> Evaluation:
     """Return a version's evaluation; IncomparableError if that fails or an output is not finite."""
     with translate_model_errors(model.digest, "evaluated"):
-        found = judgement.evaluate(model)
+        found = evaluate_split(model, judgement.split)
         found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
     if not checks.check_finite_outputs(found).passed:
         raise IncomparableError(f"version {model.digest[:12]} answers with NaN or infinity")

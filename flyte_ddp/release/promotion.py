@@ -17,7 +17,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.release import versions
-from flyte_ddp.release.documents import render_lineage_event, render_model_card
+from flyte_ddp.release.documents import render_model_card
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, content_digest, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
@@ -37,9 +37,9 @@ class Outcome(NamedTuple):
 
 
 def store_version(
-    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes], *, by: str
+    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes]
 ) -> versions.Version:
-    """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
+    """Upload a judged model with its verdict and card, and return the version; promote nothing.
 
     ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
     a UserError if the verdict is on another model, or the weights are stored with another name or task.
@@ -68,7 +68,6 @@ def store_version(
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
         **beside,
-        "lineage.json": render_lineage_event(registry.address, registry.name, about, verdict, by=by),
         "README.md": render_model_card(registry.name, about, verdict, beside),
     }
     return versions.write_version(registry, files)

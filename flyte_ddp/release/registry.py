@@ -7,7 +7,6 @@
         looks/00000007.json                 the seventh look: which two models were compared, and by which rule
         pairs/DIGEST.json                   the look of two models by a rule: by it they may be compared again
         verdicts/00000007-DIGEST.json       what came of the seventh look
-        evaluations/DIGEST.pt               of a judgement that has no verdict yet; deleted then
 
 Every other file but champion.json is written once. So nothing is locked and nothing half done needs a repair: of two
 writers of the next entry one succeeds, and the other gets a LostError.
@@ -203,35 +202,16 @@ class Registry:
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
         """Return all entries, oldest first; LogError if one, or one of ``at_least`` entries, is missing or altered."""
-        entries, faults = self.inspect_log(at_least)
-        if faults:
-            raise LogError(faults[0])
-        return entries
-
-    def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
-        """Return the log's readable entries, oldest first, and a line for each one missing, damaged or altered."""
-        faults, entries = list[str](), dict[int, Entry]()
-        try:
-            if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
-                at_least = max(at_least, copy.number)
-        except LogError as error:
-            faults.append(error.message)
-        numbers = self.list_entry_numbers()
-        neighbours = itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1])
-        gaps = [before + 1 for before, number in neighbours if number > before + 1]
+        if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
+            at_least = max(at_least, copy.number)
+        last = max([at_least, *self.list_entry_numbers()])
         with ThreadPoolExecutor(READERS) as pool:
-            reading = {number: pool.submit(self.read_entry, number) for number in sorted([*gaps, *numbers])}
-        for number, found in reading.items():
-            try:
-                entries[number] = found.result()
-            except LogError as error:  # in a gap, the error that the entry is missing
-                faults.append(error.message)
-                continue
-            preceding = entries.get(number - 1)
-            if (preceding or number == 1) and entries[number].previous != (preceding.digest if preceding else ""):
+            entries = [*pool.map(self.read_entry, range(1, last + 1))]
+        for before, entry in itertools.pairwise([None, *entries]):
+            if entry is not None and entry.previous != (before.digest if before else ""):
                 said = "does not follow the entry before it: one of the two was altered; restore them"
-                faults.append(f"{self.entry_address(number)} {said}")
-        return [*entries.values()], faults
+                raise LogError(f"{self.entry_address(entry.number)} {said}")
+        return entries
 
     def list_entry_numbers(self) -> list[int]:
         return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]

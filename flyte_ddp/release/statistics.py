@@ -124,14 +124,3 @@ def mean_pass_probability(differences: Floats, bound: float, margin: float) -> f
         return float(margin > float(differences.mean()) - bound)
     # An equal model's bound is taken to be as far below its mean.
     return float(stats.norm.cdf((margin - float(differences.mean()) + bound) / error))
-
-
-def calibration_error(confidence: Floats, correct: NDArray[np.bool_], bins: int = 15) -> float:
-    """Return the expected calibration error: the mean distance of confidence and accuracy over bins of equal width.
-
-    ``confidence`` [N] is the probability of each prediction. Bins are weighted by their samples. Guo et al., "On
-    calibration of modern neural networks", ICML 2017.
-    """
-    places = np.minimum((confidence * bins).astype(np.int64), bins - 1)
-    apart = np.bincount(places, confidence - correct, minlength=bins)
-    return float(np.abs(apart).sum() / len(confidence))

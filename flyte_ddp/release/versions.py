@@ -9,7 +9,7 @@ registry cannot be read or written.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,17 +117,12 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
     )
 
 
-def find_damaged_files(registry: Registry, version: Version) -> Iterator[UserError]:
-    """Read all files of a version whole, and yield an error for each that is missing or was altered."""
+def verify_files(registry: Registry, version: Version) -> None:
+    """Read all files of a version whole; UserError for the first that is missing or was altered."""
     for file, digest in version.files.items():
         address = file_address(registry, version, file)
         if registry.hash_file(address) != digest:
-            yield damaged_file_error(address)
-
-
-def verify_files(registry: Registry, version: Version) -> None:
-    for error in find_damaged_files(registry, version):
-        raise error
+            raise damaged_file_error(address)
 
 
 def read_version_file(registry: Registry, version: Version, file: str) -> bytes:

@@ -135,7 +135,6 @@ def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
         (["--hp", '{"epochs": 0}'], "epochs=0: must be at least 1"),
         (["--hp", '{"epoch": 3}'], "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
         (["--hp", "[3]"], "hyperparameters must be a JSON object, got [3]"),
-        (["--epochs", "3"], "epochs is a hyperparameter, and these are given as in --hp '{\"epochs\": 3}'"),
         (["--no-wait", "--download", "x"], "--download: with --no-wait there is nothing to download yet"),
         (["--version", "other"], "unknown version 'other': did you mean 'older'? choose one of newer, older"),
         (["--project", "flytesnack"], "unknown project 'flytesnack': did you mean 'flytesnacks'?"),

@@ -1,4 +1,4 @@
-"""Models as ONNX and .pt2, which answer as torch does wherever they are asked."""
+"""Models as ONNX, which answer as torch does wherever they are asked."""
 
 import errno
 import io
@@ -32,7 +32,7 @@ from flyte_ddp.export.onnx_process import OnnxProcess, read_arrays, write_arrays
 from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
 from flyte_ddp.models.artifacts import describe_model_input, save_model
-from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.settings import Settings
 
@@ -87,14 +87,13 @@ def written(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs are not written anew."""
 
     def copy_graphs(_: ServedModel, folder: Path) -> None:
-        for name in ("model.onnx", "model.pt2"):
-            shutil.copy(exported / name, folder)
+        shutil.copy(exported / "model.onnx", folder)
 
-    monkeypatch.setattr(exporting_images, "write_onnx_and_pt2", copy_graphs)
+    monkeypatch.setattr(exporting_images, "write_images_onnx", copy_graphs)
 
 
 def test_the_requests_of_a_version_are_answered_alike_without_torch(exported: Path) -> None:
-    assert {path.name for path in exported.iterdir()} >= {"model.onnx", "model.pt2", "golden.npz", "serve_check.py"}
+    assert {path.name for path in exported.iterdir()} >= {"model.onnx", "golden.npz", "serve_check.py"}
     assert len((exported / "serve_check.py").read_text().splitlines()) <= 30
     ended = check_without_torch(exported)
     assert ended.returncode == 0, ended.stderr
@@ -116,7 +115,7 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Pa
     assert check_without_torch(tmp_path).returncode == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            exporting_images, "write_onnx_and_pt2", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder)
+            exporting_images, "write_images_onnx", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder)
         )
         found = trained.export(tmp_path)
     assert not found.passed
@@ -125,7 +124,6 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Pa
     assert found.others
     assert found.others <= set(np.flatnonzero(changed).tolist())
     assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx"}
-    assert not (tmp_path / "model.pt2").exists(), "which is of the same graph"
 
 
 def outputs_of(trained: Trained) -> np.ndarray:
@@ -143,14 +141,6 @@ def test_of_what_fails_nothing_is_handed_out(trained: Trained, tmp_path: Path, m
     with pytest.raises(NotExportedError, match=r"OSError: .*No space left on device"):
         trained.export(tmp_path)
     assert not [*tmp_path.iterdir()]
-
-
-def test_the_pt2_answers_as_the_model(exported: Path, trained: Trained) -> None:
-    images = torch.randint(0, 256, (5, 13, 21, 1), dtype=torch.uint8)
-    served = torch.export.load(exported / "model.pt2").module()
-    with torch.no_grad():
-        expected = trained.model.module(prepare_images(images, trained.model.spec))
-        torch.testing.assert_close(served(images), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Path) -> None:

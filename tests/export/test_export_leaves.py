@@ -1,4 +1,4 @@
-"""Models whose inputs are no images, as ONNX and .pt2."""
+"""Models whose inputs are no images, as ONNX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.export import exporting_leaves
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.export.exporting import export_model
-from flyte_ddp.export.graphs import NotExportedError, write_graphs
+from flyte_ddp.export.graphs import NotExportedError, write_onnx
 from flyte_ddp.export.served import name_outputs
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.settings import Settings
@@ -71,7 +71,6 @@ def test_other_programs_get_what_the_model_returns(
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [each.name for each in session.get_inputs()] == [*shapes]
     names = [each.name for each in session.get_outputs()]
-    pt2 = torch.export.load(tmp_path / "model.pt2").module()
 
     def compute(inputs: dict[str, Tensor]) -> dict[str, np.ndarray]:
         returned = module(**inputs) if by_name else module(*inputs.values())
@@ -82,7 +81,6 @@ def test_other_programs_get_what_the_model_returns(
     answers = session.run(names, {name: leaf.numpy() for name, leaf in given.items()})
     for name, answer in zip(names, answers, strict=True):
         np.testing.assert_allclose(answer, expected[name], rtol=1e-4, atol=1e-5 * np.abs(expected[name]).max())
-        np.testing.assert_allclose(pt2(given)[name].detach(), expected[name], rtol=1e-4, atol=1e-5)
     golden = dict(np.load(tmp_path / "golden.npz"))
     last = f"{leaf_models.TEST - 1:09d}"
     alone = {name: torch.from_numpy(golden[f"{last}/inputs/{name}"]) for name in shapes}
@@ -101,10 +99,10 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
     def write_others(served: Any, *arguments: Any, **names: Any) -> None:
         with torch.no_grad():
             served.model.last.bias[3] += 0.05
-            write_graphs(served, *arguments, **names)
+            write_onnx(served, *arguments, **names)
             served.model.last.bias[3] -= 0.05
 
-    monkeypatch.setattr(exporting_leaves, "write_graphs", write_others)
+    monkeypatch.setattr(exporting_leaves, "write_onnx", write_others)
     found = export_model(SavedModel(*files, QUIET), split, tmp_path)
     assert not found.passed
     assert found.worst == pytest.approx(0.05, rel=1e-3)

@@ -36,6 +36,6 @@ class Gate:
         """Judge a model, and do what its verdict says."""
         found = self.judge(model, data, policy)
         page = write_page(found, self.registry.name, self.folder / "page.html")
-        version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page}, by="p/d/e")
+        version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page})
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

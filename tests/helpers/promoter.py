@@ -56,7 +56,7 @@ def release_model(address: str, folder: Path) -> str:
     verdict = Verdict.from_json((folder / "verdict.json").read_text())
     registry = Registry(address, "model")
     files = (folder / name for name in (versions.WEIGHTS, versions.SIDECAR))
-    version = store_version(registry, *files, verdict, {"page.html": folder / "page.html"}, by="one execution")
+    version = store_version(registry, *files, verdict, {"page.html": folder / "page.html"})
     return apply_verdict(registry, version, verdict, by="one execution").reason
 
 

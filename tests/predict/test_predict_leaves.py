@@ -12,7 +12,7 @@ from leaf_models import TOKENS, save_untrained
 from torch import Tensor, nn
 from training_runs import QUIET
 
-from flyte_ddp import UserError, arrays
+from flyte_ddp import arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.loading.opening_items import open_item_test_split
@@ -47,19 +47,10 @@ class Masked(nn.Module):
         return self.last(torch.cat([inner, marks.sum(1, keepdim=True)], 1))
 
 
-class Packed(leaf_models.MaskedMean):
-    """Fails on a text without tokens."""
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        nn.utils.rnn.pack_padded_sequence(self.tokens(tokens), mask.sum(1), batch_first=True, enforce_sorted=False)
-        return super().forward(tokens, mask)
-
-
 @pytest.fixture(autouse=True)
-def own_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of this module are found where the others are."""
-    for model in (Masked, Packed):
-        monkeypatch.setattr(leaf_models, model.__name__, model, raising=False)
+def own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of this module is found where the others are."""
+    monkeypatch.setattr(leaf_models, "Masked", Masked, raising=False)
 
 
 def test_inputs_of_a_dict_are_taken_by_name(tmp_path: Path) -> None:
@@ -71,18 +62,6 @@ def test_inputs_of_a_dict_are_taken_by_name(tmp_path: Path) -> None:
         alone = module(torch.tensor([text]), torch.tensor([mark]), torch.ones(1, len(text), dtype=torch.bool))
         scores = [float(row[f"score_{number}"]) for number in range(3)]
         np.testing.assert_allclose(scores, alone.softmax(1)[0].tolist(), rtol=1e-5)
-
-
-def test_an_empty_text_that_a_model_does_not_take_is_named(tmp_path: Path) -> None:
-    _, files = save_untrained(tmp_path, Packed, data_set(tokens=TEXTS), collate="padded")
-    side = {"tokens": [[1], [], [2, 3]]}, [0, 1, 2], ["one", "two", "three"]
-    words = (
-        r"samples one to three \(empty: two\): .*py:\d+: RuntimeError: Length of all samples has to be greater than 0"
-    )
-    with pytest.raises(UserError, match=words) as raised:
-        predict(files, arrays(side, side), tmp_path / "new")
-    assert "pack_padded_sequence(self.tokens(tokens)" in raised.value.message
-    assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 def test_the_mask_is_of_the_input_that_had_lengths_in_training() -> None:

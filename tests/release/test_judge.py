@@ -26,7 +26,7 @@ from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release import evaluation, judge
+from flyte_ddp.release import judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
@@ -159,7 +159,7 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
     assert first.verdict.describe() == "there is no champion yet: sample 0 gives NaN or infinity"
     assert first.verdict.look == 0, "nothing is decided by the test split where a logit is no number"
     assert not [*(gate.folder / "exports").iterdir()]
-    version = store_version(gate.registry, model / "model.pt", model / "model.json", first.verdict, {}, by="x")
+    version = store_version(gate.registry, model / "model.pt", model / "model.json", first.verdict, {})
     promote_version(gate.registry, version.name, "a test", by="me")
     zeros = (open_arrays(gate.data).test_labels == 0).mean()  # class 0 is predicted for NaN
     again = gate.judge(model, counts=False).verdict
@@ -187,7 +187,7 @@ def test_a_champion_that_cannot_be_evaluated(
         def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
             return evaluate_split(model, split) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
-        monkeypatch.setattr("flyte_ddp.release.evaluation.evaluate_split", failing)
+        monkeypatch.setattr(judge, "evaluate_split", failing)
     else:
         (version / gone).unlink()
     # The export, which a person who promotes the model needs, is a matter of one kind of failure.
@@ -249,7 +249,7 @@ def test_both_models_may_meet_as_many_undecodable_images(gate: DigitsGate) -> No
         run = train_in(gate.folder / str(number), replace(hp, bad_samples=allowed, seed=number), data, settings)
         verdicts.append(gate.judge(run.run_folder, data, settings=settings).verdict)
         if not number:
-            version = store_version(gate.registry, run.model, run.sidecar, verdicts[0], {}, by="x")
+            version = store_version(gate.registry, run.model, run.sidecar, verdicts[0], {})
             promote_version(gate.registry, version.name, "to begin", by="me")
     assert verdicts[1].decision != "no_comparison", verdicts[1].reason
     assert verdicts[1].samples == 79
@@ -294,41 +294,6 @@ def test_another_test_split_judges_anew(gate: DigitsGate) -> None:
     assert {row.name for row in found.parts["class"]} == {*"012356789"}
 
 
-def test_a_judgement_that_was_stopped_goes_on(
-    gate: DigitsGate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Both models are evaluated once: by the first attempt, which is stopped while it times them."""
-    gate.release("good")
-    expected = gate.judge("weak", counts=False)
-    evaluated = []
-
-    def count(model: SavedModel, split: PreparedSet) -> Evaluation:
-        evaluated.append(model.digest)
-        return evaluate_split(model, split)
-
-    def stop(*_: object) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(evaluation, "evaluate_split", count)
-    with monkeypatch.context() as patch:
-        patch.setattr(judge, "measure_latency_ratio", stop)
-        with pytest.raises(KeyboardInterrupt):
-            gate.judge("weak")
-    found = gate.judge("weak", settings=replace(QUIET, progress="lines"))
-    assert len({*evaluated}) == len(evaluated) == 2
-    assert [line.partition(" version ")[0] for line in capfd.readouterr().err.splitlines()] == [
-        "judging: evaluates",
-        "judging: evaluates the champion,",
-    ]
-    assert found.verdict.decision == expected.verdict.decision
-    assert found.verdict.challenger_score == expected.verdict.challenger_score
-    assert found.challenger is not None
-    assert expected.challenger is not None
-    assert found.challenger.ids == expected.challenger.ids
-    np.testing.assert_array_equal(found.challenger.scores, expected.challenger.scores)
-    assert [*gate.folder.rglob("evaluations/*")] == []
-
-
 def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: DigitsGate) -> None:
     gate.release("good")
     for margin, rule, look in (
@@ -352,7 +317,7 @@ def test_a_slice_that_loses(gate: DigitsGate) -> None:
     wrong = gate.judge("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict
     assert wrong.decision == "no_comparison"
     assert wrong.reason.endswith("id '999' in line 2 is not in the test split; correct it")
-    assert store_version(gate.registry, *found.model.files, wrong, {}, by="x").name == wrong.challenger
+    assert store_version(gate.registry, *found.model.files, wrong, {}).name == wrong.challenger
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
     reason = gate.release("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason

@@ -102,7 +102,7 @@ def test_not_worse_by_a_margin(gate: Gate) -> None:
     [check] = [check for check in verdict.checks if check.name == "not worse than the champion"]
     assert not check.passed
     assert verdict.power.startswith("on 300 samples an equally good model passes a comparison in ")
-    weak = store_version(gate.registry, *gate.judge("weak").model.files, verdict, {}, by="x")
+    weak = store_version(gate.registry, *gate.judge("weak").model.files, verdict, {})
     promote_version(gate.registry, weak.name, "a test", by="me")
     better = gate.judge("good", policy=policy).verdict
     assert all(check.passed for check in better.checks if check.name.startswith("not worse than")), better.reason
@@ -162,7 +162,7 @@ def test_both_models_are_compared_by_the_challengers_measure(tmp_path: Path) -> 
     )
     gate = Gate({"weak": weak, "good": good}, Registry(str(tmp_path / "registry"), "model"), data, tmp_path)
     first = gate.judge("weak")
-    stored = store_version(gate.registry, *first.model.files, first.verdict, {}, by="x")
+    stored = store_version(gate.registry, *first.model.files, first.verdict, {})
     promote_version(gate.registry, stored.name, "a test", by="me")
     found = gate.judge("good")
     verdict = found.verdict

@@ -52,8 +52,6 @@ def test_by_hand() -> None:
     assert statistics.lower_bound_of_difference(0, 10, 10, 0.05) == -1.0, "all is lost"
     assert statistics.lower_bound_of_difference(0, 0, 10**6, 0.4999) == pytest.approx(0, abs=1e-9), "nothing differs"
     assert statistics.detectable_difference(2, 0.06, 0.05) is None, "few samples find nothing"
-    error = statistics.calibration_error(np.array([0.95, 0.95, 0.55, 0.55]), np.array([True, False, True, True]))
-    assert error == pytest.approx((0.45 + 0.45) / 2), "two bins: 0.95 said and half right, 0.55 said and all right"
     assert statistics.correct_p_values([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert statistics.correct_p_values([0.9, 0.8]) == [1.0, 1.0]
     assert statistics.correct_p_values([]) == []

@@ -2,19 +2,16 @@
 
 import json
 import re
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli import TINY, Ended, pyflyte, train
-from flytekit.core import local_cache
 from mounts import ALONE, need_mounts
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import check_wandb_settings, read_settings
-from tasks.command_line import local_cache_error
 
 RESULTS = ("model.pt", "model.json", "report.html", "predictions*")  # patterns of what looks like a result
 
@@ -87,41 +84,25 @@ def test_a_file_in_place_of_the_runs_folder(
     assert runs.read_text() == "not a folder"
 
 
-def test_a_local_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_cache, "CACHE_LOCATION", "/read/only")
-    said = [
-        local_cache_error(error)
-        for error in (
-            OSError(30, "Read-only file system", "/read/only/x"),
-            sqlite3.Error("disk is full"),
-            OSError(2, "x"),
-        )
-    ]
-    assert [each and each.message.partition(";")[0] for each in said] == [
-        "Flyte's local cache /read/only: Read-only file system",
-        "Flyte's local cache /read/only: disk is full",
-        None,
-    ]
-
-
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("options", "folder", "words"),
+    ("options", "words"),
     [
-        also("ro", "home", ("could not be created", ".flyte/local-cache", "FLYTE_LOCAL_CACHE_ENABLED=false")),
-        also("size=4k", "home", ("database or disk is full", "FLYTE_LOCAL_CACHE_ENABLED=false")),
-        also("ro", "runs", ("Read-only file system", "FLYTE_DDP_RUNS")),
-        also("size=210k", "runs", ("No space left", "free some space")),  # at the model
-        also("size=300k", "runs", ("No space left", "free some space")),  # at the report
+        ("ro", ("Read-only file system", "FLYTE_DDP_RUNS")),
+        ("size=60k", ("disk is full", "free some space")),  # at the data
+        ("size=210k", ("No space left", "free some space")),  # at the model
+        ("size=300k", ("No space left", "free some space")),  # at the report
     ],
 )
-def test_a_disk_that_cannot_be_written_to(options: str, folder: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    runs, disk = tmp_path / "runs", tmp_path / folder
-    disk.mkdir()
-    need_mounts(disk)
+def test_a_disk_that_cannot_be_written_to(options: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    need_mounts(runs)
     # What is left on that disk can be seen from inside only.
-    mount, find = f'mount -t tmpfs -o {options} tmpfs "{disk}"', f'echo "LEFT:"; find "{runs}" -type f'
+    mount, find = f'mount -t tmpfs -o {options} tmpfs "{runs}"', f'echo "LEFT:"; find "{runs}" -type f'
     script = f'{mount} && "$@"; code=$?; {find}; exit $code'
     ended = train(TINY, home=tmp_path / "home", runs=runs, wrapper=(*ALONE, "sh", "-c", script, "sh"))
-    assert_refused(ended, tmp_path, str(disk), *words)
+    assert_refused(ended, tmp_path, str(runs), *words)
     left = {path.rpartition("/")[2] for path in ended.output.partition("LEFT:")[2].split()}
     assert not [name for name in left if re.search(r"model\.|report|predictions|tmp", name)], left

@@ -115,8 +115,7 @@ def test_a_rank_that_raises_is_one_panel(options: dict[str, str], tmp_path: Path
         (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML, such as {\"epochs\": 3}"),
         (["--hp", "nowhere.json"], "", "should be a valid json object, nowhere.json"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
-        (["--inputs-file", "file.yaml"], '{"epochs": 3}', r"epochs is a hyperparameter, .* --inputs-file '{\"hp\": {"),
-        (["--epochs", "3"], "", "epochs is a hyperparameter, and these are given as in --hp '{\"epochs\": 3}'"),
+        (["--epochs", "3"], "", "No such option"),
     ],
 )
 def test_inputs_that_cannot_be_read(

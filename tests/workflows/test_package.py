@@ -28,10 +28,8 @@ from flyte_ddp.user_code.digest import library_digest, package_digest
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_packed")))
 LIGHT = (CHECK,)
 JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
-PROMOTING = tuple(f"tasks.release.{name}" for name in ("promote_challenger", "promote_version", "roll_back_champion"))
-KEEP, PROFILE, VALIDATE = (
-    f"tasks.{name}" for name in ("release.keep_champion", "validation.profile_dataset", "validation.validate_dataset")
-)
+PROMOTING = tuple(f"tasks.release.{name}" for name in ("carry_out_verdict", "promote_version", "roll_back_champion"))
+PROFILE, VALIDATE = (f"tasks.validation.{name}_dataset" for name in ("profile", "validate"))
 pytestmark = pytest.mark.slow
 ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
@@ -80,7 +78,7 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
         *(f"workflows.release.{name}_wf" for name in ("release", "promote", "rollback", "evaluate")),
         *(f"workflows.{engine}_training.{engine}_training_wf" for engine in ENGINES),
     }
-    assert set(default.tasks) == {*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, KEEP, PROFILE, VALIDATE}
+    assert set(default.tasks) == {*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, PROFILE, VALIDATE}
     assert set(default.workflows) == workflows
     # Each workflow has a plan of its own name, Flyte's default.
     assert set(default.launch_plans) == PLANS | workflows | {"nightly_release"}
@@ -157,7 +155,7 @@ def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
 def test_who_knows_wandb_and_where_results_go(default: Package, sandbox: Package) -> None:
     wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
     for name, task in default.tasks.items():
-        knows, secrets = name in (*TRAINING, *PROMOTING), task.template.security_context.secrets
+        knows, secrets = name in TRAINING, task.template.security_context.secrets
         told = {key: value for key, value in environment(default, name).items() if "WANDB" in key}
         assert told == (wandb if knows else {}), name
         found = [(each.group, each.key, each.mount_requirement) for each in secrets]

@@ -15,14 +15,14 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.pods.paths import registry_address
 
 pytestmark = pytest.mark.slow
-JUDGE, PROMOTE, KEEP = (f"tasks.release.{name}" for name in ("judge_model", "promote_challenger", "keep_champion"))
+JUDGE, CARRY_OUT = (f"tasks.release.{name}" for name in ("judge_model", "carry_out_verdict"))
 PROFILE, VALIDATE = (f"tasks.validation.{name}" for name in ("profile_dataset", "validate_dataset"))
 
 
 @pytest.mark.exhaustive
-def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded, train_inputs: Inputs) -> None:
+def test_promoted_and_kept_as_the_verdict_says(cluster: Cluster, checked: PodEnded, train_inputs: Inputs) -> None:
     nodes = {
-        node.task_node.reference_id.name or "gate": node
+        node.task_node.reference_id.name: node
         for node in cluster.package.workflows["workflows.release.release_wf"].template.nodes
     }
     hp = packed({**SMOKE, "epochs": 4, "max_steps": 0})  # enough to be better than one class for all
@@ -32,7 +32,6 @@ def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded,
         nodes["tasks.preparation.check_inputs"].id: checked.outputs or {},
         nodes[TRAIN].id: trained.outputs or {},
     }
-    branch = nodes["gate"].branch_node.if_else
     with locking_proxy(cluster.server) as proxy:
         registry = {"FLYTE_DDP_REGISTRY": f"s3://{BUCKET}/models", "FLYTE_AWS_ENDPOINT": proxy.url}
         outcomes = []
@@ -49,11 +48,8 @@ def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded,
             assert judged.deck is not None
             assert "digits: " in judged.deck
             promotes = judged.outputs["promotes"].scalar.primitive.boolean
-            taken = branch.case.then_node if promotes else branch.else_node
-            name = taken.task_node.reference_id.name
-            assert name == (PROMOTE if promotes else KEEP)
-            inputs = resolved(taken.inputs, {**given, nodes[JUDGE].id: judged.outputs})
-            ended = cluster.run(name, inputs, environment=registry, execution=execution)
+            inputs = resolved(nodes[CARRY_OUT].inputs, {**given, nodes[JUDGE].id: judged.outputs})
+            ended = cluster.run(CARRY_OUT, inputs, environment=registry, execution=execution)
             assert ended.outputs, ended.log
             outcomes.append((promotes, ended.outputs["outcome"].scalar.primitive.string_value))
     folder = cluster.server.folder / BUCKET / "models/digits"
