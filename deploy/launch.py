@@ -1,38 +1,31 @@
 """Launch a registered launch plan from the terminal: see python deploy/launch.py --help."""
 
-import dataclasses
 import re
 import signal
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
-from flyteidl.core.catalog_pb2 import CACHE_HIT
 from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
-from flytekit.clients.helpers import iterate_node_executions, iterate_task_executions
 from flytekit.configuration import Config
 from flytekit.core.options import Options
-from flytekit.exceptions.system import FlyteSystemException
-from flytekit.exceptions.user import FlyteEntityNotExistException, FlyteTimeout
+from flytekit.exceptions.user import FlyteEntityNotExistException
 from flytekit.interaction.click_types import JsonParamType
-from flytekit.models.common import NamedEntityIdentifier
-from flytekit.models.core.execution import TaskExecutionPhase, WorkflowExecutionPhase
-from flytekit.remote import FlyteLaunchPlan, FlyteRemote, FlyteWorkflowExecution
+from flytekit.models.core.execution import WorkflowExecutionPhase
+from flytekit.remote import FlyteLaunchPlan, FlyteRemote
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from tasks.command_line import CALL_SECONDS, show_errors_in_panels
 
-AWAY_SECONDS = 600.0  # how long the cluster may be unreachable while this command waits for an execution
-PAUSE_SECONDS = 15.0  # longest time between two queries of an execution
+PAUSE_SECONDS = 5.0  # between two queries of an execution
 FILES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
 # Prefixes, ours and Flyte's, of an error message that is a sentence of this package.
 ERROR_PREFIX = re.compile(
@@ -72,7 +65,6 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         raise UserError("--download: with --no-wait there is nothing to download yet; leave one of them out")
     remote = FlyteRemote(read_config(config), default_project=options["project"], default_domain=options["domain"])
     plan = fetch_launch_plan(remote, name, version)
-    check_launch_plan(plan, hp, folder)
     execution = remote.execute(
         plan,
         inputs={} if hp is None else {"hp": hp},
@@ -86,7 +78,7 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
     if options["no_wait"]:
         return
     try:
-        ExecutionWatch(remote, execution, plan).wait_until_done()
+        remote.wait(execution, poll_interval=timedelta(seconds=PAUSE_SECONDS), sync_nodes=False)
     except KeyboardInterrupt:
         raise click.ClickException(
             f"no longer waited for, but the execution goes on: watch it, or terminate it, at {where}; or end it with: "
@@ -97,7 +89,7 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         cause = closure.abort_metadata.cause if closure.abort_metadata else "no reason is given"
         reason = extract_sentence(closure.error.message) if closure.error else cause
         raise click.ClickException(f"the execution has {phase}: {reason}\nthe whole error is at {where}")
-    outputs = remote.sync_execution(execution).outputs.literals
+    outputs = execution.outputs.literals
     if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
         last = accuracies.collection.literals[-1].scalar.primitive.value
         of_classes = hp is not None and hp.objective == "classification" and hp.select_by in ("loss", "accuracy")
@@ -127,98 +119,10 @@ def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> Fl
         active = None if version else remote.fetch_active_launchplan(name=name)
         return active or remote.fetch_launch_plan(name=name, version=version)
     except FlyteEntityNotExistException:
-        projects = [each.id for each in remote.list_projects()]
-        if project not in projects:
-            raise unknown_name_error("project", project, projects) from None
-        plans = [each.name for each in remote.client.list_launch_plan_ids_paginated(project, domain)[0]]
-        if not plans:
-            raise UserError(
-                f"nothing is registered in domain {domain!r} of project {project!r}: register with deploy/register.sh, "
-                "or give another --domain"
-            ) from None
-        if name not in plans:
-            raise unknown_name_error("launch plan", name, plans) from None
-        found, _ = remote.client.list_launch_plans_paginated(NamedEntityIdentifier(project, domain, name), limit=10)
-        raise unknown_name_error("version", str(version), [each.id.version for each in found]) from None
-
-
-def check_launch_plan(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
-    """Raise a UserError if the version cannot take ``hp``, or make the files to download; create their folder."""
-    what = f"{plan.id.name} of version {plan.id.version}"
-    inputs, outputs = plan.interface.inputs, plan.interface.outputs
-    if hp is not None:
-        if "hp" not in inputs:
-            raise UserError(f"--hp: {what} takes none, but {', '.join(sorted(inputs)) or 'nothing'}; leave it out")
-        known = (inputs["hp"].type.metadata or {}).get("properties")
-        newer = [field.name for field in dataclasses.fields(hp) if known and field.name not in known]
-        if newer:
-            raise UserError(
-                f"--hp: {what} is older than these sources, and does not know {', '.join(newer)}; give a newer "
-                "--version, register one with deploy/register.sh, or check out the sources of that one"
-            )
-    if folder is not None:
-        if missing := [output for output in FILES if output not in outputs]:
-            raise UserError(f"--download: {what} does not make {', '.join(missing)}; leave the option out")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--download {folder}: {error.strerror}; choose another folder") from None
-
-
-class ExecutionWatch:
-    """Waits for an execution, and prints to stdout what changes in it."""
-
-    def __init__(self, remote: FlyteRemote, execution: FlyteWorkflowExecution, plan: FlyteLaunchPlan) -> None:
-        self.client, self.execution = remote.client, execution
-        self.names = {node.id: getattr(node.flyte_entity, "name", node.id) for node in plan.flyte_workflow.flyte_nodes}
-        self.printed: dict[object, str] = {}  # the last line on each topic
-        self.began = self.answered = time.monotonic()
-
-    def wait_until_done(self) -> None:
-        """Query the execution until it ends, at first every second, later every PAUSE_SECONDS; print changes.
-
-        If the cluster is unreachable for AWAY_SECONDS, raises flytekit's exception.
-        """
-        while True:
-            try:
-                self.execution._closure = self.client.get_execution(self.execution.id).closure
-                for node in self.iterate_nodes():
-                    self.print_changes(node)
-                self.answered = time.monotonic()
-            except (FlyteSystemException, FlyteTimeout):
-                if time.monotonic() - self.answered > AWAY_SECONDS:
-                    click.echo("the execution may well go on", err=True)
-                    raise
-                self.print_if_new("cluster", "the cluster does not answer; the execution may well go on")
-            if self.execution.is_done:
-                return
-            time.sleep(min(PAUSE_SECONDS, 1 + (time.monotonic() - self.began) / 30))
-
-    def iterate_nodes(self, parent: str | None = None) -> Iterator[Any]:
-        """Yield the nodes that have begun, below a parent node or the workflow, recursively."""
-        for node in iterate_node_executions(self.client, self.execution.id, unique_parent_id=parent):
-            if not node.id.node_id.endswith(("start-node", "end-node")):
-                yield node
-                if node.metadata.is_parent_node:
-                    yield from self.iterate_nodes(node.id.node_id)
-
-    def print_changes(self, node: Any) -> None:
-        """Print what is new of a node: phase and error of each attempt."""
-        name = self.names.get(node.id.node_id, node.id.node_id).rpartition(".")[2]
-        for attempt in iterate_task_executions(self.client, node.id):
-            name = attempt.id.task_id.name.rpartition(".")[2]
-            phase = TaskExecutionPhase.enum_to_string(attempt.closure.phase)
-            error = f": {extract_sentence(attempt.closure.error.message)}" if attempt.closure.error else ""
-            number = attempt.id.retry_attempt
-            self.print_if_new((node.id.node_id, number), f"{name}, attempt {number + 1}: {phase}{error}")
-        metadata = node.closure.task_node_metadata
-        if metadata is not None and metadata.cache_status == CACHE_HIT:
-            self.print_if_new(node.id.node_id, f"{name}: SUCCEEDED, from the cache")
-
-    def print_if_new(self, topic: object, line: str) -> None:
-        if self.printed.get(topic) != line:
-            click.echo(f"{time.strftime('%H:%M:%S')} {line}")
-        self.printed[topic] = line
+        raise UserError(
+            f"launch plan {name!r} {version or 'of any version'}: is not registered in domain {domain!r} of project "
+            f"{project!r}; register with deploy/register.sh, or give another --version, --project or --domain"
+        ) from None
 
 
 def extract_sentence(message: str) -> str:
@@ -230,6 +134,9 @@ def extract_sentence(message: str) -> str:
 
 def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
     """Download all of FILES or none, from addresses that the cluster signs, so that no key of its store is needed."""
+    if missing := [output for output in FILES if output not in outputs]:
+        raise UserError(f"--download: the launch plan does not make {', '.join(missing)}; leave the option out")
+    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri

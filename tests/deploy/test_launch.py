@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,17 +17,17 @@ import pytest
 import yaml
 from cli import ROOT, surroundings
 from click.testing import CliRunner, Result
-from fake_flyte_admin import FakeFlyteAdmin, Moment, Node, fake_flyte_admin, refused, slow
+from fake_flyte_admin import FakeFlyteAdmin, Moment, fake_flyte_admin, refused, slow
 from flyteidl.admin import launch_plan_pb2
 from flyteidl.core import literals_pb2
 from flytekit.configuration import Config, ImageConfig, SerializationSettings
 from flytekit.remote import FlyteRemote
+from processes import wait_until
 
 from flyte_ddp.config import Hyperparameters
 from workflows.training import training_on_demand
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '__version__' attribute:DeprecationWarning")  # in rich_click
-CHECK, TRAIN = "tasks.preparation.check_inputs", "tasks.training.train_model"
 NAMES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
 ADDRESSES = {output: f"s3://bucket/f1a2b3c4/{name}" for output, name in NAMES.items()}
 CONSOLE = "/console/projects/flytesnacks/domains/development/executions/f1a2b3c4"
@@ -84,8 +83,7 @@ def cluster_file(folder: Path, endpoint: str, **config: Any) -> Path:
 
 
 def lines(result: Result) -> list[str]:
-    """What was printed, without the times."""
-    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in result.output.splitlines()]
+    return result.output.splitlines()
 
 
 def error(result: Result) -> str:
@@ -136,9 +134,7 @@ def test_an_active_version_comes_before_the_newest_and_a_named_one_before_both(
         (["--hp", '{"epoch": 3}'], "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
         (["--hp", "[3]"], "hyperparameters must be a JSON object, got [3]"),
         (["--no-wait", "--download", "x"], "--download: with --no-wait there is nothing to download yet"),
-        (["--version", "other"], "unknown version 'other': did you mean 'older'? choose one of newer, older"),
-        (["--project", "flytesnack"], "unknown project 'flytesnack': did you mean 'flytesnacks'?"),
-        (["--domain", "staging"], "nothing is registered in domain 'staging' of project 'flytesnacks': register with"),
+        (["--version", "other"], "launch plan 'training_on_demand' other: is not registered in domain 'development'"),
         (["--config", "Makefile"], "--config Makefile: must name a cluster's address, as deploy/sandbox.yaml does"),
     ],
 )
@@ -150,67 +146,17 @@ def test_a_mistake_is_one_sentence_and_nothing_is_sent(
 
 
 def test_an_unknown_launch_plan_is_one_sentence(launch: Any) -> None:
-    choices = "training_on_demand, workflows.training.training_wf"
-    said = f"unknown launch plan 'training_on_demnd': did you mean 'training_on_demand'? choose one of {choices}"
-    assert error(launch(name="training_on_demnd")) == said
-
-
-def test_a_version_that_cannot_take_or_give_what_is_asked_for_is_refused(
-    launch: Any, admin: FakeFlyteAdmin, tmp_path: Path
-) -> None:
-    for workflow in admin.workflows:
-        interface = workflow.spec.template.interface
-        del interface.inputs.variables["hp"].type.metadata.fields["properties"].struct_value.fields["bad_samples"]
-        del interface.outputs.variables["metrics"]
-    said = error(launch("--hp", "{}"))
-    assert said.startswith("--hp: training_on_demand of version newer is older than these sources, and does not know ")
-    assert " bad_samples; give a newer --version, " in said
-    assert error(launch("--download", str(tmp_path / "new"))).startswith(
-        "--download: training_on_demand of version newer does not make metrics; leave"
-    )
-    for workflow in admin.workflows:
-        del workflow.spec.template.interface.inputs.variables["hp"]
-    assert error(launch("--hp", "{}")).startswith("--hp: training_on_demand of version newer takes none, but nothing;")
-    assert not admin.executions
-    assert not (tmp_path / "new").exists()
-
-
-def test_what_changes_is_shown_once_while_it_trains(launch: Any, admin: FakeFlyteAdmin) -> None:
-    start = Node("start-node", "SUCCEEDED")
-    checking = Node("n0", "RUNNING", CHECK, [("RUNNING", "")])
-    checked = Node("n0", "SUCCEEDED", CHECK, [("SUCCEEDED", "")], is_parent=True)
-    fetched = Node("n0-0-dn0", "SUCCEEDED", "tasks.preparation.fetch_dataset", [("SUCCEEDED", "")], parent="n0")
-    lost, running, succeeded = ("FAILED", RETRIED), ("RUNNING", ""), ("SUCCEEDED", "")
-    other, before = Node("n2", "RUNNING", "another.task", [running]), [start, checked, fetched]
-    admin.course = [
-        Moment("QUEUED"),
-        *2 * [Moment(nodes=[start, checking])],
-        Moment(nodes=[*before, Node("n1", "RUNNING", TRAIN, [running])]),
-        *2 * [Moment(nodes=[*before, Node("n1", "RUNNING", TRAIN, [lost, running]), other])],
-        Moment("SUCCEEDED", [*before, Node("n1", "SUCCEEDED", TRAIN, [lost, succeeded])]),
-    ]
-    assert lines(launch())[1:-5] == [
-        "check_inputs, attempt 1: RUNNING",
-        "check_inputs, attempt 1: SUCCEEDED",
-        "fetch_dataset, attempt 1: SUCCEEDED",
-        "train_model, attempt 1: RUNNING",
-        "train_model, attempt 1: FAILED: rank 1 was killed",
-        "train_model, attempt 2: RUNNING",
-        "task, attempt 1: RUNNING",
-        "train_model, attempt 2: SUCCEEDED",
-    ]
+    said = "is not registered in domain 'development' of project 'flytesnacks'; register with deploy/register.sh"
+    assert error(launch(name="training_on_demnd")).startswith(f"launch plan 'training_on_demnd' of any version: {said}")
 
 
 def test_outputs_are_named_and_downloaded_without_a_key_of_the_store(
     launch: Any, admin: FakeFlyteAdmin, tmp_path: Path
 ) -> None:
-    """Also those that come from the cache."""
-    admin.course.append(Moment("SUCCEEDED", [Node("n1", "SUCCEEDED", from_cache=True)]))
     result = launch("--download", str(tmp_path / "new/folder"))
     assert result.exit_code == 0, result.output
     addresses = [f"  {output:12} {address}" for output, address in ADDRESSES.items()]
     assert lines(result)[1:-1] == [
-        "train_model: SUCCEEDED, from the cache",
         "main measure of the test split 0.875",
         *addresses,
     ]
@@ -292,46 +238,16 @@ def test_a_call_that_takes_too_long_is_one_sentence(
     assert error(launch()) == f"{admin.endpoint} is too slow: a call had no answer in time; try again later"
 
 
-def test_an_outage_while_it_trains_is_waited_for(launch: Any, admin: FakeFlyteAdmin) -> None:
-    away = refused(grpc.StatusCode.UNAVAILABLE, "connection refused")
-    calls: list[grpc.ServicerContext] = []
-
-    def away_for_a_while(context: grpc.ServicerContext) -> None:
-        calls.append(context)
-        if len(calls) == 10:  # flytekit asks four times
-            admin.faults.clear()
-        away(context)
-
-    admin.faults["ListNodeExecutions"] = away_for_a_while
-    admin.course = [*8 * [Moment()], Moment("SUCCEEDED")]
-    result = launch()
-    assert result.exit_code == 0, result.output
-    assert lines(result)[1:3] == [
-        "the cluster does not answer; the execution may well go on",
-        "main measure of the test split 0.875",
-    ]
-
-
-def test_an_outage_that_does_not_end_is_one_sentence(
-    launch: Any, admin: FakeFlyteAdmin, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "AWAY_SECONDS", 0.0)
-    admin.course = [Moment()]
-    admin.faults["ListNodeExecutions"] = refused(grpc.StatusCode.UNAVAILABLE, "all addresses: Connection refused")
-    _, word, said = lines(launch())
-    assert word == "the execution may well go on"
-    assert said.startswith(f"Error: nothing answers at {admin.endpoint}: Connection refused; start")
-
-
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_execution_running(admin: FakeFlyteAdmin, tmp_path: Path) -> None:
-    admin.course = [Moment(nodes=[Node("n1", "RUNNING", TRAIN, [("RUNNING", "")])])]
+    admin.course = [Moment()]
     config = cluster_file(tmp_path, admin.endpoint)
     command = [sys.executable, str(ROOT / "deploy/launch.py"), "training_on_demand", "--config", str(config)]
     environment = surroundings(tmp_path / "home", tmp_path / "runs")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
-        assert [process.stdout.readline() for _ in range(2)][1].endswith("train_model, attempt 1: RUNNING\n")
+        assert process.stdout.readline().startswith("launched training_on_demand newer")
+        wait_until(lambda: admin.looks > 2)  # one of them is of the launch
         os.kill(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 1

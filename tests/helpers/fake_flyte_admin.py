@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -13,9 +13,6 @@ from flyteidl.admin import (
     common_pb2,
     execution_pb2,
     launch_plan_pb2,
-    node_execution_pb2,
-    project_pb2,
-    task_execution_pb2,
     task_pb2,
     workflow_pb2,
 )
@@ -28,24 +25,10 @@ Fault = Callable[[grpc.ServicerContext], Any]  # what a call does in place of it
 
 
 @dataclass
-class Node:
-    """A node of an execution, with the phase and the error of each attempt of its task."""
-
-    id: str
-    phase: str
-    task: str = ""
-    attempts: list[tuple[str, str]] = field(default_factory=list)
-    from_cache: bool = False
-    parent: str = ""
-    is_parent: bool = False
-
-
-@dataclass
 class Moment:
     """The state of an execution at one query."""
 
     phase: str = "RUNNING"
-    nodes: list[Node] = field(default_factory=list)
     error: str = ""
     cause: str = ""  # of an execution that somebody has ended
 
@@ -72,7 +55,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
         self.executions: list[execution_pb2.ExecutionCreateRequest] = []
         self.uploads: list[bytes] = []
-        self.projects = ["flytesnacks"]
+        self.looks = 0  # at executions
         self.course = [Moment("SUCCEEDED")]  # of executions; each look shows the next one, and the last one stays
         self.outputs = literals_pb2.LiteralMap()
         self.blobs: dict[str, bytes] = {}  # by address
@@ -112,13 +95,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         plans = [plan for plan in newest if plan.id.project == request.id.project]
         return launch_plan_pb2.LaunchPlanList(launch_plans=[{"id": plan.id, "spec": plan.spec} for plan in plans])
 
-    def ListLaunchPlanIds(self, request: Any, context: Any) -> Any:
-        names = dict.fromkeys(plan.id.name for plan in self.launch_plans if plan.id.domain == request.domain)
-        return common_pb2.NamedEntityIdentifierList(entities=[{"name": name} for name in names])
-
-    def ListProjects(self, request: Any, context: Any) -> Any:
-        return project_pb2.Projects(projects=[{"id": name} for name in self.projects])
-
     def found(self, created: list[Any], request: Any, context: Any) -> Any:
         """Return the first of ``created`` that has the request's id; else answer NOT_FOUND."""
         same = [each for each in created if each.id == request.id]
@@ -136,7 +112,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         now = self.course[0]
         if len(self.course) > 1:
             self.course = self.course[1:]
-        self.now = now
+        self.looks += 1
         closure = execution_pb2.ExecutionClosure(phase=phases.WorkflowExecution.Phase.Value(now.phase))
         if now.error:
             closure.error.message = now.error
@@ -144,27 +120,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
             closure.abort_metadata.cause = now.cause
         plan = self.executions[-1].spec.launch_plan
         return execution_pb2.Execution(id=request.id, spec={"launch_plan": plan}, closure=closure)
-
-    def ListNodeExecutions(self, request: Any, context: Any) -> Any:
-        made = node_execution_pb2.NodeExecutionList()
-        for node in self.now.nodes:
-            if node.parent == request.unique_parent_id:
-                each = made.node_executions.add(id={"node_id": node.id, "execution_id": request.workflow_execution_id})
-                each.closure.phase = phases.NodeExecution.Phase.Value(node.phase)
-                each.closure.task_node_metadata.cache_status = 2 if node.from_cache else 0
-                each.metadata.is_parent_node = node.is_parent
-        return made
-
-    def ListTaskExecutions(self, request: Any, context: Any) -> Any:
-        [node] = [node for node in self.now.nodes if node.id == request.node_execution_id.node_id]
-        made = task_execution_pb2.TaskExecutionList()
-        for number, (phase, error) in enumerate(node.attempts):
-            each = made.task_executions.add(id={"node_execution_id": request.node_execution_id})
-            each.id.retry_attempt, each.id.task_id.name = number, node.task
-            each.closure.phase = phases.TaskExecution.Phase.Value(phase)
-            if error:
-                each.closure.error.message = error
-        return made
 
     def GetExecutionData(self, request: Any, context: Any) -> Any:
         return execution_pb2.WorkflowExecutionGetDataResponse(full_outputs=self.outputs)
