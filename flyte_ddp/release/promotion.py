@@ -91,7 +91,6 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
     else:
         winner = history[verdict.log_number]
         if (winner.version, winner.by) == (version.name, by):  # an earlier try of this task, which was killed
-            registry.renew_copy(winner.number)
             return Outcome(version.name, history[-1].version, f"promoted: {winner.reason}")
     return Outcome(version.name, registry.read_log()[-1].version, f"not promoted: {LostError(winner).message}")
 
@@ -103,7 +102,7 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     version, the champion, a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
-    if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):
+    if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
         return earlier
     found, before = versions.read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
@@ -120,7 +119,7 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     for a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
-    if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
+    if once and (earlier := find_earlier_try(history, by, ROLLBACK)):
         return earlier
     standing, _ = replay_promotions(history)
     if len(standing) < 2:
@@ -136,13 +135,10 @@ def append(registry: Registry, log: list[Entry], version: versions.Version, **va
     return registry.append_entry(log[-1] if log else None, version=version.name, manifest=version.manifest, **values)
 
 
-def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the first such entry of a log (any version if empty), and rewrite champion.json; None without one."""
-    for entry in log:
-        if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
-            registry.renew_copy(log[-1].number)
-            return entry
-    return None
+def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
+    """Return the first such entry of a log, of any version if that is empty."""
+    found = (entry for entry in log if (entry.by, entry.action) == (by, action) and version in ("", entry.version))
+    return next(found, None)
 
 
 def has_task_of(registry: Registry, best: str, version: versions.Version) -> bool:

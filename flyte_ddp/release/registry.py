@@ -1,21 +1,19 @@
 """A model's registry in a folder or in object storage: a log whose last entry names the champion.
 
     ADDRESS/NAME/log/00000001.json          an entry: who became champion, why, and the digest of the entry before
-    ADDRESS/NAME/champion.json              a copy of the last entry, perhaps late: from there readers go on in the log
     ADDRESS/NAME/versions/DIGEST/           a model, by the SHA-256 of its weights; see versions.py
     ADDRESS/NAME/judgements/TEST_DIGEST/    judgements on a test split: they are counted, each is a look at the split
         looks/00000007.json                 the seventh look: which two models were compared, and by which rule
         pairs/DIGEST.json                   the look of two models by a rule: by it they may be compared again
         verdicts/00000007-DIGEST.json       what came of the seventh look
 
-Every other file but champion.json is written once. So nothing is locked and nothing half done needs a repair: of two
+Every file is written once. So nothing is locked and nothing half done needs a repair: of two
 writers of the next entry one succeeds, and the other gets a LostError.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -38,7 +36,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
-CHAMPION = "champion.json"
 PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the storage can do that
 DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is not what was written
 
@@ -98,7 +95,7 @@ class Registry:
     """The registry of one model, in a folder or bucket that many models share.
 
     Repeats a failed request up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. After that
-    every method but renew_copy raises a UserError. So does a new instance for an unfit address or model name.
+    every method raises a UserError. So does a new instance for an unfit address or model name.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -178,32 +175,11 @@ class Registry:
 
     def read_champion(self) -> Entry | None:
         """Return the last entry of the log, which names the champion; None if nothing was promoted."""
-        last = self.read_copy()
-        if last is None and (numbers := self.list_entry_numbers()):
-            last = self.read_entry(numbers[-1])
-        while last is not None and (later := self.find_entry(last.number + 1)) is not None:
-            last = later
-        return last
-
-    def read_copy(self) -> Entry | None:
-        """Return the entry in champion.json; None if it is missing or damaged, LogError if the log's entry differs."""
-        content = self.read_file(self.at(CHAMPION)) or b""
-        try:
-            copy = Entry.from_file(content)
-        except DAMAGED:
-            return None
-        entry = self.find_entry(copy.number)
-        if entry is not None and entry.digest != copy.digest:
-            raise LogError(
-                f"{self.entry_address(copy.number)} is not what its copy {CHAMPION} is: one of the two was altered; "
-                f"restore the entry, or delete {CHAMPION} if that is what was altered"
-            )
-        return copy
+        numbers = self.list_entry_numbers()
+        return self.read_entry(numbers[-1]) if numbers else None
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
         """Return all entries, oldest first; LogError if one, or one of ``at_least`` entries, is missing or altered."""
-        if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
-            at_least = max(at_least, copy.number)
         last = max([at_least, *self.list_entry_numbers()])
         with ThreadPoolExecutor(READERS) as pool:
             entries = [*pool.map(self.read_entry, range(1, last + 1))]
@@ -218,15 +194,9 @@ class Registry:
 
     def read_entry(self, number: int) -> Entry:
         """Return the log's entry with that number; LogError if it is missing or damaged."""
-        if (entry := self.find_entry(number)) is None:
-            raise LogError(f"{self.entry_address(number)} is missing; restore it, as no entry may be deleted")
-        return entry
-
-    def find_entry(self, number: int) -> Entry | None:
-        """Return the log's entry with that number; None if it is missing, LogError if it is damaged."""
         address = self.entry_address(number)
         if (content := self.read_file(address)) is None:
-            return None
+            raise LogError(f"{address} is missing; restore it, as no entry may be deleted")
         with suppress(*DAMAGED):
             entry = Entry.from_file(content)
             if entry.number == number:
@@ -234,7 +204,7 @@ class Registry:
         raise LogError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
-        """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
+        """Write the entry after ``before``, the last one, to the log, and return the new entry.
 
         ``values``: action, version, manifest, best. Raises LostError if somebody else was faster.
         """
@@ -248,20 +218,7 @@ class Registry:
         content = json.dumps(entry, indent=1).encode() + b"\n"
         if not self.create_file(self.entry_address(number), content):
             raise LostError(self.read_entry(number))
-        self.renew_copy(number)
         return Entry.from_file(content)
-
-    def renew_copy(self, number: int) -> None:
-        """Copy the log's entry of that number, and each later one, to champion.json; print a failure, raise nothing."""
-        try:
-            while True:  # up to the last entry, which so remains, however many writers do this
-                content = storage.retry(self.entry_address(number), storage.read_file)
-                storage.retry(self.at(CHAMPION), functools.partial(storage.write_file, content=content))
-                number += 1
-        except MissingError:
-            return
-        except (UnavailableError, OSError) as error:
-            print(f"{self.at(CHAMPION)}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
 
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
         """Count a comparison of two models on a test split, unless it is a repeated one; return its number, from 1."""

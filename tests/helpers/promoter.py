@@ -35,7 +35,7 @@ def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
             found.append((before.by, False, str(lost)))
         champion = registry.read_champion()
         assert champion is not None
-        assert champion.number >= before.number  # however late champion.json is
+        assert champion.number >= before.number
     return found
 
 

@@ -97,11 +97,10 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
             download_version(registry, entry.version, tmp_path / f"fetched{place}", entry.manifest, every_file=True)
         assert promoter.release_model(f"{address}{place}", model) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
-        assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == whole
         if killed.exitcode == 0:
             break
         assert killed.exitcode == 9
-    assert place == 11, "as many writes as there are"
+    assert place == 10, "as many writes as there are"
 
 
 def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registry, tmp_path: Path) -> None:
@@ -151,17 +150,14 @@ def test_two_writers_of_other_files_have_a_revision_each(registry: Registry) -> 
         versions.read_version(registry, mine.name, mine.manifest)
 
 
-@pytest.mark.parametrize("gone", [1, 2])
-def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, local: Registry, tmp_path: Path) -> None:
-    """Neither before the entry that was judged against, nor after it."""
+def test_a_gap_in_the_log_is_promoted_over_by_nobody(local: Registry, tmp_path: Path) -> None:
     one, two, three = (trained(tmp_path / name) for name in ("one", "two", "three"))
     apply_verdict(local, *stored(local, one), by="x")
     late = stored(local, three, log_number=1)
     apply_verdict(local, *stored(local, two, log_number=1), by="y")
-    Path(local.at("log", f"0000000{gone}.json")).unlink()
-    with pytest.raises(UserError, match=rf"model/log/0000000{gone}.json is missing"):
+    Path(local.at("log", "00000001.json")).unlink()
+    with pytest.raises(UserError, match=r"model/log/00000001.json is missing"):
         apply_verdict(local, *late, by="z")
-    Path(local.at("champion.json")).unlink()
     for entry in Path(local.at("log")).iterdir():
         entry.unlink()
     with pytest.raises(UserError, match=r"model/log/00000001.json is missing; restore it"):
@@ -252,12 +248,10 @@ def test_a_pod_that_tries_again_decides_once(registry: Registry, tmp_path: Path)
     assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
     assert back.version == names[1]
     promote_version(registry, names[0], "by somebody else in between", by="p/d/else", once=True)
-    storage.write_file(registry.at("champion.json"), b"{}")
     assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
     assert promote_version(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
     with pytest.raises(UserError, match="is the champion already"):
         promote_version(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
-    assert json.loads(storage.read_file(registry.at("champion.json")))["number"] == 5, "the copy is made again"
     assert roll_back_champion(registry, "why", by="p/d/another", once=True).version == names[1]
     assert len(registry.read_log()) == 6
 
