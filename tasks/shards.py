@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import List, NamedTuple, Optional
 
-from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import read_settings
 from flyte_ddp.text.formatting import format_count
 from tasks import pods
@@ -74,20 +72,16 @@ def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
     return output_folder(folder)
 
 
-@flyte_task(**pods.data_pod(), **pods.WITH_DECK)
+@flyte_task(**pods.data_pod())
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check the shards that pack_shards returned where they were put, and return them with their name as a data set.
 
-    Reads all shards and decodes each image; fails with the first 20 differences from the index NAME.json. In a pod,
-    shows some of the images on the task's page.
+    Reads all shards and decodes each image; fails with the first 20 differences from the index NAME.json.
     """
-    from flyte_ddp.report import previews
     from flyte_ddp.shards.scanning import verify_index
 
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     problems = verify_index(index, decode=True, progress=read_settings().progress)
     if problems:
         raise UserError("\n".join([f"index {index}: {format_count(len(problems), 'problem')}", *problems[:20]]))
-    if is_in_pod():
-        Deck("Shards", previews.render_index_preview(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")

@@ -93,7 +93,7 @@ def test_the_page_of_ones_own_table_runs_as_printed(tmp_path: Path) -> None:
     assert files == champions
     [verdict] = folder.glob("runs/verdicts-*/verdict.html")
     [card] = folder.glob("runs/registry/wine/versions/*/README.md")
-    assert {"model.onnx", "golden.npz", "serve_check.py"} <= {path.name for path in card.parent.iterdir()}
+    assert (card.parent / "model.onnx").exists()
     assert "| Input | float [13] |" in card.read_text()
     texts = [
         verdict.read_text().partition("<body")[2],

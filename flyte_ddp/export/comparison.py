@@ -1,9 +1,8 @@
-"""Compares the outputs of an ONNX with torch's, and keeps some of torch's as golden requests."""
+"""Compares the outputs of an ONNX with torch's."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,6 @@ from flyte_ddp.machine.resources import count_cores
 BATCH_SIZES = (1, 7, 64)  # of several, as a graph may have taken the size of a batch for a constant
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the outputs' range; a GPU's convolutions are in TF32, of 10 bits
 ROUNDING = 1e-5  # of the largest number of an output: float32 cannot be compared more exactly, however small the range
-REQUESTS, GOLDEN_BYTES = 16, 32 * 2**20  # golden requests; fewer if they are larger in all
 
 Batches = Iterator[tuple[slice, Arrays, Arrays]]  # places of the samples, inputs, and torch's outputs
 
@@ -57,30 +55,16 @@ class Comparison:
         self.tolerance = TOLERANCE[device] * (self.highest - self.lowest) + ROUNDING * largest
 
 
-def compare_outputs(
-    path: Path, batches: Batches, samples: int, found: Mapping[str, Comparison], device: str = "cpu"
-) -> tuple[Comparison, dict[str, Any]]:
+def compare_outputs(path: Path, batches: Batches, found: Mapping[str, Comparison], device: str = "cpu") -> Comparison:
     """Run the ONNX at ``path`` on all batches in a new process, and compare each output with torch's on ``device``.
 
-    Returns the comparison of the output that is furthest from torch's for its range, and golden requests of about
-    REQUESTS (16) of the ``samples``, of GOLDEN_BYTES (32 MiB) in all, but at least one. They are the arrays
-    ``<number of the sample>/inputs/<name>``, ``<number>/outputs/<name>``, and ``tolerance/<name>`` of each output.
+    Returns the comparison of the output that is furthest from torch's for its range.
     """
-    golden, size_of_golden = dict[str, Any](), 0
-    chosen = {*np.linspace(0, samples - 1, REQUESTS, dtype=int).tolist()}
     with OnnxProcess(path, count_cores()) as onnx:
         for place, inputs, of_torch in batches:
             of_onnx = onnx.compute_outputs(inputs)
             for name, each in found.items():
                 each.add_batch(place.start, of_onnx[name], of_torch[name])
-            if place.stop - place.start == 1 and place.start in chosen:
-                parts = {"inputs": inputs, "outputs": of_torch}
-                start = f"{place.start:09d}"
-                request = {f"{start}/{part}/{name}": parts[part][name] for part in parts for name in parts[part]}
-                nbytes = sum(values.nbytes for values in request.values())
-                if not golden or size_of_golden + nbytes <= GOLDEN_BYTES:
-                    golden, size_of_golden = golden | request, size_of_golden + nbytes
-    for name, each in found.items():
+    for each in found.values():
         each.set_tolerance(device)
-        golden[f"tolerance/{name}"] = each.tolerance
-    return max(found.values(), key=lambda each: (not each.passed, each.worst / (each.tolerance or 1))), golden
+    return max(found.values(), key=lambda each: (not each.passed, each.worst / (each.tolerance or 1)))

@@ -1,41 +1,33 @@
-"""Exporting a model as ONNX with golden requests, and comparing the ONNX with torch on all test samples."""
+"""Exporting a model as ONNX, and comparing it with torch on all test samples."""
 
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import numpy as np
 
 from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, has_pictures
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.export.exporting_images import export_images_model
 from flyte_ddp.export.exporting_leaves import export_leaves_model
-from flyte_ddp.export.graphs import NotExportedError
+from flyte_ddp.export.graphs import ONNX, NotExportedError
 from flyte_ddp.predict.prediction_batches import SavedModel
-
-GOLDEN, CHECK = "golden.npz", "serve_check.py"
 
 
 def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
     """Export a model, compare the ONNX with torch on all test samples, and return the comparison.
 
-    Writes ``model.onnx``, ``golden.npz`` and ``serve_check.py`` into an existing folder if the comparison passes.
-    Raises UnreachableError if the storage of the test split does not answer; NotExportedError if the extra ``export``
-    is not installed, or after any other exception.
+    Writes ``model.onnx`` into an existing folder if the comparison passes. Raises UnreachableError if the storage of
+    the test split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other
+    exception.
     """
-    with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
+    with TemporaryDirectory(dir=folder) as name:  # so that the file appears only if the comparison passes
         made = Path(name)
         try:
             if isinstance(split, ItemSet) and not has_pictures(split):
-                found, golden = export_leaves_model(model, split, made)
+                found = export_leaves_model(model, split, made)
             else:
-                found, golden = export_images_model(model, split, made)
+                found = export_images_model(model, split, made)
             if found.passed:
-                np.savez_compressed(made / GOLDEN, **golden)
-                shutil.copyfile(Path(__file__).with_name(CHECK), made / CHECK)
-                for path in made.iterdir():
-                    path.rename(folder / path.name)
+                (made / ONNX).rename(folder / ONNX)
         except (NotExportedError, UnreachableError):
             raise
         except Exception as error:  # a full disk, or any error of the user's model

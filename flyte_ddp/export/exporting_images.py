@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from flyte_ddp.settings import Settings
 Image = NDArray[np.uint8]
 
 
-def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> tuple[Comparison, dict[str, Any]]:
+def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
     """Write ``model.onnx`` into a folder; return :func:`compare_outputs` on all test samples."""
     on_cpu, sidecar = artifacts.load_model(*model.files)
     served = ServedModel(on_cpu, sidecar).eval()
@@ -40,7 +39,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> t
     seed = int(sidecar.get("hyperparameters", {}).get("seed", 0))
     images = read_test_images(data, served.channels, model.settings, seed)
     batches = make_batches(served, images, compute_logits(model, data))
-    return compare_outputs(folder / ONNX, batches, len(order_test_split(data)), found, model.device.type)
+    return compare_outputs(folder / ONNX, batches, found, model.device.type)
 
 
 def write_images_onnx(served: ServedModel, folder: Path) -> None:

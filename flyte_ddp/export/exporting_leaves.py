@@ -29,7 +29,7 @@ BATCH_BYTES = 2**30  # of the outputs of a batch of more samples than that: a te
 Named = Mapping[str, Tensor]
 
 
-def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> tuple[Comparison, dict[str, Any]]:
+def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
     """Write ``model.onnx`` into a folder; return :func:`compare_outputs` on all test samples.
 
     Leaves out batches of 64 whose outputs would be larger than BATCH_BYTES (1 GiB). Raises NotExportedError for inputs
@@ -65,7 +65,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> tuple
                         yield place, tensors_to_arrays(named), tensors_to_arrays(served(named))
 
         found = {name: Comparison(of_classes=of_classes) for name in outputs}
-        return compare_outputs(folder / ONNX, compute_batches(), len(test), found)
+        return compare_outputs(folder / ONNX, compute_batches(), found)
 
 
 def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:

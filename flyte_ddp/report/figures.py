@@ -48,11 +48,10 @@ class Picture:
     """An image or another sample, and facts about it."""
 
     name: str
-    image: NDArray[np.uint8] | None  # [H, W, C]; None if it cannot be decoded, or the sample is no image
+    image: NDArray[np.uint8] | None  # [H, W, C]; None if the sample is no image
     prediction: str = ""
     truth: str = ""
     score: float | None = None  # the probability that the model gave to its prediction
-    problem: str = ""  # why it cannot be decoded
     loss: float | None = None
     masks: Sequence[NDArray[Any]] = ()  # [H, W] each: the true classes of its pixels, if known, and the predicted ones
 

@@ -1,4 +1,4 @@
-"""HTML pages for the console: what is going to be trained, packed shards, and the first predictions."""
+"""HTML pages for the console: what is going to be trained, and the first predictions."""
 
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.encoded_set import EncodedSet
@@ -17,12 +16,10 @@ from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import render_template
 from flyte_ddp.report.report import hyperparameter_rows
-from flyte_ddp.shards.dataset import Sample, ShardDataset
-from flyte_ddp.shards.index import ShardIndex, read_index
+from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import format_percent
 
 PICTURES = 24  # on a page
-LISTED = 30  # classes on a page
 
 
 def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
@@ -47,39 +44,6 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
         ]
     settings = hyperparameter_rows(hp.to_dict())
     return render_template("preview.html", title=run, heading="What is trained", facts=facts, settings=settings)
-
-
-def render_index_preview(address: str) -> str:
-    """Return an HTML page on what an index of shards lists, and its first PICTURES (24) samples; fetch their shards."""
-    index = read_index(address)
-    with tempfile.TemporaryDirectory() as cache:
-        samples = ShardDataset(index, cache, decode=False)
-        pictures = [make_sample_picture(index, samples[number]) for number in range(min(PICTURES, len(index)))]
-    return render_template(
-        "preview.html",
-        title=address,
-        heading="What the index lists",
-        facts=index.summary().items(),
-        classes=", ".join(index.classes[:LISTED]) or "not known",
-        pictured="Some samples",
-        pictures=pictures,
-    )
-
-
-def make_sample_picture(index: ShardIndex, sample: Sample) -> Picture:
-    """Return a sample's image with its class, or with the reason why it cannot be decoded."""
-    # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
-    from flyte_ddp.loading.decoding import DecodingError, decode_with_pillow
-
-    key = str(sample["__key__"])
-    name = sample.get(".cls", b"").decode(errors="replace").strip()
-    if name.isdecimal() and int(name) < len(index.classes):
-        name = index.classes[int(name)]
-    try:
-        content = next((value for kind, value in sample.items() if kind.lower().rpartition(".")[2] in IMAGES), b"")
-        return Picture(key, decode_with_pillow(content), truth=name)
-    except DecodingError as error:
-        return Picture(key, None, problem=str(error))
 
 
 class FirstPredictions:

@@ -11,7 +11,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from export_checks import check_without_torch
 from torch import Tensor, nn
 
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
@@ -59,15 +58,12 @@ def test_other_programs_get_what_the_model_returns(
     by_name: bool,
     shapes: dict[str, tuple[str, tuple[int, ...]]],
 ) -> None:
-    """Of the test split, of golden requests, and of more and longer samples than the test split has."""
+    """Of the test split, and of more and longer samples than the test split has."""
     split = getattr(leaf_models, data)()
     module, files = leaf_models.save_untrained(tmp_path, model, split, objective=objective, collate="padded")
     found = export_model(SavedModel(*files, QUIET), split, tmp_path)
     assert found.passed
     assert found.worst < 1e-5 * max(1, found.highest)
-    ended = check_without_torch(tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("16 requests; ")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [each.name for each in session.get_inputs()] == [*shapes]
     names = [each.name for each in session.get_outputs()]
@@ -81,12 +77,6 @@ def test_other_programs_get_what_the_model_returns(
     answers = session.run(names, {name: leaf.numpy() for name, leaf in given.items()})
     for name, answer in zip(names, answers, strict=True):
         np.testing.assert_allclose(answer, expected[name], rtol=1e-4, atol=1e-5 * np.abs(expected[name]).max())
-    golden = dict(np.load(tmp_path / "golden.npz"))
-    last = f"{leaf_models.TEST - 1:09d}"
-    alone = {name: torch.from_numpy(golden[f"{last}/inputs/{name}"]) for name in shapes}
-    assert all(len(leaf) == 1 for leaf in alone.values())
-    for name, values in compute(alone).items():
-        np.testing.assert_allclose(golden[f"{last}/outputs/{name}"], values, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -118,7 +108,6 @@ def test_samples_that_own_code_reads_and_collates(tmp_path: Path) -> None:
     assert export_model(SavedModel(*files, QUIET), split, tmp_path).passed
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [each.type for each in session.get_inputs()] == ["tensor(int64)", "tensor(bool)"]
-    assert check_without_torch(tmp_path).returncode == 0
 
 
 @pytest.mark.slow
