@@ -48,9 +48,6 @@ def predict_images(
     from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
 
     resources.check_expected_gpus(resources.count_gpus())
-    if [images, dataset or None, table].count(None) != 2:
-        given = f"images={images}, dataset={dataset!r}, table={table}"
-        raise UserError(f"{given}: give one of them: a folder of images, a data set, or a file of new rows")
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
             model = download_champion(Registry(paths.registry_address(), model_name), Path(fetched))

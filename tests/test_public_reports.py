@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from training_runs import QUIET, cut_off, train_in
+from training_runs import QUIET, train_in
 
 from flyte_ddp import arrays, current_rank, load_model, run_ranks
 from flyte_ddp.config import Hyperparameters
@@ -24,17 +24,16 @@ from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training import train as training
 
 HP = Hyperparameters(num_ranks=1, epochs=1, batch_size=16, validation_fraction=0.0, schedule="constant")
-TOKENS, PARAMETERS = 12, ("weight", "bias")
+TOKENS = 12
 
 
-def run(folder: Path, dataset: str, model: str, settings: dict[str, Any] | None = None, **values: Any) -> Result:
+def run(folder: Path, dataset: str, model: str, **values: Any) -> Result:
     """Train with a data set and a model of this module."""
     hp = replace(HP, dataset=f"{__name__}:{dataset}", model=f"{__name__}:{model}", **values)
     data = fetch(hp.dataset, "", folder / "data", progress="off")
-    return train_in(folder / "run", hp, data, **(settings or {}))
+    return train_in(folder / "run", hp, data)
 
 
 def weights(result: Result) -> dict[str, Tensor]:
@@ -163,43 +162,6 @@ def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path:
     assert result.measures["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_what_was_cut_off_evaluates_records_and_stops_as_if_it_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nerogar/OneTrainer#910, Lightning-AI/pytorch-lightning#9714, #19549, #20288: an epoch's evaluation was skipped.
-
-    allenai/tango#152, wandb/wandb#1040: steps were recorded twice. Lightning-AI/pytorch-lightning#1463, #18727: the
-    best value and the patience began anew; #4655, #1772, THUDM/slime#1547: the learning rate was another step's.
-    """
-    values = {"epochs": 12, "validation_fraction": 0.3, "early_stop_patience": 2, "keep": "best", "log_interval": 1}
-    values |= {"optimizer": "adam", "learning_rate": 0.5, "schedule": "cosine"}
-
-    def go(name: str) -> Result:
-        return run(tmp_path / name, "table", "zeros", {"checkpoint_seconds": 0.0001}, **values)
-
-    def figures(result: Result) -> list[dict[str, Any]]:
-        kept = ("kind", "epoch", "step", "learning_rate", "loss", "validation_loss", "test_loss", "stopped")
-        records = [record for record in read_records(result.metrics) if record["kind"] != "start"]
-        return [{key: value for key, value in record.items() if key in kept} for record in records]
-
-    def run_out_of_memory(state: Any) -> None:
-        raise MemoryError
-
-    whole = go("whole")
-    steps = next(record["step"] for record in figures(whole) if record["kind"] == "evaluation")
-    assert figures(whole)[-1]["stopped"], "the patience ends"
-    for at in (steps, steps + 1):
-        cut_off(lambda at=at: go(str(at)), at)
-    monkeypatch.setattr(training, "evaluate_splits", run_out_of_memory)
-    with pytest.raises(RankError, match="MemoryError"):
-        go("evaluation")
-    monkeypatch.undo()
-    for name in (steps, steps + 1, "evaluation"):
-        resumed = go(str(name))
-        assert figures(resumed) == figures(whole), name
-        assert all(torch.equal(weights(resumed)[key], weights(whole)[key]) for key in PARAMETERS)
 
 
 def predict_series(marker: Path, chunk: int = 5) -> dict[str, Any]:

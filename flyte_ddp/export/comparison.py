@@ -1,6 +1,6 @@
 """Compares the outputs of an ONNX with torch's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ BATCH_SIZES = (1, 7, 64)  # of several, as a graph may have taken the size of a 
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the outputs' range; a GPU's convolutions are in TF32, of 10 bits
 ROUNDING = 1e-5  # of the largest number of an output: float32 cannot be compared more exactly, however small the range
 
-Batches = Iterator[tuple[slice, Arrays, Arrays]]  # places of the samples, inputs, and torch's outputs
+Batches = Iterator[tuple[Sequence[int], Arrays, Arrays]]  # numbers of the samples, inputs, and torch's outputs
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Comparison:
     def passed(self) -> bool:
         return self.worst <= self.tolerance and not self.others
 
-    def add_batch(self, first_sample: int, of_onnx: NDArray[np.float32], of_torch: NDArray[np.float32]) -> None:
-        """Add the ONNX's and torch's outputs [n, ...] of the samples from ``first_sample`` on to the comparison."""
+    def add_batch(self, samples: Sequence[int], of_onnx: NDArray[np.float32], of_torch: NDArray[np.float32]) -> None:
+        """Add the ONNX's and torch's outputs [n, ...] of the ``samples`` of these numbers [n] to the comparison."""
         differences = np.nan_to_num(np.abs(of_onnx - of_torch), nan=np.inf)
         self.worst = max(self.worst, float(differences.max(initial=0.0)))
         self.lowest = min(self.lowest, float(of_torch.min(initial=np.inf)))
@@ -48,7 +48,7 @@ class Comparison:
             return
         second, best = np.sort(of_torch, axis=1)[:, -2:].T
         for place in np.flatnonzero(of_onnx.argmax(axis=1) != of_torch.argmax(axis=1)).tolist():
-            self.margins[first_sample + place] = float(best[place] - second[place])
+            self.margins[samples[place]] = float(best[place] - second[place])
 
     def set_tolerance(self, device: str) -> None:
         largest = max(abs(self.lowest), abs(self.highest))
@@ -61,10 +61,10 @@ def compare_outputs(path: Path, batches: Batches, found: Mapping[str, Comparison
     Returns the comparison of the output that is furthest from torch's for its range.
     """
     with OnnxProcess(path, count_cores()) as onnx:
-        for place, inputs, of_torch in batches:
+        for samples, inputs, of_torch in batches:
             of_onnx = onnx.compute_outputs(inputs)
             for name, each in found.items():
-                each.add_batch(place.start, of_onnx[name], of_torch[name])
+                each.add_batch(samples, of_onnx[name], of_torch[name])
     for each in found.values():
         each.set_tolerance(device)
     return max(found.values(), key=lambda each: (not each.passed, each.worst / (each.tolerance or 1)))

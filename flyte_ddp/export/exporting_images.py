@@ -15,7 +15,6 @@ from flyte_ddp.datasets.prepared import PreparedSet, has_pictures, order_test_sp
 from flyte_ddp.export.comparison import BATCH_SIZES, Batches, Comparison, compare_outputs
 from flyte_ddp.export.graphs import ONNX, write_onnx
 from flyte_ddp.export.served import ServedModel
-from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.opening import open_image_reader
@@ -38,7 +37,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     found = {"logits": Comparison(of_classes=bool(model.classes) and not sidecar.get("target_shape"))}
     seed = int(sidecar.get("hyperparameters", {}).get("seed", 0))
     images = read_test_images(data, served.channels, model.settings, seed)
-    batches = make_batches(served, images, compute_logits(model, data))
+    batches = make_batches(images, compute_logits(model, data))
     return compare_outputs(folder / ONNX, batches, found, model.device.type)
 
 
@@ -56,28 +55,12 @@ def compute_logits(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.
             yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu().numpy()
 
 
-def make_batches(served: ServedModel, images: Iterator[Image], logits: Iterator[NDArray[np.float32]]) -> Batches:
-    """Yield each image alone, of its own size, and batches of the other BATCH_SIZES of their crops, with the logits."""
-    squares: list[Image] = []
-    expected: list[NDArray[np.float32]] = []
-    place = -1
+def make_batches(images: Iterator[Image], logits: Iterator[NDArray[np.float32]]) -> Batches:
+    """Yield each image alone, of its own size, with its logits, and the first repeated in the other BATCH_SIZES."""
     for place, (image, row) in enumerate(zip(images, logits, strict=True)):
-        yield slice(place, place + 1), {"images": image[None]}, {"logits": row[None]}
-        squares.append(place_on_canvas(image, served))
-        expected.append(row)
-        if len(squares) == max(BATCH_SIZES):
-            yield from batch_squares(squares, expected, place + 1)
-            squares, expected = [], []
-    if squares:
-        yield from batch_squares(squares, expected, place + 1)
-
-
-def batch_squares(squares: list[Image], logits: list[NDArray[np.float32]], end: int) -> Batches:
-    for size in BATCH_SIZES[1:]:
-        for first in range(0, len(squares), size):
-            part = slice(first, first + size)
-            batch, start = np.stack(squares[part]), end - len(squares) + first
-            yield slice(start, start + len(batch)), {"images": batch}, {"logits": np.stack(logits[part])}
+        for size in BATCH_SIZES if place == 0 else BATCH_SIZES[:1]:
+            repeated = {"images": np.repeat(image[None], size, 0)}, {"logits": np.repeat(row[None], size, 0)}
+            yield [place] * size, *repeated
 
 
 def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed: int = 0) -> Iterator[Image]:
@@ -107,14 +90,3 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
         ahead = 2 * threads  # of images that may be large
         decoded = map_samples(images, samples, threads, decode_or_none, ahead)
         yield from (image for image in decoded if image is not None)
-
-
-def place_on_canvas(image: Image, served: ServedModel) -> Image:
-    """Return the size of all images of a batch around an image's crop: its logits are those of the whole image."""
-    if not served.middle:
-        return image
-    side = served.height
-    square = np.zeros((round(side / served.share), round(side / served.share), served.channels), dtype=np.uint8)
-    start = (len(square) - side) // 2
-    square[start : start + side, start : start + side] = crop_to_square(image, side, share=served.share)
-    return square

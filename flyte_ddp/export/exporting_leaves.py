@@ -62,7 +62,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
                 for place, batch in test.load_evaluation_batches(size, 0, 1):
                     named = name_inputs(batch.inputs, spec, collate)
                     with torch.no_grad():
-                        yield place, tensors_to_arrays(named), tensors_to_arrays(served(named))
+                        yield range(place.start, place.stop), tensors_to_arrays(named), tensors_to_arrays(served(named))
 
         found = {name: Comparison(of_classes=of_classes) for name in outputs}
         return compare_outputs(folder / ONNX, compute_batches(), found)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.release import statistics
-from flyte_ddp.release.constant import evaluate_constant
-from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import name_scores, score_labels

@@ -1,7 +1,8 @@
-"""How a saved model does on a test split: the objective's columns, measures and scores of its samples."""
+"""How a saved model, and the best answer that is the same for all samples, does on a test split."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -14,14 +15,18 @@ from torch import Tensor
 
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import Classification, Objective
-from flyte_ddp.objectives.objective import list_floats
+from flyte_ddp.objectives import Classification, Multilabel, Objective
+from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.text.formatting import name_measure
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
+
+SURE = 50.0  # a logit whose probability is 1
+TRIED = 10  # classes that are tried for all samples: the commonest
+ROWS = 4096  # of a batch
 
 
 @dataclass
@@ -138,3 +143,34 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
     return found
+
+
+def evaluate_constant(found: Evaluation) -> Evaluation | None:
+    """Return the evaluation of the best constant answer by the main measure; None if that is not known."""
+    objective, truth = found.objective, found.columns.get("truth")
+    if truth is None or not isinstance(objective, (Classification, Multilabel)):
+        return None
+    # Whoever has outputs that are no logits computes the columns from them; of classes only logits have a likelihood.
+    base = Multilabel if isinstance(objective, Multilabel) else Classification
+    if overrides(objective, base, "columns") and "nll" not in found.columns:
+        return None
+    if base is Multilabel:
+        truth = truth.float()
+        share = truth.nanmean(0).nan_to_num()
+        answers = [share.logit().clamp(-SURE, SURE), torch.full_like(share, SURE)]
+    else:
+        truth = truth.long()
+        counts = truth.bincount(minlength=objective.outputs)
+        commonest = counts.topk(min(TRIED, len(counts))).indices
+        answers = [(counts / len(truth)).log().clamp(min=-SURE), *(torch.eye(len(counts))[commonest] * SURE)]
+
+    def give_answer(answer: Tensor) -> Iterator[tuple[Any, Leaves, int]]:
+        for part in torch.split(truth, ROWS):
+            yield answer.expand(len(part), -1), part, len(part)
+
+    sign = 1 if is_higher_better(objective) else -1
+    evaluations = list[Evaluation]()
+    for answer in answers:
+        with suppress(UserError):  # the measure is not defined where all answers are the same
+            evaluations.append(Evaluation.from_batches(objective, give_answer(answer)))
+    return max(evaluations, key=lambda each: sign * each.score, default=None)

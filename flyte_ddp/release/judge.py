@@ -63,7 +63,6 @@ class Judgement:
     best: str = ""  # the version with the best measure so far, the challenger among them
     look: int = 0  # number of this judgement among those on the test split; 0: it is not counted
     alpha: float = 0.0  # this judgement's share of the policy's alpha; 0: nothing was decided by it
-    power: str = ""
     verdict: Verdict = field(init=False)  # missing until it is set
 
     def add_check(self, check: Check) -> bool:
@@ -116,7 +115,6 @@ class Judgement:
             champion_score=champion.score if champion else 0.0,
             look=self.look,
             alpha=self.alpha,
-            power=self.power,
             time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             checks=self.checks,
         )
@@ -221,7 +219,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     ]
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
     pair = pairs["champion"]
-    if not pair.differs:
+    if not np.any(pair.differences):
         return KEPT, pair.equal
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
@@ -233,7 +231,6 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     sign = 1 if ours.higher_is_better else -1
     if all(sign * ours.score > sign * other.score for other in others.values()):
         judgement.best = model.digest
-    judgement.power = pair.describe_power(alpha, policy.margin if policy.rule == NOT_WORSE else None)
     return BY_CHECKS, decisive[0].reason
 
 

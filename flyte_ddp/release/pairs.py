@@ -1,6 +1,5 @@
 """Scores of two models on the same samples, compared: 0/1 by McNemar's and Tango's tests, others by sign flips."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +39,6 @@ class Pair:
         return float(self.differences.mean())
 
     @property
-    def differs(self) -> bool:
-        return bool(np.any(self.differences))
-
-    @property
     def equal(self) -> str:
         """Why nothing is decided where nothing differs."""
         right = self.unit == POINTS
@@ -77,23 +72,6 @@ class Pair:
             return statistics.lower_bound_of_difference(self.gained, self.lost, self.samples, alpha)
         by_flips = lower_bound_by_sign_flips(self.differences, alpha)
         return min(by_flips, statistics.lower_bound_of_mean(self.differences, alpha))
-
-    def describe_power(self, alpha: float, margin: float | None) -> str:
-        """Return a clause: which difference is found, or with a margin how often an equal model passes."""
-        samples, discordant = format_count(self.samples, "sample"), (self.gained + self.lost) / self.samples
-        if margin is not None and self.unit == POINTS:
-            share = statistics.pass_probability(self.samples, discordant, margin, alpha)
-            return f"on {samples} a model of the same accuracy passes a comparison in {share:.0%} of cases"
-        if margin is not None:
-            share = statistics.mean_pass_probability(self.differences, self.lower_bound(alpha), margin)
-            return f"on {samples} an equally good model passes a comparison in {share:.0%} of cases"
-        if self.unit == POINTS:
-            found = statistics.detectable_difference(self.samples, discordant, alpha)
-        else:
-            found = statistics.detectable_mean(self.differences, lower_bound_by_sign_flips(self.differences, alpha))
-        is_any = found is not None and math.isfinite(found)
-        difference = f"a difference of {self.format_difference(found)[1:]}" if found and is_any else "no difference"
-        return f"on {samples} {difference} is found in {statistics.POWER:.0%} of cases"
 
 
 def compare_scores(mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False) -> Pair:

@@ -1,4 +1,4 @@
-"""Statistical tests of two models on the same samples, and how small a difference these tests can find."""
+"""Statistical tests of two models on the same samples."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,6 @@ from scipy import optimize, stats
 
 BOOTSTRAP_DRAWS = 2000  # of which 100 lie beyond a bound at alpha 0.05
 BOOTSTRAP_VALUES = 20_000_000  # drawn values in memory at a time
-POWER = 0.8  # probability with which a difference is to be found
-SIMULATED = 10_000  # comparisons: the standard error of a share of them is at most half a point
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.integer[Any]]
@@ -85,42 +83,3 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
         found.append((drawn.mean(axis=1) - mean) / spread)
     bound = mean - error * float(np.quantile(np.concatenate(found), 1 - alpha))
     return max(bound, float(values.min()))
-
-
-def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the difference in accuracy that McNemar's test finds with probability POWER (0.8); None if none."""
-
-    def missing_power(difference: float) -> float:
-        share = max(discordant, difference)
-        low, high = stats.binom.interval(1 - 1e-9, samples, share)
-        apart = np.arange(int(low), int(high) + 1)
-        needed = stats.binom.isf(alpha, apart, 0.5)  # more gains than these
-        found = stats.binom.sf(needed, apart, (share + difference) / (2 * share))
-        return float((stats.binom.pmf(apart, samples, share) * found).sum()) - POWER
-
-    return float(optimize.brentq(missing_power, 1e-9, 1.0, xtol=1e-6)) if missing_power(1.0) > 0 else None
-
-
-def pass_probability(samples: int, discordant: float, margin: float, alpha: float) -> float:
-    """Return the simulated probability that an equal model passes Tango's test of losing less than ``margin``."""
-    random = np.random.default_rng(0)
-    apart = random.binomial(samples, discordant, size=SIMULATED)
-    gained = random.binomial(apart, 0.5)
-    passed = tango_statistic(gained, apart - gained, samples, -margin) > stats.norm.isf(alpha)
-    return float((passed & (apart > 0)).mean())  # a model that gets the same samples right is kept
-
-
-def detectable_mean(differences: Floats, bound: float) -> float:
-    """Return the mean difference of scores that a test with this lower ``bound`` finds with probability POWER (0.8)."""
-    error = float(differences.std()) / math.sqrt(len(differences))
-    # A mean as far above 0 as theirs is above the bound is found in half of the cases.
-    return float(differences.mean()) - bound + float(stats.norm.ppf(POWER)) * error
-
-
-def mean_pass_probability(differences: Floats, bound: float, margin: float) -> float:
-    """Return the probability that an equal model's lower bound is above -``margin``, if its mean is normal."""
-    error = float(differences.std()) / math.sqrt(len(differences))
-    if not error:  # all differences are the same
-        return float(margin > float(differences.mean()) - bound)
-    # An equal model's bound is taken to be as far below its mean.
-    return float(stats.norm.cdf((margin - float(differences.mean()) + bound) / error))

@@ -39,7 +39,6 @@ class Verdict(DataClassJsonMixin):
     champion_score: float  # the same of the champion; 0 if there was none, or it was not evaluated
     look: int  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
     alpha: float  # significance level of this judgement; 0: nothing was decided by it
-    power: str  # how large a difference could be found, in words
     time: str  # ISO 8601, UTC
     checks: list[Check] = field(default_factory=list)
 

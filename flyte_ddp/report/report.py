@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.report.charts import list_section_values
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart
 from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.report.run_records import Record, RunRecords
-from flyte_ddp.report.section_values import list_section_values
 from flyte_ddp.text.formatting import format_measure, name_measure
 from flyte_ddp.text.sections import Section, decode_sections
 

@@ -43,8 +43,10 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
             launcher.send(status)
 
     os.nice(0 if wait_for_end(0) else 10)  # training has priority while it runs
-    if on_first_record and not wait_for_record(follow_records(folder, offset, wait_for_end)):
-        return NOTHING_RECORDED
+    if on_first_record:
+        followed = follow_records(folder, offset, wait_for_end)
+        if not any(record.get("kind") == "record" for record in followed):
+            return NOTHING_RECORDED
     try:
         run = open_wandb_run(arguments, wait_for_end, lambda error: send_status(reason=print_error(error)))
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
@@ -97,10 +99,6 @@ def open_wandb_run(
             report_error(error)
             wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use
             ended = wait_for_end(RETRY_SECONDS)
-
-
-def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
-    return any(record.get("kind") == "record" for record in records)
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:

@@ -178,17 +178,16 @@ class WandbProcess:
         reason = f" ({reason})" if reason else ""
         if sent:
             return f"wandb: {url}{reason}"
-        if not folder:
-            command = f"python -m flyte_ddp.tracking send --id {self.init_arguments['id']}"
+        what = f"{url} is not complete" if url else "kept offline" if folder else "nothing was logged"
+        see = "" if folder else f" see {shorten_path(self.folder / LOG)}, and"
+        if folder and self.settings.wandb_kept_at:
+            how = f"wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
+        elif folder and not url:
+            how = f"wandb sync {shlex.quote(shorten_path(Path(folder)))}"
+        else:
             run = shlex.quote(shorten_path(self.folder.parent))
-            log = shorten_path(self.folder / LOG)
-            return f"wandb: nothing was logged{reason}; see {log}, and send it with: {command} {run}"
-        sync = f"wandb sync {shlex.quote(shorten_path(Path(folder)))}"
-        if self.settings.wandb_kept_at:
-            sync = f"wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
-        if url:
-            return f"wandb: {url} is not complete{reason}; send the rest with: {sync}"
-        return f"wandb: kept offline{reason}; send it with: {sync}"
+            how = f"python -m flyte_ddp.tracking send --id {self.init_arguments['id']} {run}"
+        return f"wandb: {what}{reason};{see} send it with: {how}"
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:

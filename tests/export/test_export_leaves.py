@@ -156,7 +156,7 @@ def test_a_sample_has_another_class_only_if_torch_is_sure() -> None:
     of_onnx = np.array([[0, 1, 0], [0, 0.505, 0.5], [0.98, 0, 1]], np.float32)
     for classes, others in ((True, {5 + 2}), (False, set())):
         found = Comparison(classes, tolerance=0.01)
-        found.add_batch(5, of_onnx, of_torch)
+        found.add_batch(range(5, 8), of_onnx, of_torch)
         assert found.others == others
         assert found.worst == pytest.approx(0.02)
         assert (found.lowest, found.highest) == (0, 1)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Multilabel, Objective
 from flyte_ddp.release.checks import check_above_constant, compare_evaluations
-from flyte_ddp.release.constant import evaluate_constant
-from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 
 N, CLASSES = 400, ("no", "yes")
 

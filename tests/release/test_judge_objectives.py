@@ -77,7 +77,6 @@ def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> Non
     assert good.challenger_score == pytest.approx(recorded["good"][f"test_{measure}"], rel=1e-5)
     assert good.champion_score == first.challenger_score
     assert "better and" in good.reason
-    assert good.power.startswith("on 300 samples a difference of ")
     worse = gate.judge("weak").verdict
     assert (worse.decision, worse.look) == ("keep", 3)
     names = [check.name for check in worse.checks]
@@ -101,7 +100,6 @@ def test_not_worse_by_a_margin(gate: Gate) -> None:
     assert verdict.decision == "keep"
     [check] = [check for check in verdict.checks if check.name == "not worse than the champion"]
     assert not check.passed
-    assert verdict.power.startswith("on 300 samples an equally good model passes a comparison in ")
     weak = store_version(gate.registry, *gate.judge("weak").model.files, verdict, {})
     promote_version(gate.registry, weak.name, "a test", by="me")
     better = gate.judge("good", policy=policy).verdict

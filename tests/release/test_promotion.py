@@ -29,9 +29,7 @@ def judged(model: Path, **values: Any) -> Verdict:
     digest = file_digest(model / versions.WEIGHTS)
     about = {"decision": "promote", "reason": "better", "challenger": digest, "champion": "", "best": digest}
     numbers = {"log_number": 0, "samples": 9, "measure": "accuracy", "challenger_score": 1.0, "champion_score": 0.0}
-    return Verdict(
-        **{**about, **numbers, "look": 1, "test_digest": "t", "alpha": 0.05, "power": "", "time": "", **values}
-    )
+    return Verdict(**{**about, **numbers, "look": 1, "test_digest": "t", "alpha": 0.05, "time": "", **values})
 
 
 def trained(folder: Path, classes: str = "ab") -> Path:

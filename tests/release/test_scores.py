@@ -211,7 +211,7 @@ def test_the_same_scores_are_counts_or_differences() -> None:
     assert counts.p_value_of_loss() == pytest.approx(scores.p_value_of_loss(), rel=1e-12)
     errors = compare_scores(np.array([-1.0, -3.0]), np.array([-2.0, -3.0]), "loss", is_loss=True)
     assert errors.describe() == "loss better by 20.00 %: 1 sample better and 0 worse of 2"
-    assert compare_scores(np.zeros(3), np.zeros(3), "loss", is_loss=True).differs is False
+    assert compare_scores(np.zeros(3), np.zeros(3), "loss", is_loss=True).difference == 0
 
 
 def test_a_label_that_loses_is_named() -> None:

@@ -9,7 +9,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy import stats
 
-from flyte_ddp.release import statistics
 from flyte_ddp.release.sign_flip import (
     STEPS,
     find_unit,
@@ -101,28 +100,3 @@ def test_the_bound_is_where_the_test_begins_to_reject(kind: str, samples: int, a
     bound, error = lower_bound_by_sign_flips(differences, alpha), differences.std() / math.sqrt(samples)
     step = 0.02 * error
     assert sign_flip_p_value(differences - bound + step) < alpha < sign_flip_p_value(differences - bound - step)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_what_is_said_to_be_found_is_found_in_80_percent() -> None:
-    """Simulated with whole numbers, of which a test takes little time."""
-    random, alpha = np.random.default_rng(5), 0.001
-    errors = np.rint(random.lognormal(3, 0.7, 400) * np.where(random.random(400) < 0.5, 1, -1))
-    errors[:200] -= np.rint(2 * errors.mean())
-    found = statistics.detectable_mean(errors, lower_bound_by_sign_flips(errors, alpha))
-    draws = random.choice(errors - np.rint(errors.mean()) + round(found), (400, 400))
-    share = np.mean([sign_flip_p_value(draw) <= alpha for draw in draws])
-    assert abs(share - 0.8) < 0.06, found
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_how_often_an_equal_model_passes() -> None:
-    random, alpha, margin = np.random.default_rng(6), 0.05, 4.0
-    errors = np.rint(random.normal(0, 25, 300))
-    expected = statistics.mean_pass_probability(errors, lower_bound_by_sign_flips(errors, alpha), margin)
-    draws = np.rint(random.normal(0, errors.std(), (400, 300)))
-    share = np.mean([sign_flip_p_value(draw + margin) < alpha for draw in draws])
-    assert abs(share - expected) < 0.06, expected
-    assert 0.5 < expected < 0.99

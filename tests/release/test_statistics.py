@@ -51,7 +51,6 @@ def test_by_hand() -> None:
     assert statistics.binomial_p_value(8, 10, 0.5) == pytest.approx(56 / 1024), "eight heads of ten, from a table"
     assert statistics.lower_bound_of_difference(0, 10, 10, 0.05) == -1.0, "all is lost"
     assert statistics.lower_bound_of_difference(0, 0, 10**6, 0.4999) == pytest.approx(0, abs=1e-9), "nothing differs"
-    assert statistics.detectable_difference(2, 0.06, 0.05) is None, "few samples find nothing"
     assert statistics.correct_p_values([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert statistics.correct_p_values([0.9, 0.8]) == [1.0, 1.0]
     assert statistics.correct_p_values([]) == []
@@ -74,33 +73,3 @@ def test_the_bound_of_a_mean_is_rarely_above_it() -> None:
         values = math.exp(0.5) - random.lognormal(0.0, 1.0, 100)
         wrong += statistics.lower_bound_of_mean(values, 0.05) > 0
     assert wrong / 200 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
-
-
-@pytest.mark.parametrize(
-    ("samples", "discordant", "alpha"),
-    [(297, 0.06, 0.05), (297, 0.0, 0.05), (297, 0.1, 0.0003)],
-)
-def test_what_is_said_to_be_found_is_found_in_80_percent(samples: int, discordant: float, alpha: float) -> None:
-    """Simulated, with the test itself."""
-    difference = statistics.detectable_difference(samples, discordant, alpha)
-    assert difference is not None
-    apart = max(discordant, difference)
-    shares = [(apart + difference) / 2, (apart - difference) / 2, 1 - apart]
-    draws, counts = np.unique(
-        np.random.default_rng(2).multinomial(samples, shares, size=20_000), axis=0, return_counts=True
-    )
-    found = [statistics.mcnemar_p_value(int(gained), int(lost)) <= alpha for gained, lost, _ in draws]
-    assert abs(np.average(found, weights=counts) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 20_000)
-
-
-@pytest.mark.parametrize(("samples", "discordant", "margin"), [(297, 0.01, 0.03), (100, 0.05, 0.05)])
-def test_how_often_an_equal_model_passes(samples: int, discordant: float, margin: float) -> None:
-    draws, counts = np.unique(
-        np.random.default_rng(3).multinomial(samples, [discordant / 2, discordant / 2, 1 - discordant], size=4000),
-        axis=0,
-        return_counts=True,
-    )
-    bounds = [statistics.lower_bound_of_difference(int(gained), int(lost), samples, 0.05) for gained, lost, _ in draws]
-    passed = [bound > -margin and gained + lost > 0 for bound, (gained, lost, _) in zip(bounds, draws, strict=True)]
-    expected = np.average(passed, weights=counts)
-    assert abs(expected - statistics.pass_probability(samples, discordant, margin, 0.05)) < 4 * math.sqrt(0.25 / 4000)

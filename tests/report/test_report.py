@@ -19,10 +19,10 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.report import figures, report
+from flyte_ddp.report.charts import list_section_values
 from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
 from flyte_ddp.report.report import Run
-from flyte_ddp.report.section_values import list_section_values
 from flyte_ddp.text import formatting
 from flyte_ddp.text.sections import Confusions, Histogram, Scatter, Section, Table, encode_sections
 

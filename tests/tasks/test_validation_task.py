@@ -88,7 +88,7 @@ def test_other_data_than_the_champions(registry: Registry, tmp_path: Path, profi
 
 def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_path: Path) -> None:
     make_champion(registry, PROFILE.to_json())
-    Path(registry.at("log", "00000001.json")).unlink()
+    Path(registry.at("log", "00000001.json")).rename(registry.at("log", "00000002.json"))
     with pytest.raises(UserError, match=r"pets/log/00000001.json is missing"):
         validate(tmp_path)
 
