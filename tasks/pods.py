@@ -28,8 +28,8 @@ def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
     return pod_options(limits, variables, requests=replace(limits, cpu="500m", memory="1Gi"), hours=1)
 
 
-def checking_pod() -> dict[str, Any]:
-    return {**light_pod(environment.registry_variable()), **WITH_DECK}
+def registry_pod() -> dict[str, Any]:
+    return light_pod(environment.registry_variable())
 
 
 def storing_pod() -> dict[str, Any]:

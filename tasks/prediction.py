@@ -40,10 +40,7 @@ def predict_images(
 ) -> Predictions:
     """Predict a folder of images, the test split of a data set, or the rows of a file, into a table (CSV).
 
-    Give model_state and sidecar of a run, or the model_name of a model in the registry, whose champion is downloaded.
-    Give images, a dataset, or a table, which the model's own prepare reads. Up to bad_samples images may be impossible
-    to decode, and have no prediction; default: the value of the model's training. Returns the table, with one row for
-    each sample, and the folder of predicted masks, if any. The first predictions are on the task's page.
+    The inputs are those of predict_wf. The first predictions are on the task's page.
     """
     from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
 

@@ -1,6 +1,5 @@
 """Tasks that come before training: check what was asked for, and fetch the data set."""
 
-from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple, Optional
 
@@ -11,10 +10,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import is_quickly_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.preparation import check_and_identify_run, fetch_data_set
 from tasks import pods
-from tasks.flyte import PLATFORM, flyte_task, output_folder
+from tasks.flyte import flyte_task, output_folder
 
 
 class CheckedInputs(NamedTuple):
@@ -35,7 +33,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
     return output_folder(fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
-@flyte_task(**pods.checking_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
+@flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def check_inputs(
     hp: Hyperparameters,
     kickoff_time: Optional[datetime] = None,
@@ -44,9 +42,8 @@ def check_inputs(
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
-    Returns the hyperparameters, the data set, and the versions of the data and of the run. The engine is elastic, ray,
-    dask, or empty for training in one pod. Data sets that are not downloaded as a whole are prepared here; others by
-    the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
+    The engine is elastic, ray, dask, or empty for training in one pod. Data sets that are downloaded as a whole are
+    prepared by the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
@@ -60,13 +57,7 @@ def check_inputs(
     run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
-        folder = fetch_data_set(*data_inputs, sample=hp.sample)
-        data = output_folder(folder)
+        data = output_folder(fetch_data_set(*data_inputs, sample=hp.sample))
     else:
-        folder, data = None, fetch_dataset(*data_inputs)
-    if is_in_pod():
-        from flyte_ddp.report import previews
-
-        with suppress(Exception):  # an error of the page must not fail the run
-            PLATFORM.publish_page("What is trained", previews.render_run_preview(hp, folder, run_version))
+        data = fetch_dataset(*data_inputs)
     return CheckedInputs(hp=hp, data=data, data_version=data_version, run_version=run_version)

@@ -49,9 +49,7 @@ def judge_model(
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
 
-    Give the weights and sidecar of a run, the data set and its profile, and the model's name in the registry, which
-    counts the comparison. Returns whether to promote, the verdict, and a folder with its page, exports, and the
-    profile.
+    The registry counts the comparison.
     """
     model = Path(model_state.download()), Path(sidecar.download())
     return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
@@ -61,11 +59,7 @@ def judge_model(
 def evaluate_version(
     model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
 ) -> Judged:
-    """Compare a version with the champion on the test split of any data set, which decides nothing.
-
-    Give the model's name, the version (empty for the champion itself), and the data set by its hyperparameters. Returns
-    whether the policy would promote the version, the verdict, and a folder with its page, also the task's deck.
-    """
+    """Compare a version (empty: the champion) with the champion on the test split of any data set; decide nothing."""
     from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
 
     registry = open_registry(model_name)
@@ -85,8 +79,7 @@ def carry_out_verdict(
 ) -> Released:
     """Store a judged model as a version; if its verdict says so, make it the champion.
 
-    Give the weights and sidecar of a run, and what judge_model returned. If another model was promoted since the
-    judgement, the champion stays. Returns the versions of the model and of the champion, and the outcome.
+    If another model was promoted since the judgement, the champion stays.
     """
     registry, by = open_registry(model_name), author_name()
     model = Path(model_state.download()), Path(sidecar.download())
@@ -97,11 +90,7 @@ def carry_out_verdict(
 
 @flyte_task(**pods.storing_pod())
 def promote_version(model_name: str, version: str, reason: str) -> Released:
-    """Make a stored version the champion, as the person who launched this says.
-
-    Give the model's name, the version (SHA-256 of its weights), and the reason, which the log keeps. Returns that
-    version, the champion's version, and the outcome.
-    """
+    """Make a stored version the champion, as the person who launched this says; the log keeps the reason."""
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
     return announce_champion(registry, entry)
@@ -109,11 +98,7 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 
 @flyte_task(**pods.storing_pod())
 def roll_back_champion(model_name: str, reason: str) -> Released:
-    """Make the champion before the present one the champion again.
-
-    Give the model's name and the reason, which the log keeps. Returns that version, the champion's version, and the
-    outcome.
-    """
+    """Make the champion before the present one the champion again; the log keeps the reason."""
     registry = open_registry(model_name)
     return announce_champion(
         registry, promotion.roll_back_champion(registry, reason, by=author_name(), once=is_in_pod())

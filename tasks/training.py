@@ -40,10 +40,8 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths a
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
 
-    Give the hyperparameters, the data and the run version that check_inputs returns. Returns the test accuracy, or the
-    objective's main measure, after each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them
-    usable, an HTML report, and all metrics as JSON lines. A local run trains only if its run folder lacks these files.
-    A pod continues from the run's newest checkpoint, and shows the report while it trains.
+    Takes what check_inputs returns, and returns what training_wf does. A local run trains only if its run folder lacks
+    these files. A pod continues from the run's newest checkpoint, and shows the report while it trains.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 

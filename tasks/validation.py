@@ -36,26 +36,21 @@ class Validated(NamedTuple):
 
 @flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
-    """Read and decode all samples of a data set, once for each version of its content.
-
-    Give the data and their version, as check_inputs returns them. Returns a profile: counts of classes, sizes and modes
-    of images, duplicates, and images that cannot be decoded.
-    """
+    """Read and decode all samples of a data set, once for each version of its content; return their profile."""
     from flyte_ddp.validation.profiling import compute_profile
 
     del data_version  # an input for the cache key only
     return compute_profile(Path(data.download()), read_settings())
 
 
-@flyte_task(**pods.checking_pod())
+@flyte_task(**pods.registry_pod(), **pods.WITH_DECK)
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
     """Refuse data that should not be trained on, and warn of differences from the champion's data.
 
-    Give the data, their profile, the hyperparameters, the model's name in the registry, and the policy. Returns the
-    data and the warnings, which are also on the task's page. Fails for data that the policy refuses, a policy by which
-    no model of these data could be judged, and a registry that cannot be written to or whose log has a gap.
+    Also refuses a policy by which no model of these data could be judged, and a registry that cannot be written to or
+    whose log has a gap.
     """
     from flyte_ddp.release.policy_check import check_policy
     from flyte_ddp.validation.profiling import check_profile, describe_differences

@@ -3,7 +3,8 @@
 import codecs
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +34,14 @@ from flyte_ddp.predict.prediction_batches import (
     read_test_split,
 )
 from flyte_ddp.progress import Progress
+from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.report.page import write_html
-from flyte_ddp.report.previews import FirstPredictions
+from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count
+from flyte_ddp.text.formatting import format_count, format_percent
 from flyte_ddp.user_code.source import explain_own_errors
+
+PICTURES = 24  # on the page
 
 
 def write_prediction_table(
@@ -107,6 +110,37 @@ def write_prediction_table(
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
     print_samples_without_prediction(progress, undefined, bad)
     return output
+
+
+class FirstPredictions:
+    """Keeps the first PICTURES (24) predictions with their images; counts all predictions, and the correct ones."""
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.classes = classes
+        self.pictures: list[Picture] = []
+        self.samples = self.known = self.correct = 0
+
+    def add_batch(
+        self, images: Iterable[NDArray[np.uint8] | None], rows: Sequence[Picture], *, samples: int, are_classes: bool
+    ) -> None:
+        """Count a batch's predictions, and keep the first with their images; ``rows`` are the decoded samples."""
+        self.samples += samples
+        if are_classes:
+            self.known += len(rows)
+            self.correct += sum(row.truth == row.prediction for row in rows)
+        for row, image in zip(rows[: PICTURES - len(self.pictures)], images, strict=False):
+            self.pictures.append(replace(row, image=image))
+
+    def render_page(self, title: str) -> str:
+        facts = [("Samples", f"{self.samples:,}")]
+        if self.known:
+            facts.append(
+                ("Correct", f"{self.correct:,} of {self.known:,}, {format_percent(self.correct / self.known)}")
+            )
+        values = {"facts": facts, "pictured": f"The first {len(self.pictures)}", "pictures": self.pictures}
+        if any(picture.masks for picture in self.pictures):
+            values["legend"] = [*zip(self.classes, class_colors(len(self.classes)), strict=True)]
+        return render_template("preview.html", title=title, heading="Predictions", **values)
 
 
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:

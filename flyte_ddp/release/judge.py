@@ -192,17 +192,15 @@ def decide(judgement: Judgement) -> Decision:
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel) -> Decision:
     """Compare the challenger with the champion and with the best version so far; return the decision."""
     policy, model, best = judgement.policy, judgement.model, judgement.best
-    groups: dict[str, Mapping[str, NDArray[np.int64]]] = {}
-    if ours.classifies:
-        groups["class"] = checks.group_by_class(ours, model.classes)
-    if policy.slices:
-        groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
+    slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
     if not judgement.add_check(
         checks.check_same_task(versions.read_task(model.sidecar), versions.read_task(champion.sidecar))
     ):
         return BY_CHECKS, ""
     theirs = evaluate_stored_model(judgement, champion)
-    require_same_targets(ours, theirs)
+    mine, own = (found.columns.get("truth") for found in (ours, theirs))
+    if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
+        raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
         try:
@@ -227,27 +225,23 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     else:
         decisive = [checks.check_superior(pair, alpha)]
     judgement.checks += decisive
-    add_vetoes(judgement, ours, theirs, groups)
+    add_vetoes(judgement, ours, theirs, slices)
     sign = 1 if ours.higher_is_better else -1
     if all(sign * ours.score > sign * other.score for other in others.values()):
         judgement.best = model.digest
     return BY_CHECKS, decisive[0].reason
 
 
-def require_same_targets(ours: Evaluation, theirs: Evaluation) -> None:
-    mine, own = (found.columns.get("truth") for found in (ours, theirs))
-    if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
-        raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
-
-
 def add_vetoes(
-    judgement: Judgement, ours: Evaluation, theirs: Evaluation, groups: Mapping[str, Mapping[str, NDArray[np.int64]]]
+    judgement: Judgement, ours: Evaluation, theirs: Evaluation, slices: Mapping[str, NDArray[np.int64]]
 ) -> None:
-    """Add the Checks of groups ("class", "slice": positions of their samples), labels and likelihoods."""
+    """Add the Checks of classes, ``slices`` (positions of their samples), labels and likelihoods."""
     model, policy = judgement.model, judgement.policy
+    classes = checks.group_by_class(ours, model.classes) if ours.classifies else {}
     pairs = {
         kind: {name: checks.compare_evaluations(ours, theirs, part) for name, part in parts.items()}
-        for kind, parts in groups.items()
+        for kind, parts in (("class", classes), ("slice", slices))
+        if parts
     }
     if labels := checks.compare_labels(model.classes, ours, theirs):
         pairs["label" if isinstance(model.objective, Multilabel) else "class"] = labels

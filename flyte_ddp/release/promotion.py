@@ -18,7 +18,7 @@ from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.release import versions
 from flyte_ddp.release.documents import render_model_card
-from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, content_digest, replay_promotions
+from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -48,9 +48,6 @@ def store_version(
     name = file_digest(weights)
     if verdict.challenger != name:
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
-    if verdict.look:
-        file = f"verdicts/{verdict.look:08}-{content_digest(verdict_file)[:12]}.json"
-        registry.create_file(registry.at("judgements", verdict.test_digest, file), verdict_file)
     stored = versions.find_version(registry, name)
     if stored is not None:
         stored_about = json.loads(versions.read_version_file(registry, stored, versions.SIDECAR))

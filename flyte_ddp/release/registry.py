@@ -5,7 +5,6 @@
     ADDRESS/NAME/judgements/TEST_DIGEST/    judgements on a test split: they are counted, each is a look at the split
         looks/00000007.json                 the seventh look: which two models were compared, and by which rule
         pairs/DIGEST.json                   the look of two models by a rule: by it they may be compared again
-        verdicts/00000007-DIGEST.json       what came of the seventh look
 
 Every file is written once. So nothing is locked and nothing half done needs a repair: of two
 writers of the next entry one succeeds, and the other gets a LostError.

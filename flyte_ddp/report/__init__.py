@@ -1,1 +1,1 @@
-"""Pages that need nothing else: a run's report, and what the Flyte console shows of other tasks."""
+"""Pages that need nothing else, such as a run's report."""

@@ -17,7 +17,6 @@ Points = list[tuple[int, float | None]]  # steps and values; None stands for a v
 NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
 SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the newest ones, and their size in pixels
-UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and only the first group is unfolded
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
@@ -28,7 +27,6 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
     found = RunRecords(folder)
     starts, steps, end = found.starts, found.by_step["record"], found.end
     points = collect_points(steps)
-    prefixes = [value.rpartition("/")[0] if len(points) > UNFOLDED else "" for value in points]
     since = starts[-1].get("time")
     return render_template(
         "function.html",
@@ -39,11 +37,7 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
         last_step=end.get("step", max(steps, default=None)),
         seconds=end["seconds"] if end else None if since is None else max(0.0, time.time() - since),
         values=[(value, *describe_points(of)) for value, of in points.items()],
-        charts=[
-            (prefix, value, chart)
-            for prefix, (value, of) in zip(prefixes, points.items(), strict=True)
-            if (chart := draw_points(value, of))
-        ],
+        charts=[(value, chart) for value, of in points.items() if (chart := draw_points(value, of))],
         pictures=[*list_pictures(folder / results.FOLDER)],
         arguments=[
             (argument, json.dumps(given, ensure_ascii=False))

@@ -121,17 +121,3 @@ def test_pictures_that_were_handed_in_are_shown(tmp_path: Path) -> None:
     assert [each["alt"] for each in shown] == ["maps/b <1>.png", "a.JPG"]
     first = Image.open(io.BytesIO(base64.b64decode(shown[0]["src"].partition(",")[2])))
     assert (first.size, first.getpixel((5, 5))) == ((256, 256), (255, 0, 0, 255))
-
-
-def test_many_values_are_folded_by_their_prefix(tmp_path: Path) -> None:
-    values = {f"{part}/value_{k}": float(k) for part in ("train", "test") for k in range(8)}
-    few = {name: values[name] for name in [*values][5:13]}
-    for name, recorded, folded in (("many", values, 2), ("few", few, 0)):
-        folder = write(tmp_path / name, start(), *(record(step, **recorded, loss=1 / step) for step in range(1, 40)))
-        html = render_function_page(folder, "a run")
-        page = Page(html)
-        assert len(html) < 700_000
-        assert {*page.texts("h3")} == {*recorded, "loss"}
-        assert page.texts("h3")[0] == ("loss" if folded else "train/value_5")
-        assert page.texts("summary") == ["test: 8 values", "train: 8 values"][:folded]
-        assert [found for tag, found, _ in page.elements if tag == "details" and "open" in found] == []

@@ -175,7 +175,7 @@ def test_caches_decks_and_outputs(default: Package) -> None:
             assert metadata.discovery_version == (package_digest() if name == PROFILE else library_digest())
             assert tuple(metadata.cache_ignore_input_vars) == ignored[name]
     shown = {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value}
-    assert shown == {*TRAINING, CHECK, PREDICT, *JUDGING, VALIDATE}
+    assert shown == {*TRAINING, PREDICT, *JUDGING, VALIDATE}
     outputs = default.workflows["workflows.training.training_wf"].template.interface.outputs.variables
     assert set(outputs) == {"epoch_accuracies", "model_state", "sidecar", "report", "metrics"}
     assert outputs["model_state"].type.blob.format == "python_pickle"
