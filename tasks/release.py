@@ -15,7 +15,7 @@ from flyte_ddp.pods.preparation import fetch_data_set
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
-from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
@@ -28,14 +28,6 @@ class Judged(NamedTuple):
     promotes: bool
     verdict: Verdict
     files: FlyteDirectory
-
-
-class Released(NamedTuple):
-    """Versions (SHA-256 of the weights) of the model and of the champion, and what was decided and why."""
-
-    version: str
-    champion: str
-    outcome: str
 
 
 @flyte_task(**pods.prediction_pod())
@@ -85,7 +77,7 @@ def carry_out_verdict(
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
     version = promotion.store_version(registry, *model, verdict, beside)
-    return announce_release(Released(*promotion.apply_verdict(registry, version, verdict, by=by)))
+    return announce_release(promotion.apply_verdict(registry, version, verdict, by=by))
 
 
 @flyte_task(**pods.storing_pod())

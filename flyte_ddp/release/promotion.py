@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
@@ -19,21 +19,13 @@ from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.release import versions
 from flyte_ddp.release.documents import render_model_card
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
-from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
 
 if TYPE_CHECKING:
     from torch import nn
 
 PROFILE = "data_profile.json"
-
-
-class Outcome(NamedTuple):
-    """What became of a verdict."""
-
-    version: str  # the SHA-256 of the judged model's weights
-    champion: str  # the version that is champion now; empty if there is none
-    reason: str
 
 
 def store_version(
@@ -70,26 +62,26 @@ def store_version(
     return versions.write_version(registry, files)
 
 
-def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
+def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Released:
     """Make a stored version the champion if its verdict promotes it and no other entry was written since it was judged.
 
     An entry that ``by``, the Flyte execution or user, appended in an earlier try counts as this one.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
-        return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
+        return Released(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
     history = registry.read_log(at_least=verdict.log_number)
     if len(history) == verdict.log_number:
         try:
             append(registry, history, version, action=PROMOTE, best=verdict.best, reason=verdict.reason, by=by)
-            return Outcome(version.name, version.name, f"promoted: {verdict.reason}")
+            return Released(version.name, version.name, f"promoted: {verdict.reason}")
         except LostError as lost:
             winner = lost.winner
     else:
         winner = history[verdict.log_number]
         if (winner.version, winner.by) == (version.name, by):  # an earlier try of this task, which was killed
-            return Outcome(version.name, history[-1].version, f"promoted: {winner.reason}")
-    return Outcome(version.name, registry.read_log()[-1].version, f"not promoted: {LostError(winner).message}")
+            return Released(version.name, history[-1].version, f"promoted: {winner.reason}")
+    return Released(version.name, registry.read_log()[-1].version, f"not promoted: {LostError(winner).message}")
 
 
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:

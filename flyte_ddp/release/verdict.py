@@ -1,8 +1,8 @@
-"""The verdict of a judgement, with its checks."""
+"""The verdict of a judgement, with its checks, and what became of it."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from dataclasses_json import DataClassJsonMixin
 
@@ -51,3 +51,11 @@ class Verdict(DataClassJsonMixin):
         kept = "the champion is kept" if self.champion else "there is no champion yet"
         decision = {PROMOTED: promoted, KEPT: kept, NO_COMPARISON: "no comparison"}
         return f"{decision[self.decision]}: {self.reason}"
+
+
+class Released(NamedTuple):
+    """Versions (SHA-256 of the weights) of the model and of the champion, and what was decided and why."""
+
+    version: str
+    champion: str  # empty if there is none
+    outcome: str

@@ -57,7 +57,7 @@ def release_model(address: str, folder: Path) -> str:
     registry = Registry(address, "model")
     files = (folder / name for name in (versions.WEIGHTS, versions.SIDECAR))
     version = store_version(registry, *files, verdict, {"page.html": folder / "page.html"})
-    return apply_verdict(registry, version, verdict, by="one execution").reason
+    return apply_verdict(registry, version, verdict, by="one execution").outcome
 
 
 def release_and_be_killed(address: str, folder: Path, number: int, *, after: bool) -> None:

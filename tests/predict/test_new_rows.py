@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli import WORKFLOWS, pyflyte
 from sklearn.compose import make_column_transformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
@@ -141,31 +140,6 @@ def test_test_samples_have_the_users_ids_in_predictions_and_report(shop: Any, tm
     rows = write_table(tmp_path / "again.csv", draw_rows()[60:])
     again = predict(result, tmp_path / "again-out.csv", table=rows)
     assert again == [{name: value for name, value in row.items() if name != "truth"} for row in of_split]
-
-
-@pytest.mark.slow
-def test_the_command_predicts_a_file_of_new_rows(shop: Any, tmp_path: Path) -> None:
-    folder, _, result = shop
-    files = ("--model_state", str(result.model), "--sidecar", str(result.sidecar))
-    table = write_table(tmp_path / "new.csv", draw_rows()[:2])
-    workflow = str(Path(WORKFLOWS).with_name("prediction.py"))
-    ended = pyflyte(
-        "run", workflow, "predict_wf", *files, "--table", str(table), home=tmp_path / "home", directory=folder
-    )
-    assert ended.exit_code == 0, ended.output
-    [written] = tmp_path.rglob("predictions.csv")
-    with written.open() as file:
-        assert [row["id"] for row in csv.DictReader(file)] == ["customer 0", "customer 1"]
-    broken = write_table(tmp_path / "broken.csv", [("x", "old", "Oslo", 0)])
-    ended = pyflyte(
-        "run", workflow, "predict_wf", *files, "--table", str(broken), home=tmp_path / "home", directory=folder
-    )
-    line = next(number for number, text in enumerate(CODE.splitlines(), 1) if "float(row" in text)
-    said = " ".join(ended.panel.split())
-    assert said.startswith(
-        f"prepare='shop:prepare': shop.py:{line}: ValueError: could not convert string to float: 'old'"
-    )
-    assert "in prepare table, ids, _ = read(source)" in said
 
 
 def changed(result: Result, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

@@ -73,9 +73,9 @@ def test_two_rivals(registry: Registry, tmp_path: Path) -> None:
     first, second = (stored(registry, trained(tmp_path / name)) for name in ("one", "two"))
     won = apply_verdict(registry, *first, by="one's execution")
     lost = apply_verdict(registry, *second, by="another execution")
-    assert (won.champion, won.reason) == (first[0].name, "promoted: better")
+    assert (won.champion, won.outcome) == (first[0].name, "promoted: better")
     assert lost.champion == first[0].name
-    assert lost.reason.startswith("not promoted: one's execution was faster: by entry 1 of the log version ")
+    assert lost.outcome.startswith("not promoted: one's execution was faster: by entry 1 of the log version ")
     assert [entry.version for entry in registry.read_log()] == [first[0].name]
 
 
@@ -105,7 +105,7 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     """A version is a folder for all that was made with the judgement; the champion's is that of its promotion."""
     model = trained(tmp_path / "one")
     kept, verdict = stored(registry, model, decision="keep", reason="worse")
-    assert apply_verdict(registry, kept, verdict, by="x").reason == "kept: worse"
+    assert apply_verdict(registry, kept, verdict, by="x").outcome == "kept: worse"
     assert not registry.read_log()
     assert stored(registry, model, decision="keep", reason="no better")[0] == kept, "nothing new is written for that"
     (model / "model.onnx").write_text("exported now")

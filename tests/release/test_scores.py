@@ -242,25 +242,15 @@ class Wrong(Off):
         return torch.full_like(columns["loss"], torch.nan)
 
 
-@pytest.mark.parametrize("form", ["numbers", "dict", "with an empty one"])
-def test_outputs_of_any_form_are_evaluated(form: str) -> None:
+@pytest.mark.parametrize("others", [None, {}, {"b": torch.zeros(4, 2)}, {"c": torch.zeros(4, 0)}])
+def test_outputs_of_any_form_are_evaluated(others: dict[str, Tensor] | None) -> None:
     """One number for each sample, a dict without the logits of torchvision's models, a tensor without elements."""
     targets = torch.arange(4.0)
-    outputs = {"numbers": targets + 1, "dict": {"a": targets + 1, "b": torch.zeros(4, 2)}}
-    outputs["with an empty one"] = {**outputs["dict"], "c": torch.zeros(4, 0)}
-    outputs = outputs[form]
-    found = Evaluation.from_batches(Off(Facts()), [(outputs, targets, len(targets))])
-    assert found.finite.tolist() == [True] * 4
-    assert found.score == 1.0
-    broken = (
-        {"a": torch.tensor([1.0, torch.inf, 2.0, 3.0])} if form != "numbers" else torch.tensor([1.0, torch.inf, 2, 3])
-    )
-    assert Evaluation.from_batches(Off(Facts()), [(broken, targets, len(targets))]).finite.tolist() == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    for values, finite in ((targets + 1, True), (torch.tensor([1, torch.inf, 3, 4]), False)):
+        outputs = values if others is None else {"a": values, **others}
+        found = Evaluation.from_batches(Off(Facts()), [(outputs, targets, len(targets))])
+        assert found.finite.tolist() == [True, finite, True, True]
+        assert not finite or found.score == 1.0
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:

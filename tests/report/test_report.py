@@ -22,7 +22,6 @@ from flyte_ddp.report import figures, report
 from flyte_ddp.report.charts import list_section_values
 from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
-from flyte_ddp.report.report import Run
 from flyte_ddp.text import formatting
 from flyte_ddp.text.sections import Confusions, Histogram, Scatter, Section, Table, encode_sections
 
@@ -234,20 +233,6 @@ def test_tiles_and_charts_are_those_of_the_objectives_measures(tmp_path: Path) -
     assert page.tiles()["Test RMSE"] == ("1,234", "own measure 0.25")
     page = Page(report.render_report(write_run(tmp_path / "begun", lines[:1])))
     assert page.tiles()["Test RMSE"] == ("n/a", "own measure n/a")
-
-
-def test_a_retry_replaces_what_the_attempt_before_said(tmp_path: Path) -> None:
-    first, second = records(), records()
-    for line in first:
-        line.update({key: 99.0 for key in ("loss", "samples_per_second") if key in line})
-    second[0]["num_ranks"] = 3
-    folder = write_run(tmp_path / "run", [*first, *second[:12]])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind":"train","step":110,"lo')  # killed while it wrote
-    run = Run(folder)
-    assert (run.start["num_ranks"], run.end) == (3, {})
-    assert [line["loss"] for line in run.train] == [2.0 / step for step in range(10, 101, 10)] + [99.0] * 20
-    assert [line["step"] for line in run.train] == list(range(10, 301, 10))
 
 
 def test_the_users_matplotlib_settings_neither_change_nor_matter(tmp_path: Path) -> None:

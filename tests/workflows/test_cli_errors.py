@@ -91,7 +91,6 @@ def test_a_file_in_place_of_the_runs_folder(
     [
         ("ro", ("Read-only file system", "FLYTE_DDP_RUNS")),
         ("size=60k", ("disk is full", "free some space")),  # at the data
-        ("size=210k", ("No space left", "free some space")),  # at the model
         ("size=300k", ("No space left", "free some space")),  # at the report
     ],
 )
