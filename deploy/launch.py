@@ -2,9 +2,8 @@
 
 import re
 import signal
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ from flytekit.interaction.click_types import JsonParamType
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.remote import FlyteLaunchPlan, FlyteRemote
 
-from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from tasks.command_line import CALL_SECONDS, show_errors_in_panels
 
 PAUSE_SECONDS = 5.0  # between two queries of an execution
-FILES = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
 # Prefixes, ours and Flyte's, of an error message that is a sentence of this package.
 ERROR_PREFIX = re.compile(
     r"^(?:UserError|UnreachableError|RankError|StoppedError|FlyteRecoverableException): (?:\S+ error=)?"
@@ -57,12 +53,9 @@ class CommandWithShortErrors(click.Command):
 @click.option("--version", help="Version of the launch plan; without: the active one, else the newest.")
 @click.option("--overwrite-cache", is_flag=True, help="Always retrain, from the first step.")
 @click.option("--no-wait", is_flag=True, help="End when the execution is launched.")
-@click.option("--download", "folder", type=click.Path(file_okay=False, path_type=Path), help="For model and report.")
 def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str | None, **options: Any) -> None:
     """Launch the launch plan NAME, wait for the execution, and print the addresses of its outputs."""
-    folder, from_scratch = options["folder"], options["overwrite_cache"]
-    if options["no_wait"] and folder:
-        raise UserError("--download: with --no-wait there is nothing to download yet; leave one of them out")
+    from_scratch = options["overwrite_cache"]
     remote = FlyteRemote(read_config(config), default_project=options["project"], default_domain=options["domain"])
     plan = fetch_launch_plan(remote, name, version)
     execution = remote.execute(
@@ -92,17 +85,13 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
     outputs = execution.outputs.literals
     if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
         last = accuracies.collection.literals[-1].scalar.primitive.value
-        of_classes = hp is not None and hp.objective == "classification" and hp.select_by in ("loss", "accuracy")
-        click.echo(f"test accuracy {last:.2%}" if of_classes else f"main measure of the test split {last:.4g}")
-    for output in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
+        click.echo(f"main measure of the test split {last:.4g}")
+    for output in sorted(outputs):
         scalar = outputs[output].scalar
         if scalar is not None and scalar.blob is not None:
             click.echo(f"  {output:12} {scalar.blob.uri}")
         elif scalar is not None and scalar.primitive is not None and scalar.primitive.string_value:
             click.echo(f"  {output:12} {scalar.primitive.string_value}")  # of a release: outcome, version, champion
-    if folder is not None:
-        download_outputs(remote, outputs, folder)
-        click.echo(f"downloaded {', '.join(FILES.values())} to {folder}")
 
 
 def read_config(path: str) -> Config:
@@ -130,25 +119,6 @@ def extract_sentence(message: str) -> str:
     _, mark, text = message.rpartition("\nMessage:\n")
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [message]
     return ERROR_PREFIX.sub("", lines[0 if mark else -1]).partition(", cause=")[0]
-
-
-def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
-    """Download all of FILES or none, from addresses that the cluster signs, so that no key of its store is needed."""
-    if missing := [output for output in FILES if output not in outputs]:
-        raise UserError(f"--download: the launch plan does not make {', '.join(missing)}; leave the option out")
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as files:
-        for output, name in FILES.items():
-            address = outputs[output].scalar.blob.uri
-            signed = remote.client.get_download_signed_url(address).signed_url
-            file = files.enter_context(replace_file(folder / name))
-            try:
-                storage.retry(signed, partial(storage.download_file, file=file))
-            except storage.UnavailableError as error:
-                server = signed.partition("://")[2].partition("/")[0]
-                raise UserError(
-                    f"{name} cannot be downloaded from {server}: {error}; fetch {address} yourself"
-                ) from None
 
 
 if __name__ == "__main__":

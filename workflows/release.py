@@ -11,10 +11,10 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.preparation import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.verdict import Released
 from tasks.preparation import check_inputs
 from tasks.release import (
     Judged,
-    Released,
     carry_out_verdict,
     evaluate_version,
     judge_model,

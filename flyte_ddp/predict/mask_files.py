@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from flyte_ddp.report.class_colors import color_table
+from flyte_ddp.report.page import color_table
 
 PALETTE = 256  # colours that a PNG with a palette can have
 

@@ -34,9 +34,8 @@ from flyte_ddp.predict.prediction_batches import (
     read_test_split,
 )
 from flyte_ddp.progress import Progress
-from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.report.page import render_template, write_html
+from flyte_ddp.report.page import class_colors, render_template, write_html
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent
 from flyte_ddp.user_code.source import explain_own_errors

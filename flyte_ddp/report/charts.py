@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import BLUE, MUTED, Picture, confusion_section, export_svg, use_report_style
+from flyte_ddp.report.page import class_colors
 from flyte_ddp.text.formatting import format_column
 from flyte_ddp.text.sections import Chart, Confusions, Curve, Histogram, Pictures, Scatter, Section, Table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import colorsys
 import functools
 import io
 from pathlib import Path
@@ -12,7 +13,6 @@ import numpy as np
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.files import replace_file
-from flyte_ddp.report.class_colors import color_table
 from flyte_ddp.text.formatting import (
     format_count,
     format_duration,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).with_name("templates")
 FORMATS = (format_count, format_duration, format_moment, format_number, format_percent, format_value)
+# Of the classes of masks, in reports and in the files of predicted masks.
+FIRST_COLORS = "#4c566a #2e9e6b #e07b39 #3b6fd4 #c9428c #d9b310 #7a4fc4 #23a5b8 #b5453b #86a02c".split()  # noqa: SIM905
 STRIPE = 4  # pixels of the stripes that stand for ignored pixels
 
 
@@ -92,3 +94,18 @@ def encode_as_data_uri(image: Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def class_colors(count: int) -> list[str]:
+    """Return a colour for each class, such as "#4c566a": chosen ones, then hues by the golden angle."""
+    colors = FIRST_COLORS[:count]
+    for place in range(len(colors), count):
+        hue, lightness = (place * 0.381966) % 1, 0.42 + 0.12 * (place % 3)
+        red, green, blue = (round(255 * value) for value in colorsys.hls_to_rgb(hue, lightness, 0.62))
+        colors.append(f"#{red:02x}{green:02x}{blue:02x}")
+    return colors
+
+
+def color_table(count: int) -> NDArray[np.uint8]:
+    """Return the colours of :func:`class_colors` as uint8 [count, 3]."""
+    return np.array([[*bytes.fromhex(color[1:])] for color in class_colors(count)], dtype=np.uint8).reshape(count, 3)

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
 
 import grpc
 from flyteidl.admin import (
@@ -58,7 +57,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.looks = 0  # at executions
         self.course = [Moment("SUCCEEDED")]  # of executions; each look shows the next one, and the last one stays
         self.outputs = literals_pb2.LiteralMap()
-        self.blobs: dict[str, bytes] = {}  # by address
         self.faults: dict[str, Fault] = {}  # by the names of calls
 
     CreateTask = storing("tasks", task_pb2.TaskCreateResponse)
@@ -124,13 +122,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
     def GetExecutionData(self, request: Any, context: Any) -> Any:
         return execution_pb2.WorkflowExecutionGetDataResponse(full_outputs=self.outputs)
 
-    def CreateDownloadLocation(self, request: Any, context: Any) -> Any:
-        return dataproxy_pb2.CreateDownloadLocationResponse(signed_url=self.signed(request.native_url))
-
-    def signed(self, address: str) -> str:
-        """Return an address with a signature."""
-        return f"{self.upload_address}/{quote(address, safe='')}?signature=good"
-
     def CreateUploadLocation(self, request: Any, context: Any) -> Any:
         native = f"s3://bucket/{request.project}/{request.domain}/{request.filename}"
         return dataproxy_pb2.CreateUploadLocationResponse(signed_url=self.upload_address, native_url=native)
@@ -169,12 +160,6 @@ def fake_flyte_admin() -> Iterator[FakeFlyteAdmin]:
         def do_PUT(self) -> None:
             admin.uploads.append(self.rfile.read(int(self.headers["Content-Length"])))
             self.answer(200, {"Content-Length": "0"}, b"")
-
-        def do_GET(self) -> None:
-            parts = urlsplit(self.path)
-            blob = admin.blobs.get(unquote(parts.path.rpartition("/")[2]))
-            status = 403 if parts.query != "signature=good" else 404 if blob is None else 200
-            self.answer(status, {"Content-Length": str(len(blob or b""))}, blob or b"")
 
     with serving(Upload) as address:
         admin = FakeFlyteAdmin(f"{address}/upload")

@@ -26,7 +26,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.report.class_colors import color_table
+from flyte_ddp.report.page import color_table
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.slow
