@@ -39,7 +39,6 @@ def test_the_cache_version_is_that_of_the_sources_sent(cluster: Cluster, tmp_pat
 
 
 def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cluster, checked: PodEnded) -> None:
-    """Its page says what is trained."""
     assert checked.exit_code == 0
     assert checked.error is None
     assert checked.outputs, checked.log
