@@ -162,8 +162,6 @@ def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path:
     assert result.measures["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
 
 
-
-
 def predict_series(marker: Path, chunk: int = 5) -> dict[str, Any]:
     """Truncated back-propagation through one long series; fails once, unless there is the marker."""
     rank = current_rank()

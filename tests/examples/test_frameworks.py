@@ -13,11 +13,11 @@ import pytest
 import torch
 from cli import ROOT, surroundings
 from engines import Launch
-from flyte_ddp.launch.supervise.link import RankInfo
 from killed_ranks import call_and_kill
 
 import flyte_ddp
 from flyte_ddp.launch import elastic, spawn
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.loops.in_rank import torchrun_variables
 from flyte_ddp.runs.work import World
 from flyte_ddp.text.json_lines import read_records

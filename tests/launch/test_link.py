@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.remote import elastic_link
 from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import translate_collective_errors
 

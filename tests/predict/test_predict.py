@@ -119,7 +119,7 @@ def write_dataset(folder: Path, channels: int, count: int = 23) -> Path:
     return folder
 
 
-def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(grey_model, folder: Path) -> None:
+def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(grey_model, folder: Path, capfd) -> None:
     names = ["b.png", "c.TIFF", "d.pgm", "a/second.bmp", "a/first.PNG", "a/deep/er.gif", "comma, and.png"]
     names.append(os.fsdecode(b"n\xf6n.png"))
     images = blocks(len(names), 1)
