@@ -51,7 +51,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "precision": "bf16",
     },
     "ddp, 2 ranks, crop_flip": {"num_ranks": 2, "strategy": "ddp", "augment": "crop_flip"},
-    "ddp, 3 ranks, label smoothing": {"num_ranks": 3, "strategy": "ddp", "label_smoothing": 0.1},
+    "hooks, 3 ranks, label smoothing": {"num_ranks": 3, "strategy": "hooks", "label_smoothing": 0.1},
     "shared_memory, 3 ranks, 3 parts, clipped": {
         "num_ranks": 3,
         "strategy": "shared_memory",
@@ -66,9 +66,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "batch_size": 32,
         "max_steps": 8,
     },
-    "dropout (squeezenet1_1), 3 ranks, ddp": {
+    "dropout (squeezenet1_1), 3 ranks, hooks": {
         "num_ranks": 3,
-        "strategy": "ddp",
+        "strategy": "hooks",
         "model": "squeezenet1_1",
         "image_size": 17,
         "learning_rate": 0.02,

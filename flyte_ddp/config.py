@@ -248,9 +248,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     strategy: str = setting(
         "auto",
-        "How gradients are averaged over the ranks: ddp (torch's DistributedDataParallel), shared_memory (CPU ranks of "
-        "one machine, on Linux), or auto: shared memory if possible, else ddp.",
-        choices=("auto", "ddp", "shared_memory"),
+        "How gradients are averaged over the ranks: ddp (torch's DistributedDataParallel), hooks (an all-reduce for "
+        "each parameter), shared_memory (CPU ranks of one machine, on Linux), or auto: shared memory if possible, "
+        "else ddp.",
+        choices=("auto", "ddp", "hooks", "shared_memory"),
     )
     precision: str = setting(
         "auto",

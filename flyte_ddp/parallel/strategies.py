@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp.errors import CollectiveError, UserError
 from flyte_ddp.machine.clock import Clock
+from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import is_synchronised
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
@@ -178,11 +180,7 @@ class DDPSync(GradientSync):
                 raise self.failure from error
             if "ready only once" not in str(error):
                 raise
-            raise UserError(
-                "strategy='ddp': the backward pass added to a gradient that was complete, as with "
-                "torch.utils.checkpoint(use_reentrant=True); each gradient must be computed once; use "
-                "use_reentrant=False"
-            ) from None
+            raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
             self.clock.add_since(WAITED, self.last_bucket_started)
 
@@ -215,14 +213,79 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
     return future.then(divide_sum)
 
 
+class HooksSync(GradientSync):
+    """Average gradients by one all-reduce for each parameter, started during the backward pass: DDP without buckets.
+
+    All ranks start them in one order, from the last parameter to the first, as ranks may use different parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        copy_from_rank_0([*model.parameters(), *model.buffers()])
+        self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+        self.started: list[dist.Work] = []  # all-reduces of the first parameters in the order
+        self.ready: set[int] = set()  # places in the order
+        self.last = False
+        for place, parameter in enumerate(self.order):
+            parameter.register_post_accumulate_grad_hook(partial(self.start_ready_all_reduces, place))  # type: ignore[no-untyped-call]
+
+    def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
+        """Record that the gradient of ``order[place]`` is complete; start all-reduces in order, up to a missing one."""
+        if self.last:
+            if place < len(self.started):
+                raise repeated_gradient_error("hooks", "use_reentrant=False")
+            self.ready.add(place)
+            while len(self.started) in self.ready:
+                self.start_next_all_reduce()
+
+    def start_next_all_reduce(self) -> None:
+        parameter = self.order[len(self.started)]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        self.started.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Let hooks start all-reduces from now on if ``last`` is True; the context manager does nothing."""
+        self.last = last
+        return nullcontext()
+
+    def average_gradients(self, sums: Tensor) -> Tensor:
+        # Read before missing gradients become zeros: a parameter that no rank has used must not be updated.
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
+        has_gradient = copy_to_device(has_gradient, sums.device)
+        while len(self.started) < len(self.order):
+            self.start_next_all_reduce()
+        with in_collective():
+            others = [dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, sums)]
+            for work in (*self.started, *others):
+                work.wait()
+        for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
+            if ranks_with_gradient:
+                parameter.grad.div_(world_size())  # type: ignore[union-attr]
+            else:
+                parameter.grad = None
+        self.started.clear()
+        self.ready.clear()
+        return sums
+
+
+def repeated_gradient_error(strategy: str, fix: str) -> UserError:
+    return UserError(
+        f"strategy={strategy!r}: the backward pass added to a gradient that was complete, as with "
+        f"torch.utils.checkpoint(use_reentrant=True); each gradient must be computed once; use {fix}"
+    )
+
+
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model wrapped by a gradient strategy, ``ddp`` or ``shared_memory``; none for a single rank.
+    """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
 
     All ranks must call it: overwrites the model with rank 0's. ``ddp`` adds to ``clock`` the waits for other ranks.
     """
     if world_size() == 1:
         return GradientSync(model)
-    return DDPSync(model, clock) if strategy == "ddp" else SharedMemorySync(model)
+    if strategy == "ddp":
+        return DDPSync(model, clock)
+    return SharedMemorySync(model) if strategy == "shared_memory" else HooksSync(model)
 
 
 def compile_model(model: nn.Module) -> nn.Module:

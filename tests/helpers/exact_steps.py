@@ -23,7 +23,7 @@ from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 7  # more than an epoch of batches of 8
 SIZES = ((8, 1), (8, 3), (2, 2))  # of a batch and its parts; 41 samples leave a ragged last batch of 1
-STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp"), 3: ("shared_memory", "ddp")}
+STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp")}
 BASE = Hyperparameters(
     epochs=1000, max_steps=STEPS, schedule="constant", learning_rate=0.05, precision="fp64", backend="gloo",
     validation_fraction=0.0, test_batch_size=5,

@@ -87,6 +87,7 @@ def collectives() -> dict[str, Callable[[], object]]:
     """All that a rank may wait for others in; each is done by both ranks in turn."""
     model = nn.Linear(2, 2)
     of_ddp = create_gradient_sync(nn.Linear(2, 2), "ddp", Clock())
+    hooks = create_gradient_sync(nn.Linear(2, 2), "hooks", Clock())
 
     def step(sync):
         with sync.micro_batch(last=True):
@@ -100,6 +101,7 @@ def collectives() -> dict[str, Callable[[], object]]:
         "objects": lambda: gather_objects("value"),
         "making DDP": lambda: create_gradient_sync(nn.Linear(2, 2), "ddp", Clock()),
         "the backward pass of DDP": lambda: step(of_ddp),
+        "hooks": lambda: step(hooks),
     }
 
 

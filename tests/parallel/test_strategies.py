@@ -149,7 +149,7 @@ class UsesSome(nn.Module):
 
 
 def use_different_parameters() -> None:
-    for strategy in ("ddp", "shared_memory"):
+    for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsesSome()
         sync = create_gradient_sync(model, strategy, Clock())
         assert not any(weight.any() for weight in model.weights), "all start from rank 0's values"
@@ -188,7 +188,7 @@ def take_the_same_step_again() -> None:
     Otherwise a run that goes on from a checkpoint would not have the bits of one that was never cut off.
     """
     factors = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for strategy in ("ddp", "shared_memory"):
+    for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsedInAnotherOrder()
         sync = create_gradient_sync(model, strategy, Clock())
         steps = []

@@ -28,7 +28,7 @@ from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 10
-STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp"), 3: ("shared_memory", "ddp")}
+STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp")}
 ALL_STRATEGIES = ("small_cnn-13-3", "user_models:batch_norm-30-3", "own")  # the other cases have the first one alone
 BASE = Hyperparameters(epochs=1000, max_steps=STEPS, schedule="cosine", precision="fp64", backend="gloo")
 BASE = replace(BASE, validation_fraction=0.93)  # 105 of the 1,500 training samples of digits are left
