@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.catalog import IGNORED, encoded_kind
 from flyte_ddp.config import Hyperparameters, check_select_by
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
@@ -21,6 +21,7 @@ from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
 from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.text.formatting import join_first
 from flyte_ddp.user_code.callables import load_callable
 
 ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
@@ -126,7 +127,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
         order_training(data, orders["training"], hp.sampling)
     if not isinstance(data, EncodedSet):
-        return []
+        return describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
     if isinstance(data.train, ImageList):
         return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
     if data.is_stream:
@@ -147,6 +148,21 @@ def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int,
             f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
             "each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
         )
+
+
+def describe_missing_classes(masks: NDArray[Any] | None, classes: Sequence[str]) -> list[str]:
+    """Return a list of one warning if a class has no pixel in the masks [N, H, W], else []."""
+    if masks is None or masks.ndim != 3:
+        return []
+    missing = dict(enumerate(classes))
+    for mask in masks:
+        missing = {number: name for number, name in missing.items() if not (mask == number).any()}
+        if not missing:
+            return []
+    text = f"warning: no pixel of the training masks has the class {join_first(map(repr, missing.values()))}"
+    if len(missing) >= len(classes) - 1 and any((mask == IGNORED).any() for mask in masks):
+        text += f", and pixels that are {IGNORED} are ignored; of masks painted 0 and 255 make classes by masks // 255"
+    return [text]
 
 
 def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:

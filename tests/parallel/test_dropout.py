@@ -357,9 +357,9 @@ def test_there_may_be_more_layouts_than_torch_compiles_of_one_function(monkeypat
         torch, "compile", lambda function, **_: compile_function(function, fullgraph=True, backend="eager")
     )
     on_pass(nn.Sequential(layer := nn.Dropout(0.5)), SAMPLES[:2], fused_on="cpu")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)  # 8 by default
-    for order in [(0, 2, 1), (1, 0, 2), (1, 2, 0)]:
-        layer(torch.ones(2, 2, 2).permute(order))
+    with torch._dynamo.config.patch(recompile_limit=1):  # 8 by default
+        for order in [(0, 2, 1), (1, 0, 2), (1, 2, 0)]:
+            layer(torch.ones(2, 2, 2).permute(order))
     assert len(dropout.COMPILED) == 3
     assert not dropout.FAILED
 

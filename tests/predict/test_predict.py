@@ -146,7 +146,7 @@ def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> 
     (tmp_path / "in" / "else").rename(tmp_path / "else")
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "else")
     trained = [tmp_path / "in" / name for name in list_images(str(tmp_path / "in")).names]
-    assert find_images(tmp_path / "in") == trained
+    assert find_images(tmp_path / "in")[0] == trained
     assert [path.suffix for path in trained] == [".pbm", ".png", ".ppm", ".tif", ".png"]
 
 
