@@ -22,14 +22,17 @@ IMAGES = (
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
-# Built-in objectives, each with the hyperparameters that it uses and some other objective does not.
-OBJECTIVES: dict[str, tuple[str, ...]] = {
+# Built-in objectives, each with the hyperparameters that some objectives use, and it does.
+SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "classification": ("label_smoothing", "class_weights"),
     "multilabel": ("class_weights",),
     "regression": (),
     "segmentation": ("class_weights",),
     "language": (),
 }
+OF_CLASSES = ("classification", "segmentation", "language")  # objectives of class numbers, whose number must be known
+OF_TEXTS = ("language",)  # objectives whose targets may have different lengths
+CODE_OPTIONS = {"language": "decode"}  # objectives with an option that names the user's own callable
 
 # Their measures, beside the loss; of classification those of OF_TWO_CLASSES need two.
 OF_TWO_CLASSES = ("auroc", "average_precision")

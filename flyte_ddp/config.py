@@ -121,7 +121,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "What is minimised and measured: classification (a class for each sample), multilabel (several labels), "
         "regression (numbers), segmentation (a class for each pixel), language (the next token at each place of a "
         "text), or your own `package.module:callable`.",
-        choices=tuple(catalog.OBJECTIVES),
+        choices=tuple(catalog.SETTINGS_OF_OBJECTIVES),
         own=True,
     )
     options: str = setting(
@@ -291,8 +291,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
-        if self.objective in catalog.OBJECTIVES:
-            refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
+        if self.objective in catalog.SETTINGS_OF_OBJECTIVES:
+            refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
         refuse_own_code_of_torch(self)
@@ -306,8 +306,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         """Return the user's own ``package.module:callable`` in use, but for fields ``left_out``, each once."""
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
-        if self.objective == "language" and "objective" not in left_out:
-            values.append(str(self.parse_options().get("objective", {}).get("decode", "")))
+        if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in left_out:
+            values.append(str(self.parse_options().get("objective", {}).get(option, "")))
         return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
     def parse_options(self) -> dict[str, dict[str, Any]]:
@@ -329,7 +329,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
 def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
     """Raise UserError for an objective's setting that is not at its default and not among those ``used``."""
-    some_use = {name for names in catalog.OBJECTIVES.values() for name in names}
+    some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
         if field.name in some_use and field.name not in used and value != field.default:

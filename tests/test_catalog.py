@@ -15,6 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.objectives.by_name import BUILT_IN
 
 ALL = set(torchvision.models.list_models())
 CLASSIFIERS = set(torchvision.models.list_models(module=torchvision.models))
@@ -66,6 +67,15 @@ def test_the_names_are_torchvisions_and_the_librarys() -> None:
             Hyperparameters(model=model)
     for model in CLASSIFIERS:
         assert Hyperparameters(model=model).model == model
+
+
+def test_the_tables_have_all_objectives() -> None:
+    settings = catalog.SETTINGS_OF_OBJECTIVES
+    [field] = [field for field in dataclasses.fields(Hyperparameters) if field.name == "objective"]
+    assert {*BUILT_IN} == {*settings} == {*catalog.MEASURES} == {*field.metadata["choices"]}
+    assert {*catalog.OF_CLASSES, *catalog.OF_TEXTS, *catalog.CODE_OPTIONS} <= {*settings}
+    for name, objective in BUILT_IN.items():
+        assert objective.takes == {*settings[name]}, name
 
 
 @pytest.mark.parametrize("model", marked(sorted(CLASSIFIERS)))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IGNORED, encoded_kind
+from flyte_ddp.catalog import IGNORED, OF_CLASSES, encoded_kind
 from flyte_ddp.config import Hyperparameters, check_select_by
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
@@ -109,7 +109,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
     refuse_unfit_settings(data, hp)
     if isinstance(data, ItemSet):
-        of_numbers = of_numbers or hp.objective not in ("classification", "segmentation", "language")
+        of_numbers = of_numbers or hp.objective not in OF_CLASSES
     # What the user's own function will return is known only when it is called, which ranks do.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp, len(classes))

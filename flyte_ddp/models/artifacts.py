@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.catalog import CODE_OPTIONS
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, explain_write_errors, file_digest, replace_file, sync
@@ -123,8 +124,8 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))
-    if sidecar.get("objective") == "language":
-        named.append((sidecar.get("options", {}).get("objective", {}), "decode"))
+    if option := CODE_OPTIONS.get(sidecar.get("objective", "")):
+        named.append((sidecar.get("options", {}).get("objective", {}), option))
     own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
     if own and not are_todays_sources(sources, *(values[key] for values, key in own)):
         for values, key in own:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import MEASURES, OBJECTIVES, OF_TWO_CLASSES
+from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
 from flyte_ddp.objectives.objective import (
@@ -33,7 +33,7 @@ class Classification(Objective):
     """
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
-    takes = frozenset(OBJECTIVES["classification"])
+    takes = frozenset(SETTINGS_OF_OBJECTIVES["classification"])
     loss_unit = "cross-entropy (nats)"
 
     def __init__(self, facts: Facts) -> None:

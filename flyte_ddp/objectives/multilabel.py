@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import MEASURES, OBJECTIVES
+from flyte_ddp.catalog import MEASURES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
 from flyte_ddp.objectives.objective import (
@@ -32,7 +32,7 @@ class Multilabel(Objective):
     """Targets are float [n, labels] of 0 and 1, or NaN where a label is unknown; outputs are logits [n, labels]."""
 
     measures: Mapping[str, str] = dict.fromkeys(MEASURES["multilabel"], HIGHER)
-    takes = frozenset(OBJECTIVES["multilabel"])
+    takes = frozenset(SETTINGS_OF_OBJECTIVES["multilabel"])
     loss_unit = "binary cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:

@@ -92,8 +92,8 @@ class Objective:
     def weights(self, targets: Any) -> Terms | None:  # noqa: ARG002
         """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
 
-        They depend on the targets alone, because they are needed before the forward pass. Terms need weights: a dict
-        with the same names in each batch.
+        They depend on the targets alone, because they are needed before the forward pass; ``across_ranks`` belongs in
+        :meth:`losses`. Terms need weights: a dict with the same names in each batch.
         """
         return None
 

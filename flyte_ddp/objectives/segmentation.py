@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import IGNORED, OBJECTIVES
+from flyte_ddp.catalog import IGNORED, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
@@ -30,7 +30,7 @@ class Segmentation(Objective):
     """
 
     measures: Mapping[str, str] = {"miou": HIGHER, "pixel_accuracy": HIGHER}
-    takes = frozenset(OBJECTIVES["segmentation"])
+    takes = frozenset(SETTINGS_OF_OBJECTIVES["segmentation"])
     loss_unit = "cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:

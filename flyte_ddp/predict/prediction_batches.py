@@ -26,8 +26,8 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.models.inputs import LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
+from flyte_ddp.objectives.by_name import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs
-from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import resolve_class_names
-from flyte_ddp.objectives.own import objective_of_sidecar
+from flyte_ddp.objectives.by_name import objective_of_sidecar
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.pseudo_values import refuse_many_calls
 from flyte_ddp.release.scores import needs_calls

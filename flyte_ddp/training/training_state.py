@@ -33,7 +33,7 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
-from flyte_ddp.objectives.own import make_objective, why_not_comparable
+from flyte_ddp.objectives.by_name import make_objective, why_not_comparable
 from flyte_ddp.objectives.terms import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
@@ -230,10 +230,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
     counted = hp.class_weights == "balanced" and not hp.sample
     counts = count_training_classes(data, training, len(classes)) if counted else ()
-    if targets is not None and targets.varies and hp.objective in catalog.OBJECTIVES and hp.objective != "language":
+    if targets is not None and targets.varies and ":" not in hp.objective and hp.objective not in catalog.OF_TEXTS:
         raise UserError(
-            f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take language, "
-            "or an objective of your own"
+            f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take "
+            f"{' or '.join(catalog.OF_TEXTS)}, or an objective of your own"
         )
     # What is not one number for each sample, of a known shape, is no class, whose shape is ().
     shape = (1,) if targets is None or targets.varies else targets.shape

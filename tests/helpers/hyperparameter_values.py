@@ -65,8 +65,8 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of"),
     ),
     "unknown objective": (
-        {"objective": "ranking"},
-        ("objective 'ranking'", "classification, language", "callable"),
+        {"objective": "soup"},
+        ("objective 'soup'", "classification, language", "callable"),
     ),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},

@@ -24,7 +24,7 @@ from flyte_ddp.datasets import ImageArrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.objectives.own import objective_of_sidecar
+from flyte_ddp.objectives.by_name import objective_of_sidecar
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.report.page import color_table
 from flyte_ddp.run import Result

@@ -22,8 +22,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives import Facts, Objective, Regression
+from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.objectives.objective import class_weights_of
-from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_loss, require_one_layout

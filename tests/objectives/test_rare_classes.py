@@ -22,7 +22,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import HIGHER, LOWER, Classification, Facts, Objective
-from flyte_ddp.objectives.own import make_objective
+from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records

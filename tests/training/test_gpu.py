@@ -20,7 +20,7 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.machine.clock import SPIN, Clock, keep_gpu_busy
 from flyte_ddp.objectives import Facts
-from flyte_ddp.objectives.own import make_objective
+from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives

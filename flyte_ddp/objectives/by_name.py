@@ -14,7 +14,7 @@ from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
 from flyte_ddp.user_code.callables import load_callable, require_options
 
-OBJECTIVES: dict[str, type[Objective]] = {
+BUILT_IN: dict[str, type[Objective]] = {
     "classification": Classification,
     "multilabel": Multilabel,
     "regression": Regression,
@@ -55,9 +55,9 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     where the targets are classes, else the loss alone. ``options`` are keyword arguments of either. Runs the user's
     code. Raises UserError if name, options or the class do not fit.
     """
-    if ":" not in name and name not in OBJECTIVES:
-        raise unknown_name_error("objective", name, [*OBJECTIVES, "package.module:callable"])
-    own: Any = load_callable(name) if ":" in name else OBJECTIVES[name]
+    if ":" not in name and name not in BUILT_IN:
+        raise unknown_name_error("objective", name, [*BUILT_IN, "package.module:callable"])
+    own: Any = load_callable(name) if ":" in name else BUILT_IN[name]
     what = f"objective {name!r}"
     if isinstance(own, type):
         require_options(what, own, options, facts)
