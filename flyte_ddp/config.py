@@ -403,7 +403,7 @@ def refuse_own_code_of_torch(hp: Hyperparameters) -> None:
 
 
 def check_class_weights(text: str) -> None:
-    """Raise UserError unless ``text`` is empty, "balanced", or numbers of at least 0, separated by commas."""
+    """Raise UserError unless ``text`` is empty, "balanced", or finite numbers >= 0, not all 0, separated by commas."""
     if text in ("", "balanced"):
         return
     try:

@@ -136,7 +136,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
 
 
 def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
-    """Raise UserError for a stream with fewer shards than all ranks have workers."""
+    """Raise UserError for a stream with fewer training shards than ``ranks`` x ``workers``; accept all other data."""
     if not isinstance(data, EncodedSet) or not data.is_stream:
         return
     fraction = hp.validation_fraction

@@ -78,7 +78,10 @@ class PublishedSet:
             ) from None
 
     def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
-        """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file."""
+        """Return the SHA-256 by file name from ``SHA256SUMS`` in ``source``, with retries; {} without either.
+
+        Raises UserError if that list is unreadable or lacks a file of the data set.
+        """
         if not source:
             return {}
         where = f"data_source={source!r}"

@@ -62,9 +62,9 @@ class BatchMemory:
 
 
 def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[int, int]:
-    """Write ``tree`` into the memory at a path, its arrays first; return where the rest is: first byte, and the end.
+    """Overwrite the memory at ``path``, growing it, with ``tree``; return the place for :func:`read_tree`.
 
-    All of the tree is there, so that the answer of a process always fits into a pipe's buffer.
+    ``opened`` caches the mappings. All of the tree is in the memory, so that a process's answer fits a pipe's buffer.
     """
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)

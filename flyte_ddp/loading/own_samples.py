@@ -93,15 +93,18 @@ class OwnFunction:
         self.load()
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
-    def call_pair(self, name: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the function for ``name``, one sample or several, and return the pair that it returns."""
+    def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
+        """Call the user's function and return its pair; ``where`` and ``returns``, what is expected, are for errors.
+
+        Raises OwnCodeError for the function's exception, UserError unless it returns two values.
+        """
         function = self.load()
         try:
             returned = function(*arguments)
         except Exception as error:
-            raise OwnCodeError(f"{self} on {name}: {type(error).__name__}: {error}") from error
+            raise OwnCodeError(f"{self} on {where}: {type(error).__name__}: {error}") from error
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise UserError(f"{self} returned a {type(returned).__name__} for {name}: must return {returns}")
+            raise UserError(f"{self} returned a {type(returned).__name__} for {where}: must return {returns}")
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:

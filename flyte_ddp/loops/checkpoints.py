@@ -77,7 +77,7 @@ class Checkpoints(CheckpointWriter):
         return self.newest_step
 
     def load(self) -> dict[str, Any] | None:
-        """Return the state that this rank saved last, or with which the attempt begins; None without any."""
+        """Wait for the last save, and read it from disk; before any, read the one resumed from, or return None."""
         self.used = True
         self.wait_until_written()
         if self.newest is None:

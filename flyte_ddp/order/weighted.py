@@ -40,7 +40,7 @@ class OwnOrder(ListedOrder):
         return self.length
 
     def epoch_order(self, epoch: int) -> Indices:
-        chosen = choose_checked(self.spec, self.choose_samples, self.listed, self.seed, epoch)
+        chosen = call_choose_samples(self.spec, self.choose_samples, self.listed, self.seed, epoch)
         if len(chosen) != self.length:
             raise UserError(
                 f"sampling={self.spec!r}: returned {len(chosen):,} samples for epoch {epoch} and {self.length:,} for "
@@ -64,7 +64,7 @@ def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
 
 def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
     """Return the order that the user's function makes; call it twice, to refuse one that is not deterministic."""
-    first, again = (choose_checked(spec, choose_samples, order.listed, order.seed, 0) for _ in range(2))
+    first, again = (call_choose_samples(spec, choose_samples, order.listed, order.seed, 0) for _ in range(2))
     if not np.array_equal(first, again):
         raise UserError(
             f"sampling={spec!r}: returned other samples when called again for epoch 0: must be a function of samples, "
@@ -73,10 +73,10 @@ def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[
     return OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples, length=len(first))
 
 
-def choose_checked(
+def call_choose_samples(
     spec: str, choose_samples: Callable[[Indices, int, int], Any], samples: Indices, seed: int, epoch: int
 ) -> Indices:
-    """Return what the user's function chooses of a copy of ``samples`` [N], int64 [M]; UserError if it does not fit."""
+    """Return the samples [M] that the user's function chooses; UserError unless at least one, and all among ``samples``."""
     chosen = np.asarray(choose_samples(samples.astype(np.int64), seed, epoch))
     if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
         raise UserError(

@@ -39,7 +39,7 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
 def fetch_data_set(
     dataset: str, data_source: str, test_dataset: str, data_version: str = "", *, sample: str = ""
 ) -> Path:
-    """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
+    """Return a data set's folder; if it is unusable, download and prepare the set, which may run the user's code.
 
     ``data_version`` is the folder's name; "" asks the data's origin for it.
     """

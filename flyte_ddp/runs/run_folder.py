@@ -138,6 +138,7 @@ def add_failure_details(error: BaseException, work: Path) -> None:
 
 
 def write_details(error: RankError, path: Path) -> Path | None:
+    """Write details and cause to ``path`` and return it; None without any, or, after printing them, if that fails."""
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
     if not error.details and not cause:
         return None

@@ -32,6 +32,7 @@ def translate_os_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
+    """Open a file, or a span of it, for the block; MissingError or another UnavailableError if that fails."""
     with translate_os_errors():
         file = require_local_path(address).open("rb")
     with file:

@@ -17,7 +17,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._convert_os_errors():
+        with self._raise_user_errors():
             self._file = path.open("a+b", buffering=0)  # without a buffer other processes see every record at once
             # A writer that was killed may have left half a line: the next record must not become part of that line.
             if self.size():
@@ -28,12 +28,13 @@ class JsonLines(AbstractContextManager["JsonLines"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
         line = json.dumps(replace_non_finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
-        with self._convert_os_errors():
+        with self._raise_user_errors():
             while line:  # a disk that is nearly full takes a part of the line before it raises
                 line = line[self._file.write(line) :]
 
     @contextmanager
-    def _convert_os_errors(self) -> Iterator[None]:
+    def _raise_user_errors(self) -> Iterator[None]:
+        """Raise UserError, which names the file, for an OSError in the block."""
         try:
             yield
         except OSError as error:

@@ -56,9 +56,10 @@ def start_wandb(
     *,
     on_first_record: bool = False,
 ) -> WandbProcess | None:
-    """Start the child process that sends the run folder's metrics.jsonl to wandb; None if disabled, or not startable.
+    """Start the child that sends metrics.jsonl to wandb, logging in ``wandb/``; None if disabled or unstartable.
 
-    With ``on_first_record`` there is no wandb run before an own function's first record in this attempt.
+    Call ``finish`` on it. ``on_first_record``: open the wandb run only when the user's function records something. A
+    child that does not start is noted on stderr.
     """
     if settings.wandb_mode == "disabled":
         return None

@@ -37,9 +37,9 @@ from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_part
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.training.trial import (
-    name_non_finite_sample,
     refuse_foreign_parameters,
     refuse_non_finite,
+    refuse_non_finite_sample,
     try_evaluation,
 )
 
@@ -274,7 +274,7 @@ def finish_epoch(
         state.epoch += 1
         for split, evaluation in zip(("validation", "test"), evaluations, strict=False):
             if not math.isfinite(loss := evaluation.measures.get("loss", 0.0)):
-                name_non_finite_sample(state, split, evaluation.columns["loss"])
+                refuse_non_finite_sample(state, split, evaluation.columns["loss"])
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
                 raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")
         if evaluations:

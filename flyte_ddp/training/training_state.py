@@ -122,6 +122,7 @@ class TrainingState:
         self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
 
     def _open_splits(self) -> None:
+        """Open the splits, starting their loaders; set the numbers of steps and epochs, and the model's ``spec``."""
         hp = self.hp
         self.splits = open_splits(self.data, hp, self.hardware, self.device, self.settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test

@@ -63,13 +63,16 @@ def try_samples(
     return columns
 
 
-def name_non_finite_sample(state: TrainingState, name: str, losses: Tensor) -> None:
-    """Raise UserError if the first sample of a split whose loss [N] is not finite has an input that is not."""
-    split: Split = getattr(state, name)
+def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tensor) -> None:
+    """Raise UserError if the split's first sample with a non-finite loss [N] is empty or has a non-finite input.
+
+    With an objective of the user's own, also if its target is not finite.
+    """
+    split: Split = getattr(state, split_name)
     for place in (~losses.isfinite()).nonzero()[:1, 0].tolist():
         samples = split.order.samples(slice(place, place + 1))
         batch = split.load_batch(samples)
-        refuse_non_finite(state, batch.inputs, batch.targets, samples, name)
+        refuse_non_finite(state, batch.inputs, batch.targets, samples, split_name)
 
 
 def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:

@@ -190,7 +190,10 @@ def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
 
 
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
-    """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for leaves, texts or objects."""
+    """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for leaves, texts or objects.
+
+    With ``of_pictures`` [n, h, w] are MASKS, and whole numbers [n, k] are no TOKENS.
+    """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
     whole = targets.dtype.kind in "iu"
