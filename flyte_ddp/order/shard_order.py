@@ -182,7 +182,7 @@ class ShardOrder(sampling.Order):
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice of that shard) for the places ``start`` to ``end`` - 1; ``ends``: cumulative numbers of samples."""
+    """Yield (shard, slice in it) for the places ``start`` to ``end`` - 1; ``ends``: cumulative numbers of samples."""
     while start < end:
         shard = int(np.searchsorted(ends, start, side="right"))
         first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))

@@ -57,7 +57,7 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Read a file, or a span of it, into memory; AlteredError if its tag (:class:`Entry`) is not ``tag``; "" fits all."""
+    """Read a file, or a span, into memory; AlteredError for another tag (:class:`Entry`) than ``tag``; "" fits all."""
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
             raise AlteredError(f"was changed after it was listed: its tag is {opened.tag}, and was {tag}")
