@@ -353,6 +353,7 @@ def check_select_by(hp: Hyperparameters, classes: int = 2) -> None:
 
 
 def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
+    """Yield a sentence for each field that does not fit the data set: its value, why, what to do."""
     kind = catalog.encoded_kind(hp.dataset)
     unfit = f"not for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):

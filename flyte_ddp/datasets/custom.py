@@ -37,12 +37,12 @@ class CustomSet:
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a name that changes with name and code of the callable, and with address and content of ``source``."""
+        """Return a name by the callable's name and code, and address and content of ``source``; import nothing."""
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[CustomData, str]:
-        """Import the user's callable, call it with ``source``, and return the checked data, and the call as text."""
+        """Call the user's callable with ``source``; return checked data and the call as text. Its errors go through."""
         del workspace  # the user's code chooses its own place for downloads
         result = call_seeded(load_callable(self.spec), source)
         called = f"{self.spec}({source!r})"
@@ -57,7 +57,7 @@ class CustomSet:
 
 
 def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays | SampleArrays:
-    """Convert what the user's callable returned to checked arrays named ``spec``, and return them."""
+    """Return a callable's ``result`` as arrays named ``spec``, map-style sets read into memory; UserError if unfit."""
     if isinstance(result, SampleArrays):
         return replace(result, name=spec)
     if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
@@ -88,7 +88,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
 
 
 def has_images(set_name: str, samples: Any) -> bool:
-    """Return whether the first item of a map-style data set is a pair with a picture."""
+    """Return whether the first item of a map-style data set, which is read, is a pair with a picture."""
     require_samples(set_name, samples)
     item = samples[0]
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -98,6 +98,7 @@ def has_images(set_name: str, samples: Any) -> bool:
 
 
 def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves, Leaves]:
+    """Read a map-style data set; return inputs and targets, each leaf a list of its samples' arrays."""
     count = require_samples(set_name, samples)
     pairs = list[tuple[Leaves, Leaves]]()
     with progress.track(set_name, count, "samples") as advance:

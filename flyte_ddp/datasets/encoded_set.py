@@ -59,6 +59,7 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
+    """Write indexes or file lists into an existing folder, ``dataset.json`` last; UserError for an unfit data set."""
     data = read_encoded_set(dataset, test_dataset)
     others = {}
     for split, source in {"train": data.train, "test": data.test}.items():

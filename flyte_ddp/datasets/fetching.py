@@ -18,7 +18,7 @@ from flyte_ddp.progress import MODES, Progress
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the definition of a data set, but None for shards, stream and image folder; import nothing."""
+    """Return a data set's definition, None for encoded images, without importing it; UserError for an unknown name."""
     if encoded_kind(dataset):
         if source:
             raise UserError(
@@ -33,7 +33,7 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """Return a short text, fit for a file name, that changes when the content of the data does."""
+    """Return a text, fit for a file name, that changes with the data; it may ask servers. UserError for unfit data."""
     definition = find_dataset(dataset, source)
     if definition is not None:
         return definition.fingerprint(source)
@@ -52,8 +52,9 @@ def fetch(
 ) -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
-    Does nothing if ``folder`` already holds this data set of this source undamaged. Does not notice changed content of
-    the same source: put the :func:`fingerprint` into the folder's name. Errors of the user's code are not caught.
+    Does nothing if ``folder`` already holds this data set of this source undamaged; replaces a damaged one. Does not
+    notice changed content of the same source: put the :func:`fingerprint` into the folder's name. Calls the code of a
+    ``package.module:callable``, whose errors are not caught.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or

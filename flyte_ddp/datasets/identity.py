@@ -14,7 +14,7 @@ from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
-    """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``."""
+    """Return a SHA-256 (hex) of the content of ``source``, "" for ""; UserError on ``hyperparameter`` if unreadable."""
     if not source:
         return ""
     where, path = f"{hyperparameter}={source!r}", storage.local_path(source)

@@ -71,7 +71,7 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address`` by torchvision's rule: the first folder of a file's name is the class."""
+    """List images below ``address``, whose first folder is the class; UserError if unlistable, or a class has none."""
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     if not images:

@@ -79,7 +79,7 @@ def order_splits(
 
 
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
-    """Return the order of training by the hyperparameter ``sampling``; ``order`` is that of :func:`order_splits`."""
+    """Return ``order`` as ``sampling`` changes it, maybe by calls of the user's function; UserError for unfit data."""
     if sampling == "shuffled":
         return order
     assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
@@ -103,7 +103,7 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
 
 
 def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
-    """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings."""
+    """Raise UserError for a prepared data set that cannot be trained on; return lines about its images for the user."""
     data = open_prepared(folder)
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels

@@ -58,7 +58,7 @@ class PublishedSet:
         return arrays, " and ".join(dict.fromkeys(used))
 
     def download_file(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
-        """Download one file into ``folder``, verify its digest, and return the folder or address it came from."""
+        """Download a file from ``source``, else a system copy or public addresses; verify it; return where it was."""
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         usual = [storage.join(place, name) for place in (*system, *self.addresses)]

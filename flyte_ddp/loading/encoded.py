@@ -151,7 +151,7 @@ class BadSamples:
 def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Read samples, call ``use`` in threads with each sample's number and encoded image; yield the results in order."""
+    """Yield ``use(number, encoded image)`` of each sample in order, called in threads for up to ``ahead`` at a time."""
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
         for place, sample in enumerate(samples.tolist()):

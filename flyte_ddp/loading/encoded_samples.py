@@ -73,6 +73,7 @@ class EncodedSamples(SampleLoader):
         return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
     def find_target_spec(self) -> TargetSpec:
+        """Return what all targets are; with the user's ``decode``, by decoding the first sample."""
         if self.decode is None:
             return TargetSpec(np.dtype(np.int64), (), self.classes)
         first = int(self.orders[0].samples(slice(0, 1))[0])
@@ -83,6 +84,7 @@ class EncodedSamples(SampleLoader):
         return target_spec(self.decode, target, self.classes, where)
 
     def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+        """Start to read samples; return for each the call that decodes, augments and returns it."""
         draws: Iterable[Any] = itertools.repeat(None)
         if self.crop == "resized_crop" and epoch is not None:
             draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
@@ -103,7 +105,10 @@ class EncodedSamples(SampleLoader):
         return Sample(image, convert_target(self.augment or self.decode, target, self.targets, where), name)
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
-        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split."""
+        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
+
+        Records damaged samples in ``bad`` and ``replaced``; UserError if there are too many, or no other is sound.
+        """
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key
         self.replaced.add(sample)
@@ -120,6 +125,7 @@ class EncodedSamples(SampleLoader):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
+        """Return pixels and target; None for a damaged sample, which is recorded; UserError if there are too many."""
         if encoded.name in self.bad.names:
             return None
         try:
@@ -129,7 +135,7 @@ class EncodedSamples(SampleLoader):
             return None
 
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
-        """Return image and target, the image of any size."""
+        """Return image, of any size, and target; own code's errors are DecodingErrors if allowed, else OwnCodeError."""
         own = self.decode
         if own is None:
             return decode_checked_sample(encoded, self.classes)

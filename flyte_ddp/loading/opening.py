@@ -42,7 +42,7 @@ from flyte_ddp.torchvision_weights import choose_side, find_weights
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open the training, validation and test split of a prepared data set for this rank, and return them."""
+    """Open this rank's training, validation and test split; ``close`` ends the threads and processes that load."""
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
@@ -109,7 +109,7 @@ def open_encoded_test_split(
     device: torch.device,
     settings: Settings,
 ) -> tuple[Split, EncodedSamples]:
-    """Open the test split of encoded images alone; return it, and its loader, whose ``replaced`` grows as it loads."""
+    """Open the test split of encoded images; return it and its loader, whose ``replaced`` grows; UserError if empty."""
     order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")

@@ -78,7 +78,7 @@ def open_item_test_split(
     *,
     like: LeavesSpec | None = None,
 ) -> tuple[Split, ModelInput]:
-    """Open the test split alone; return it, and what its inputs are."""
+    """Open the test split, reading up to 16 samples by own code; return it, and what its inputs are."""
     order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, like=like)
     if not isinstance(data, OnDemandSet) and (data.pictures or ":" not in collate):
@@ -142,7 +142,7 @@ def describe_items(
     like: LeavesSpec | None = None,
     num_classes: int = 0,
 ) -> ItemFacts:
-    """Return the facts of a data set, leaves of inputs in the order of ``like``."""
+    """Return a data set's facts, inputs ordered ``like``; read up to 16 samples if own code makes them."""
     if data.pictures:
         return describe_images(data, side, order, seed, num_classes)
     if isinstance(data, SampleArrays) and ":" not in collate:

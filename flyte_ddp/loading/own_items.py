@@ -112,6 +112,7 @@ class ItemLoader:
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
+        """Return the batch that the user's collate makes, with the generators seeded for the first sample."""
         own.seed(self.seed, epoch or 0, samples[0])
         # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found, a list a tuple.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
@@ -126,6 +127,7 @@ class ItemLoader:
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of a sample, for an ``epoch`` augmented; seed this process's generators."""
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:

@@ -94,10 +94,7 @@ class OwnFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the user's function and return its pair; ``where`` and ``returns``, what is expected, are for errors.
-
-        Raises OwnCodeError for the function's exception, UserError unless it returns two values.
-        """
+        """Call the user's function and return its pair; OwnCodeError, which names ``where``, if it fails; else UserError."""
         function = self.load()
         try:
             returned = function(*arguments)
@@ -108,7 +105,7 @@ class OwnFunction:
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:
-        """Call the function, and return the image and the target of the sample ``name`` that it returns."""
+        """Call the function for the sample ``name`` and return its image and target; UserError if these are none."""
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
         what = f"{self}: the image of {name}"
         refuse_masked(what, image)

@@ -19,7 +19,7 @@ GLOBAL = Generators(torch.default_generator, random, np.random)
 
 
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
-    """Seed this process's generators of Python, NumPy and torch, and ``transforms``, for one sample in an epoch."""
+    """Seed this process's generators (Python, NumPy, torch) and ``transforms`` for one sample and ``purpose``."""
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     bits = int.from_bytes(hashed, "little")

@@ -115,7 +115,7 @@ class StreamImages(BatchSource):
 
 
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
-    """Return an endless iterator of a rank's shuffled samples: images uint8 [size, size, 3] with their labels."""
+    """Return an endless iterator of shuffled images uint8 [size, size, 3] and labels; its first use starts workers."""
     import webdataset as wds
 
     def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:

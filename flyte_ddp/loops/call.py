@@ -102,6 +102,7 @@ def pickle_by_value(value: Any) -> bytes:
 
 
 def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+    """Return the pickle of a function and its arguments; UserError, with ``name``, if something cannot be pickled."""
     try:
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything

@@ -195,6 +195,7 @@ def own_accelerator() -> Iterator[None]:
 
 @contextmanager
 def default_group_timeout(seconds: float) -> Iterator[None]:
+    """Set torch's default timeout of new process groups for the block."""
     # Lightning takes its default from `constants` when it is imported.
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     places = [(module, name) for module in (distributed_c10d, constants) for name in names]

@@ -140,7 +140,10 @@ def run_call(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Create the run's folder; delete an earlier run's report, traceback, returned value and temporary files."""
+    """Create the run's folder; delete an earlier run's report, traceback, returned value and temporary files.
+
+    Raises UserError if the folder cannot be written, or has ``results/`` of no run.
+    """
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:
@@ -161,6 +164,7 @@ def remove_saves(folder: Path) -> None:
 
 
 def read_returned(name: str, path: Path) -> Any:
+    """Unpickle and delete the file with rank 0's return value; UserError if it cannot be unpickled here."""
     content = path.read_bytes()
     path.unlink()
     try:

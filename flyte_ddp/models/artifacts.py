@@ -87,6 +87,7 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
+    """Load ``model.pt`` into ``model``, without a check of its SHA-256; UserError if the weights do not fit."""
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -120,7 +121,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Let the names of the user's callables in a sidecar stand for its ``sources``, unless these are today's."""
+    """Replace names of the user's callables by StoredSpecs of the sidecar's ``sources``, unless these are today's."""
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))

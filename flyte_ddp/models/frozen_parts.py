@@ -9,7 +9,7 @@ from flyte_ddp.models.initial_weights import is_in_parts, split_part_names, unkn
 
 
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
-    """Set ``requires_grad`` False for the parameters that ``freeze`` names; return the names of the frozen modules."""
+    """Clear ``requires_grad`` of the parts that ``freeze`` names; return the frozen modules; UserError if unknown."""
     parts = split_part_names(freeze)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]

@@ -21,7 +21,7 @@ from flyte_ddp.user_code.callables import load_callable, require_options, select
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:
-    """Return the input of a model for such ``images``, resized to a square of side ``size`` unless that is 0."""
+    """Return a model's input for ``images``, resized to a square of ``size`` unless 0; UserError for an unfit size."""
     size = choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -112,6 +112,7 @@ def check_model(name: str, model: nn.Module) -> None:
 
 
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
+    """Raise UserError, which names the entry, if ``torch.load(weights_only=True)`` would refuse a state_dict."""
     if found := find_refused_value(state_dict):
         key, value = found
         raise UserError(

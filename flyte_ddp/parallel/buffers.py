@@ -71,7 +71,7 @@ class Buffers:
 
     @torch.no_grad()
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
-        """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast."""
+        """Broadcast rank 0's shared buffers (not BatchNorm's) to all ranks; on CPUs only if ``ranks_with_changes``."""
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
         copy_from_rank_0([self.bytes])

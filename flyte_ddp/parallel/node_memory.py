@@ -133,6 +133,7 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
+    """Raise CollectiveTimeoutError or PeerGoneError about ``peer`` for socket errors of the block; set no timeout."""
     try:
         yield
     except TimeoutError:

@@ -71,11 +71,8 @@ def is_higher_better(objective: Objective) -> bool:
 def score_samples(objective: Objective, columns: Columns) -> Floats:
     """Return each sample's score [N]: the objective's own, or its pseudo-value of the main measure.
 
-    A measure without a formula is called N + 1 times; UserError above 20,000 samples.
-
-    The objective's own scores come first (for accuracy 1 or 0). Otherwise: of labels' and classes' measures and mIoU
-    the mean over these of pseudo-values; of RMSE minus the mean squared error; of perplexity minus the mean loss of a
-    token; of any other main measure pseudo-values by calls.
+    Of labels' and classes' measures and mIoU it is the mean over these. A measure without a formula is called N + 1
+    times; UserError above 20,000 samples.
     """
     name, formula = objective.main_measure, find_formula(objective)
     if has_own_scores(objective):

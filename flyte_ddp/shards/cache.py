@@ -46,7 +46,11 @@ class ShardCache:
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the file; download a remote one that is not in the cache, with up to 3 retries."""
+        """Open a shard and return the file; download a remote one, unless cached, with up to 3 retries.
+
+        A download evicts other shards, and waits without limit for another process's download of the same shard. Raises
+        UserError for an unreadable or altered shard, CacheFullError if shards in use leave no room.
+        """
         path = storage.local_path(shard.url)
         if path is not None:
             return self.open_local_shard(path, shard)
@@ -54,6 +58,7 @@ class ShardCache:
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
+        """Open a file of this machine; UserError if size, or the digest (read once), differs from the index."""
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
@@ -67,7 +72,7 @@ class ShardCache:
             raise unusable_shard_error(shard, error) from None
 
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Compare a file's digest with the index unless a match is recorded; record one by an empty file."""
+        """Raise UserError if a file's digest differs from the index; record a match by an empty file, to check once."""
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
         identity = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"

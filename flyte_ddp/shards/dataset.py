@@ -148,7 +148,10 @@ class ShardReader:
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
-        """Read a sample by its number in the index; return its key, and its members' contents by their extensions."""
+        """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
+
+        Opens the shard by :func:`open_shard_when_room`. Raises UserError if the shard is damaged or unreadable.
+        """
         number, inside = self.index.locate(sample)
         contents = {}
         with self.open_shard(number) as opened:
@@ -183,7 +186,7 @@ class ShardReader:
             yield shard
 
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
-        """Start daemon threads that fetch shards, given in the order of reading; at most ``most_ahead`` in advance."""
+        """Start daemon threads that fetch shards in this order, up to ``most_ahead``; later reads raise the errors."""
         state = self.state
         with state.lock:
             state.wanted |= {number: None for number in numbers if number not in state.ahead}

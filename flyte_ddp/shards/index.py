@@ -126,7 +126,7 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, and return one index of all their shards."""
+    """Read an index and those that it refers to, with retries; return one of all shards; UserError if unusable."""
     try:
         return build_index(address, load_index_json(address))
     except UserError:

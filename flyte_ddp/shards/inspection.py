@@ -9,7 +9,7 @@ from flyte_ddp.shards.tar import iterate_members
 
 
 def refuse_unfit_samples(index: ShardIndex) -> None:
-    """Raise UserError if training cannot read the first sample of one of the data sets in an index."""
+    """Read, with retries, the first sample of each data set in an index; UserError if training cannot use it."""
     first: dict[int, Shard] = {}  # shard with a sample of each part
     for shard in index.shards:
         if shard.samples:

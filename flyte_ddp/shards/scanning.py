@@ -169,7 +169,7 @@ def create_index(
 
 
 def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str) -> ShardIndex:
-    """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index."""
+    """Read whole shards in 8 threads; write their index and tables of samples; return the index; UserError if unfit."""
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
     if not shards:
@@ -213,7 +213,10 @@ def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Seque
 def join_indexes(
     addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
 ) -> ShardIndex:
-    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index."""
+    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index.
+
+    ``weights`` are the passes that an epoch makes through each, 1 by default. Raises UserError if something is unfit.
+    """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)
     if len(set(addresses)) < max(2, len(addresses)):
@@ -257,7 +260,7 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Read all shards of an index in 8 threads; return a sentence about each difference from the index."""
+    """Read all shards in 8 threads, and ``decode`` images; return a sentence about each difference from the index."""
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")

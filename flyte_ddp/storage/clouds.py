@@ -22,7 +22,7 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 
 
 def make_s3_store(bucket: str) -> Any:
-    """Return a store of a bucket on AWS or on another server with S3's protocol."""
+    """Return a store of a bucket on AWS or a server like S3; may ask AWS for region and credentials."""
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
     from obstore.store import S3Store

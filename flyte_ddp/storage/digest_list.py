@@ -12,7 +12,7 @@ class DigestListError(ValueError):
 
 
 def parse_digest_list(content: bytes) -> dict[str, str]:
-    """Parse the content of a ``SHA256SUMS`` and return the SHA-256 (hex, lower case) of each file by its name."""
+    """Return each file's SHA-256 (hex, lower case) by name from a ``SHA256SUMS``; DigestListError if malformed."""
     text = content.decode("utf-8-sig", "surrogateescape")
     digests = {}
     lines = [line.lstrip().removesuffix("\r") for line in text.split("\n")]  # not splitlines: a name may contain "\r"

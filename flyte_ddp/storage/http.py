@@ -78,7 +78,7 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
 
 
 def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
-    """Send an HTTP request, and again to each address that a redirect names; return the last response."""
+    """Send a request, following redirects, and return the last response; UnavailableError for a refused redirect."""
     session = get_process_session(os.getpid())
     for _ in range(session.max_redirects + 1):
         try:

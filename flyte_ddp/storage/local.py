@@ -22,6 +22,7 @@ def require_local_path(address: str) -> Path:
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
+    """Raise MissingError, or another UnavailableError, for an OSError of the block."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -60,7 +61,7 @@ def stat_file(address: str) -> Entry:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Write by a temporary file and a rename; with ``create``, only a new file, which is then on the disk (fsync)."""
+    """Write atomically; with ``create`` only a new file, with fsync, else ExistsError; UnavailableError on failure."""
     path = require_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:

@@ -132,7 +132,7 @@ LOCK = threading.Lock()  # held while a store is made
 
 
 def get_bucket_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket, made once for the current values of the environment variables."""
+    """Return obstore's store of a bucket, cached by environment; UnavailableError in a fork of a process with one."""
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
     if USERS - {os.getpid()}:

@@ -58,8 +58,7 @@ def start_wandb(
 ) -> WandbProcess | None:
     """Start the child that sends metrics.jsonl to wandb, logging in ``wandb/``; None if disabled or unstartable.
 
-    Call ``finish`` on it. ``on_first_record``: open the wandb run only when the user's function records something. A
-    child that does not start is noted on stderr.
+    Call ``finish`` on it. ``on_first_record``: open the wandb run only when the user's function records something.
     """
     if settings.wandb_mode == "disabled":
         return None

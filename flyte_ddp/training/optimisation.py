@@ -97,6 +97,7 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 
 
 def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    """Return what the user's callable, whose errors go through, makes; UserError if it cannot train the model."""
     optimizer = load_callable(hp.optimizer)(model, hp)
     where = f"optimizer={hp.optimizer!r}"
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -51,6 +51,7 @@ MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions 
 
 
 def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
+    """Append the start record to metrics.jsonl, and print warnings of how the training starts; on rank 0 alone."""
     if not recorder.writes:
         return
     hp, hardware, ranks = state.hp, state.hardware, world_size()

@@ -80,7 +80,7 @@ class Recorder:
     def record_step(
         self, epoch: int, step: int, sums: StepSums, learning_rate: float, gradient_norm: torch.Tensor | None = None
     ) -> None:
-        """Add a step to the sums; every ``log_interval`` steps, and after the last, record and reset them."""
+        """Add a step to the sums; every ``log_interval`` steps and after the last, record them: the host then waits."""
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
         self.samples += sums.samples
@@ -163,6 +163,7 @@ def describe_waiting(
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
+    """Return what decides this run's rounding: devices, precision, threads and so on. All ranks must call it."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(

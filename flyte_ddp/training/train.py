@@ -184,7 +184,7 @@ def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
 def compute_outputs(
     state: TrainingState, model: Callable[..., Any], inputs: Leaves, targets: Leaves, part: RankSlice
 ) -> Any:
-    """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``."""
+    """Begin a training pass on ``part``, which seeds the generators; return the outputs; finish_pass must follow."""
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
@@ -269,6 +269,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(
     state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
 ) -> None:
+    """Count the epoch; record ``evaluations``, and select the weights by them; UserError for a non-finite loss."""
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1

@@ -218,7 +218,7 @@ TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for b
 
 
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective of a training on a prepared data set, whose training samples are those of ``training``."""
+    """Return the objective for these data, its weights tried on stored targets; UserError if anything is unfit."""
     if targets is None and ":" not in hp.objective:
         raise UserError(
             f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "

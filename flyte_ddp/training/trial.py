@@ -26,7 +26,7 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState) -> str:
-    """Evaluate own code with a copy of the model on a few samples before training; return a warning if it has none."""
+    """Try own model and objective on a few samples; return a warning if the model cannot be copied, or ""."""
     hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
         return ""
@@ -52,22 +52,20 @@ def try_evaluation(state: TrainingState) -> str:
 
 
 def try_samples(
-    state: TrainingState, model: nn.Module, name: str, samples: Indices, epoch: int | None = None
+    state: TrainingState, model: nn.Module, split_name: str, samples: Indices, epoch: int | None = None
 ) -> dict[str, Tensor]:
-    inputs, targets, _ = getattr(state, name).load_batch(samples, epoch)
+    """Return the columns of a split's samples; UserError if a loss is not finite because a sample is not."""
+    inputs, targets, _ = getattr(state, split_name).load_batch(samples, epoch)
     outputs = state.predict(inputs, targets, len(samples), model)
     found = compute_columns(state.objective, outputs, targets, len(samples))
     columns = add_loss_of_terms({key: column.double().cpu() for key, column in found.items()})
     if not bool(columns["loss"].isfinite().all()):
-        refuse_non_finite(state, inputs, targets, samples, name)
+        refuse_non_finite(state, inputs, targets, samples, split_name)
     return columns
 
 
 def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tensor) -> None:
-    """Raise UserError if the split's first sample with a non-finite loss [N] is empty or has a non-finite input.
-
-    With an objective of the user's own, also if its target is not finite.
-    """
+    """Raise UserError if the first sample with a non-finite loss has a non-finite input (own objective: or target)."""
     split: Split = getattr(state, split_name)
     for place in (~losses.isfinite()).nonzero()[:1, 0].tolist():
         samples = split.order.samples(slice(place, place + 1))

@@ -163,7 +163,7 @@ def is_user_file(place: str) -> bool:
 
 @contextmanager
 def explain_own_errors(what: str) -> Iterator[None]:
-    """Raise UserError for an exception of the user's code in the block, with his line and traceback."""
+    """Raise UserError for an exception of the user's code in the block, with the code's line and traceback."""
     try:
         yield
     except click.ClickException:

@@ -99,7 +99,10 @@ def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[st
 def measure_item_set(
     data: ItemSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
 ) -> list[Compared]:
-    """Add all samples of training and test split to the profile; return what the samples are compared by."""
+    """Add all samples of training and test split to the profile; return what the samples are compared by.
+
+    Reads items on demand in loader processes, some twice; UserError if an item then differs, or has other leaves.
+    """
     if isinstance(data, SampleArrays):
         if isinstance(data.train_targets, np.ndarray):
             profile.target_shape = [*data.train_targets.shape[1:]]
