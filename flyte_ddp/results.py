@@ -31,7 +31,7 @@ def submit(name: str, content: bytes) -> None:
     the run folder later. Does nothing outside a rank's own process. A failure to write is printed to stderr once, and
     training continues. Raises UserError if the name is no such path, or the content is not bytes.
     """
-    check_result_name(name)
+    require_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise UserError(f"result {name!r}: content is of type {type(content).__name__}, and must be bytes; encode it")
     if _delivery is not None and _delivery[0] == os.getpid():
@@ -56,7 +56,7 @@ def event(**values: Any) -> None:
         _delivery[2]("event", record={"rank": _delivery[1], "time": time.time(), **record})
 
 
-def check_result_name(name: str) -> None:
+def require_result_name(name: str) -> None:
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
@@ -99,7 +99,7 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes) -> None:
-        check_result_name(name)
+        require_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")

@@ -79,8 +79,7 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 def exif_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged.
 
-    Reads 16 bits whatever the entry's type, and no XMP, as torchcodec does. Pillow's ``exif_transpose`` would fail for
-    a wrong type, and read XMP. Pillow itself turns a TIFF upright when it loads it.
+    Reads 16 bits whatever the entry's type, and no XMP, as torchcodec does and Pillow's ``exif_transpose`` does not.
     """
     exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     try:

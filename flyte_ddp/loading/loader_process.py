@@ -134,6 +134,7 @@ def tensor_to_array(value: Any) -> Any:
 
 
 def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
+    """Call ``loads``, and write their images and targets into a batch's memory, from the place ``first`` on."""
     targets, names = layout.targets(memory), []
     shapes = set[tuple[int, ...]]()
     for place, load in enumerate(loads, first):

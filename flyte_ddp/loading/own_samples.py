@@ -94,7 +94,7 @@ class OwnFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the user's function and return its pair; OwnCodeError if it fails on ``where``, UserError if it is no pair."""
+        """Call the user's function and return its pair, else UserError; OwnCodeError if the call fails on ``where``."""
         function = self.load()
         try:
             returned = function(*arguments)

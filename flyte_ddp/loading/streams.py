@@ -146,8 +146,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
 def return_batch_unchanged(batch: Any) -> Any:
     """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe.
 
-    A DataLoader's default makes tensors, which are sent through ``/dev/shm``. If that is full (a container usually has
-    64 MB), a batch is lost and the rank waits for ever.
+    A DataLoader's default sends tensors by ``/dev/shm``. If that is full (64 MB), a rank waits for its batch for ever.
     """
     return batch
 

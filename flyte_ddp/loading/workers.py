@@ -110,6 +110,7 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
+        """Start to load samples in the processes; return their memory, and the tasks to wait for."""
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
         tasks_in_all = 2 * self.number if self.number > 1 else 1  # two balance what samples take among several
@@ -205,6 +206,7 @@ class LoaderThreads:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
+        """Start to load samples in the threads; return their memory, and the tasks to wait for."""
         memory = np.empty(layout.size, np.uint8)
         loads = loader.start_loads(samples.tolist(), epoch)
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))

@@ -40,8 +40,9 @@ class Checkpoints(CheckpointWriter):
         return self.stop_requested or 0 < self.save_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Copy a state to the CPU for the thread to write; UserError for an earlier step or unfit state."""
         self.used = True
-        check_step("save", step, self.last_step)
+        require_later_step("save", step, self.last_step)
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
             what = f"a {type(state).__name__}" + (" with other keys" if isinstance(state, Mapping) else "")
             raise UserError(f"save: the state is {what}; give a dict with texts as keys, such as {{'model': ...}}")
@@ -103,7 +104,7 @@ def empty_tensors(value: Any) -> Any:
     return type(value)(map(empty_tensors, value)) if type(value) in (list, tuple) else value
 
 
-def check_step(what: str, step: int, last: int) -> None:
+def require_later_step(what: str, step: int, last: int) -> None:
     if type(step) is not int or step < 0:
         raise UserError(f"{what}: step={step!r} must be a whole number from 0 on: the steps that are done")
     if step < last:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.loops.checkpoints import check_step
+from flyte_ddp.loops.checkpoints import require_later_step
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
@@ -25,7 +25,7 @@ class Records:
         self.log.write({"kind": "start", **facts, "resumed_after_step": self.step})
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        check_step("record", step, self.step)
+        require_later_step("record", step, self.step)
         numbers = {}
         for name, value in values.items():
             if name in TAKEN:

@@ -113,7 +113,7 @@ def run_call(
     check_wandb_settings(settings)
     launch = launch or (single.launch if request.num_ranks == 1 else spawn.launch)
     with hold_run_folder(folder):
-        remove_leftovers(folder)
+        prepare_function_folder(folder)
         identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
         with (
             resume_run(folder, identity, settings, folder.name) as found,
@@ -139,11 +139,8 @@ def run_call(
         return value
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Create the run's folder; delete an earlier run's report, traceback, returned value and temporary files.
-
-    Raises UserError if the folder cannot be written, or has ``results/`` of no run.
-    """
+def prepare_function_folder(folder: Path) -> None:
+    """Create the run's folder, without an earlier run's page, traceback, value and temporary files; else UserError."""
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:

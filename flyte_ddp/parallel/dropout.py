@@ -111,10 +111,7 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
 
 
 def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
-    """Return int16 [N, 1]: values below are dropped; ``probability`` is in units of 2**-40.
-
-    The probability of 16 bits is a multiple of 2**-16; so each sample rounds up or down at random, by its first word.
-    """
+    """Return int16 thresholds [N, 1]: ``probability`` (* 2**-40), rounded at random by each sample's first word."""
     threshold = ((mix_bits(states.clone()) & (2**24 - 1)) + probability) >> 24
     return (threshold.clamp(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
 

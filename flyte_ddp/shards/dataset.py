@@ -148,10 +148,7 @@ class ShardReader:
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
-        """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
-
-        Opens the shard by :func:`open_shard_when_room`. Raises UserError if the shard is damaged or unreadable.
-        """
+        """Read a sample by number, fetching its shard; return key and contents by extension; UserError if damaged."""
         number, inside = self.index.locate(sample)
         contents = {}
         with self.open_shard(number) as opened:

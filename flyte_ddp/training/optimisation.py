@@ -150,10 +150,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:
-    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if that is negative; 0: no limit.
-
-    The default is 1 for small_cnn and tutorial on photos, where their loss would explode or they would learn nothing.
-    """
+    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if negative; 0: no limit."""
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm
     return PHOTO_CLIP_NORM if hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset) else 0.0
@@ -168,8 +165,8 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     if ":" in kind:
         factor = load_callable(kind)
         for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
-            check_factor(kind, factor(step, total_steps), step, total_steps)
-        return lambda rate, step: rate * check_factor(kind, factor(step, total_steps), step, total_steps)
+            require_factor(kind, factor(step, total_steps), step, total_steps)
+        return lambda rate, step: rate * require_factor(kind, factor(step, total_steps), step, total_steps)
     rise = warmup_steps
     if kind == "one_cycle" and not rise:
         rise = int(total_steps * ONE_CYCLE_RISE)
@@ -182,7 +179,7 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     return scheduled_rate
 
 
-def check_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
+def require_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
     if isinstance(value, Real) and math.isfinite(value) and float(value) >= 0:
         return float(value)
     raise UserError(

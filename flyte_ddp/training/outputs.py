@@ -165,7 +165,7 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
         "format": artifacts.FORMAT,
         "model": hp.model,
         "classes": list(state.objective.facts.classes),
-        **objective_values(state, hp),
+        **describe_objective(state, hp),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
         "metrics": replace_non_finite(
@@ -215,7 +215,7 @@ def choose_thresholds(objective: Objective, validation: Evaluation) -> tuple[flo
     return () if labels is None else labels.choose_thresholds()
 
 
-def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
+def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if hp.objective != "classification":
         said |= {"objective": hp.objective, "outputs": state.objective.outputs}

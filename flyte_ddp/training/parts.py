@@ -85,6 +85,7 @@ def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list
 
 
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
+    """Load a slice's samples, and with mixup their partners; wait for the loaders, and compute the losses' weights."""
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]

@@ -61,6 +61,7 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
+    """Load and predict the test samples ``index``; yield the arrays of each batch, by name."""
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]

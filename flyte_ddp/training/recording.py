@@ -109,6 +109,7 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
+        """Keep the test split's main measure; on rank 0 write and print both splits' measures."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}

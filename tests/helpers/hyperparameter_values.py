@@ -60,14 +60,8 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
     "torch's optimizer": ({"optimizer": "torch.optim:AdamW"}, ("'torch.optim:AdamW'", "write a function of your own")),
-    "unknown schedule": (
-        {"schedule": "onecycle"},
-        ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of"),
-    ),
-    "unknown objective": (
-        {"objective": "soup"},
-        ("objective 'soup'", "classification, language", "callable"),
-    ),
+    "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of")),
+    "unknown objective": ({"objective": "soup"}, ("objective 'soup'", "classification, language", "callable")),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},
         ("label_smoothing=0.1", "objective='regression' has no use for it", "leave it out"),
