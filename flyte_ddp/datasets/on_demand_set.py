@@ -66,7 +66,7 @@ class OnDemandSet(StoredSet):
 
 
 def call_seeded(function: Callable[[str], Any], source: str) -> Any:
-    """Return ``function(source)``; seeds the global generators of Python, NumPy and torch for the call."""
+    """Return ``function(source)``, called with seeded generators (Python, NumPy, torch), which are then restored."""
     import torch
 
     with keep_random_state():

@@ -16,7 +16,7 @@ PREPROCESSING = "preprocessing"  # key in the description of a data set, and in 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Return an object as texts for JSON, with its function and the columns of inputs; empty without a function."""
+    """Pickle an object into JSON's texts, with function and columns of inputs; {} without; UserError if it cannot."""
     if prepare is None:
         if preprocessing is None:
             return {}

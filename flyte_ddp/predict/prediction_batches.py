@@ -105,7 +105,7 @@ class Batch(NamedTuple):
 
 
 def find_images(folder: Path) -> tuple[list[Path], int]:
-    """Return a folder's image files at all depths, sorted, without hidden ones, and the number of other files."""
+    """Return a folder's image files at all depths, sorted, none hidden, and the number of others; UserError if none."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
@@ -150,7 +150,7 @@ def read_folder_batches(
 
 
 def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
-    """Return an image file's pixels uint8 [H, W, C], with ``middle`` only the middle square, in the model's size."""
+    """Return an image's pixels uint8 [H, W, C], of any size, with ``middle`` the middle square in the model's size."""
     try:
         content = path.read_bytes()
     except OSError as error:

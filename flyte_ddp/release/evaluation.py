@@ -112,7 +112,7 @@ def compute_likelihoods(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
-    """Return the model's evaluation on the samples of the test split that can be decoded; UserError if none can."""
+    """Run the model on the test split, and return its evaluation on decodable samples; UserError for an unfit split."""
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()
 

@@ -73,7 +73,7 @@ class Judgement:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
 
     def claim_alpha(self) -> float:
-        """Set ``look``, the number of this judgement on the test split, and ``alpha``, its level; return the latter."""
+        """Count this judgement in the registry if it counts; set ``look``, its number, and ``alpha``; return alpha."""
         if self.counts:
             champion = self.before.version if self.before else "none"
             margin = f" {self.policy.margin!r}" if self.policy.rule == NOT_WORSE else ""
@@ -83,7 +83,7 @@ class Judgement:
         return self.alpha
 
     def export(self, folder: Path) -> None:
-        """Export the challenger into a folder, and add the Check of its ONNX."""
+        """Export the challenger into a folder, and add the Check of its ONNX; do nothing if the policy wants none."""
         if self.challenger is None or not self.challenger.finite.all() or self.policy.export == OFF:
             return
         self.tell(f"exports it, and compares the ONNX with torch on {self.challenger.samples:,} samples")
@@ -253,7 +253,7 @@ def add_vetoes(
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
-    """Download and load a version; give it the challenger's objective and limit of undecodable images."""
+    """Load a version, which runs its code; give it the challenger's objective and limit; else IncomparableError."""
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)
         model = SavedModel(*files, challenger.settings, challenger.bad_samples)
@@ -292,7 +292,7 @@ def describe_model_error(error: Exception) -> str:
 
 
 def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: PreparedSet) -> float:
-    """Return the challenger's time for a batch as a multiple of the champion's, the median of rounds by turns."""
+    """Run both models on one batch by turns; return the challenger's median time as a multiple of the champion's."""
     inputs: dict[SavedModel, Leaves] = {}
     for model in (challenger, champion):
         with closing(read_test_split(model, split, LATENCY_BATCH)) as batches:

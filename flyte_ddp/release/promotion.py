@@ -171,7 +171,7 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Return the profile of the training data of an entry's version; None if it was stored without one."""
+    """Return the profile of the data that trained an entry's version; None without one; UserError if outdated."""
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None

@@ -120,7 +120,7 @@ class Registry:
             raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
     def read_file(self, address: str) -> bytes | None:
-        """Return a file's content; None if the file is missing."""
+        """Return a file's content, read with retries; None if the file is missing; UserError if it cannot be read."""
         with self.explain_failures("read"):
             try:
                 return storage.retry(address, storage.read_file)
@@ -128,7 +128,7 @@ class Registry:
                 return None
 
     def hash_file(self, address: str) -> str:
-        """Read a file in pieces and return its SHA-256; "" if it is missing."""
+        """Return a file's SHA-256, read with retries; "" if the file is missing; UserError if it cannot be read."""
 
         def hash_chunks(address: str) -> str:
             digest = hashlib.sha256()
@@ -220,7 +220,7 @@ class Registry:
         return Entry.from_file(content)
 
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-        """Count a comparison of two models on a test split, unless it is a repeated one; return its number, from 1."""
+        """Write a comparison of models on a test split to the registry, unless repeated; return its number, from 1."""
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
         pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")

@@ -13,7 +13,7 @@ from flyte_ddp.storage import UnavailableError
 
 
 def read_slices_file(address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and slice of each row of a CSV file with the columns ``id`` and ``slice``."""
+    """Return line number, id and slice of each row of a CSV file, read with retries; UserError if malformed."""
     try:
         content = storage.retry(address, storage.read_file)
     except UnavailableError as failure:

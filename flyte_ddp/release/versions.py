@@ -126,7 +126,7 @@ def verify_files(registry: Registry, version: Version) -> None:
 
 
 def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
-    """Return a file's content; UserError if it is missing or was altered."""
+    """Return the content of a version's file; UserError if the file is missing or was altered."""
     address = file_address(registry, version, file)
     content = registry.read_file(address)
     if content is None or content_digest(content) != version.files[file]:

@@ -7,7 +7,7 @@ from flyte_ddp.errors import UserError
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return classes' names in Unicode's form NFC, in which macOS and Linux give a folder the same name."""
+    """Return class names in Unicode's form NFC, as macOS and Linux agree on; UserError for one that is not UTF-8."""
     texts = tuple(map(str, names))
     for name in texts:
         try:

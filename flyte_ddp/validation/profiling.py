@@ -71,11 +71,11 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
                 profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
                 parts = {split: measure_image_arrays(data, split, profile) for split in SPLITS}
             compared = [add_split(profile, split, parts[split], name_of) for split in SPLITS]
-        find_equal_samples(profile, compared, name_of)
+        add_equal_samples(profile, compared, name_of)
         return profile
 
 
-def find_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
+def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
     """Add duplicates and conflicts among the samples of the training and the test split to the profile."""
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(*compared, strict=True))
     in_test = np.arange(len(numbers)) >= len(compared[0].numbers)
