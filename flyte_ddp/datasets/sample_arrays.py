@@ -187,6 +187,7 @@ def convert_id(given: Any) -> str:
 
 
 def store_leaves(name: str, leaves: Any) -> Leaves:
+    """Return leaves as they are kept, arrays or Ragged; UserError about ``name`` for others."""
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:

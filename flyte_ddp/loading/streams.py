@@ -182,6 +182,7 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 
 
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
+    """Yield pass and encoded image of each sample of each (pass, shard), in order; fetch the next shard ahead."""
     index = reader.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:

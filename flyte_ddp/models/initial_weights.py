@@ -111,6 +111,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
 
 
 def read_weights(path: Path, init_from: str) -> Any:
+    """Return a file's tensors by name, as a state_dict; UserError if the file is damaged, or could run code."""
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
     try:

@@ -84,7 +84,7 @@ class Exchange(NamedTuple):
     number: int  # of the layer among the model's BatchNorm layers, from 0
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; on a GPU ranks at different layers wait in vain."""
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; on a GPU, calls for different layers hang."""
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))

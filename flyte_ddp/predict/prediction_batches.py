@@ -69,6 +69,7 @@ class SavedModel:
         return self.spec
 
     def require_squares(self, dataset: str) -> InputSpec:
+        """Return the model's input; UserError, about ``dataset``, unless it is colour images that are squares."""
         spec = self.require_images()
         if spec.channels != 3 or spec.height != spec.width:
             raise UserError(

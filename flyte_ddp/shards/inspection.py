@@ -22,6 +22,7 @@ def refuse_unfit_samples(index: ShardIndex) -> None:
 
 
 def refuse_unfit_first_sample(url: str) -> None:
+    """Read a shard until its first sample ends; UserError if that has no image or no class number."""
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
         stream = HashedStream(file.chunks)

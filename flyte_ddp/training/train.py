@@ -108,7 +108,7 @@ def describe_step(state: TrainingState) -> str:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do one optimiser step on a global batch [B], and record it; all ranks must call it."""
+    """Do one optimiser step on a global batch [B], and record it; UserError for a non-finite loss. Collective."""
     sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))

@@ -256,6 +256,7 @@ def reduce_samples(values: Values, function: Any) -> NDArray[Any]:
 
 
 def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
+    """Return how many samples have each value of a leaf's statistics, by the statistic's name."""
     counts = {f"types of {name}": Counter[str]()}
     if isinstance(values, np.ndarray):
         counts[f"types of {name}"][describe_array(values.dtype, values.shape[1:])] = len(values)
