@@ -11,7 +11,7 @@ from flyte_ddp.progress import Progress
 def download_verified(
     address: str, name: str, file: BinaryIO, *, algorithm: str, digests: Sequence[str], progress: Progress
 ) -> str:
-    """Download ``address`` once into the emptied ``file``; return its folder; AlteredError if ``digests`` lack its."""
+    """Download ``address`` once into the emptied ``file``; return its folder; AlteredError for another digest."""
     digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
     remote = storage.local_path(address) is None
     file.seek(0)  # an earlier try may have written a part

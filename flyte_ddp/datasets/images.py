@@ -122,7 +122,7 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_targets(name: str, values: Any, images: Images, classes: int) -> Targets:
-    """Return contiguous targets, int64 [N], float32 [N] or [N, d], or masks [N, H, W] uint8 or int64; else UserError."""
+    """Return contiguous targets, int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W]; or UserError."""
     targets, samples = require_array(name, values), len(images)
     if targets.dtype.kind not in "biuf":
         raise UserError(f"{name}: must be numbers, got {targets.dtype}")
