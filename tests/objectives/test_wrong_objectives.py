@@ -1,6 +1,7 @@
 """Targets, options and objectives that are wrong: a sentence with the value, the rule and the fix, before training."""
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
@@ -317,6 +319,24 @@ def test_outputs_that_do_not_fit_the_targets(
 ) -> None:
     words = f"model {model!r} returned {words}"
     refuse(tmp_path, arrays, words, before_training=False, objective=objective, model=model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda masks: masks, ""),
+        (lambda masks: np.where(masks == 1, 255, masks), "has the class 'b'$"),
+        (lambda masks: np.where(masks == 0, 0, 255), "class 'b', 'c', and pixels that are 255 are .* // 255"),
+        (lambda masks: masks * 0 + 1, "has the class 'a', 'c'$"),
+    ],
+)  # fmt: skip
+def test_classes_without_any_pixel_are_said_before_training(change: Any, words: str, tmp_path: Path) -> None:
+    """Of masks painted 0 and 255 all that is not background would be ignored, and each answer right."""
+    found = tasks.masks("")
+    write_prepared_set(replace(found, train_labels=change(found.train_labels).astype(np.uint8)), tmp_path, {})
+    said = check_prepared_set(tmp_path, replace(HP, objective="segmentation"))
+    assert len(said) == bool(words)
+    assert not words or re.search(words, said[0])
 
 
 FIGURES = tuple(itertools.product(("validation", "test"), ("loss", "accuracy")))
