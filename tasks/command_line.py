@@ -33,6 +33,7 @@ from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, unknown_name_error
 from flyte_ddp.pods import environment
+from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.settings import check_wandb_settings, read_settings
 
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 CALL_SECONDS = 30.0  # time limit of a call to a cluster
-NEEDED = {"elastic": "flytekitplugins.kfpytorch", "ray": "flytekitplugins.ray", "dask": "flytekitplugins.dask"}
-left_out: dict[str, str] = {}  # by a workflow whose engine lacks its module in NEEDED, what to install
+left_out: dict[str, str] = {}  # by a workflow whose engine's plugin is not installed, what to install
 EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
 
 
@@ -133,12 +133,13 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
 
 
 def is_engine_installed(name: str) -> bool:
-    """Return whether elastic, ray or dask is installed; if not, print to stderr how to install it, and set left_out."""
+    """Return whether an engine is installed; if not, print to stderr how to install it, and set left_out."""
+    plugin = ENGINES[name].flytekit_plugin
     with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
-        if importlib.util.find_spec(NEEDED[name]) is not None:  # a plugin needs its engine, so that is installed too
+        if importlib.util.find_spec(plugin) is not None:  # a plugin needs its engine, so that is installed too
             return True
     workflow = f"{name}_training_wf"
-    left_out[workflow] = f"{workflow} is left out, as {NEEDED[name]} is not installed: {install_hint(name)}"
+    left_out[workflow] = f"{workflow} is left out, as {plugin} is not installed: {install_hint(name)}"
     print(left_out[workflow], file=sys.stderr, flush=True)
     return False
 

@@ -6,7 +6,7 @@ from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import chosen_profile, node_range
+from flyte_ddp.pods.profiles import ENGINES, chosen_profile, node_range
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp.dask import RUNNER, dask_cluster
 from flytekitplugins.ddp.resources import requests_and_limits
@@ -16,7 +16,7 @@ from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 PROFILE = chosen_profile()
-RANKS_EACH = max(1, PROFILE.gpus)  # ranks on a node
+RANKS_EACH = ENGINES["dask"].ranks_per_node(PROFILE)
 WORKERS = node_range()[1] * RANKS_EACH
 
 

@@ -24,17 +24,18 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.settings import read_text
-from tasks.command_line import NEEDED, unreadable_reason
+from tasks.command_line import unreadable_reason
 from tasks.input_form import prefill_form
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
 EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.json, cron: 0 3 * * 0}"
 RELEASING = "release_wf"
-WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in NEEDED))
+WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in ENGINES))
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 # Five fields as Flyte's scheduler knows them: no seconds, no L, W or #, and Sunday is 0 only.
 CRON = re.compile(r"([\d*/,-]+ +){3}([\d*/,-]|[a-z]{3})+ +([0-6*/,-]|[a-z]{3})+", re.IGNORECASE)

@@ -1,7 +1,8 @@
 """Launchers: single, spawn, elastic, ray and dask, one file each.
 
 ``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. The World is that of
-``machine/resources.detect_world`` on one machine, else of the launcher's own ``find_world``.
+``machine/resources.detect_world`` on one machine, else of the launcher's own ``find_world``. For what a launcher
+of another engine must do see :mod:`flyte_ddp.launch.remote`.
 
 All launchers raise:
     UserError: the user's mistake, as the rank that failed first reported it.

@@ -1,7 +1,8 @@
-"""Profiles: the sizes of pods. FLYTE_DDP_PROFILE chooses one at registration, and pods get the variable too."""
+"""Profiles: the sizes of pods; and the engines. FLYTE_DDP_PROFILE chooses a profile at registration, for pods too."""
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -117,10 +118,25 @@ def node_range() -> tuple[int, int]:
     return nodes
 
 
-def elastic_ranks_per_node() -> int:
-    """Return how many ranks torch Elastic has on each node: one for each GPU, else one for each CPU, up to 4."""
-    profile = chosen_profile()
-    return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
+def count_ranks_of_node(gpus: int, cpu: str) -> int:
+    """Return how many ranks a node has by default: one for each GPU; else for each CPU, at least 1, up to 4."""
+    return gpus or max(1, min(int(parse_quantity(cpu)), MOST_CPU_RANKS))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What makes the pods of ranks; its name is also that of its extra, its launcher and the plugin's module for it."""
+
+    flytekit_plugin: str  # the module that the extra installs
+    ranks_per_node: Callable[[Profile], int]  # the most, without GPUs
+    exact: bool = False  # whether a node has just so many, with GPUs, too
+
+
+ENGINES = {
+    "elastic": Engine("flytekitplugins.kfpytorch", lambda node: count_ranks_of_node(node.gpus, node.cpu), exact=True),
+    "ray": Engine("flytekitplugins.ray", lambda node: math.ceil(parse_quantity(node.cpu))),
+    "dask": Engine("flytekitplugins.dask", lambda node: max(1, node.gpus)),
+}
 
 
 def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
@@ -130,11 +146,11 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     """
     if not engine:
         return 1, 0, 0
-    most, profile = node_range()[1], chosen_profile()
-    capacities = {"elastic": 0, "ray": math.ceil(parse_quantity(profile.cpu)), "dask": max(1, profile.gpus)}
-    if engine not in capacities:
-        raise unknown_name_error("engine", engine, capacities)
-    return most, most * elastic_ranks_per_node() if engine == "elastic" else 0, most * capacities[engine]
+    if engine not in ENGINES:
+        raise unknown_name_error("engine", engine, ENGINES)
+    most = node_range()[1]
+    ranks = most * ENGINES[engine].ranks_per_node(chosen_profile())
+    return (most, ranks, 0) if ENGINES[engine].exact else (most, 0, ranks)
 
 
 def parse_quantity(text: str) -> Decimal:

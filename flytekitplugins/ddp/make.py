@@ -1,6 +1,7 @@
 """Makes the task for a function from ``DDP`` and flytekit's options: which type it has, and what its pods are given."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from flytekit import PythonFunctionTask
@@ -43,10 +44,6 @@ def make_task(config: DDP, function: Callable[..., Any], options: dict[str, Any]
     if not config.engine or (config.engine, config.nodes) == ("elastic", 1):
         return PodTask(config, function, **options)
     with require_extra(config.engine):
-        if config.engine == "elastic":
-            from flytekitplugins.ddp.elastic import ElasticTask as Chosen
-        elif config.engine == "ray":
-            from flytekitplugins.ddp.ray import RayTask as Chosen
-        else:
-            from flytekitplugins.ddp.dask import DaskTask as Chosen
-        return Chosen(config, function, **options)
+        module = import_module(f"flytekitplugins.ddp.{config.engine}")
+        task: PythonFunctionTask = getattr(module, f"{config.engine.capitalize()}Task")(config, function, **options)
+        return task

@@ -5,8 +5,7 @@ from typing import Any
 from flytekit import Resources
 from flytekit.core.resources import ResourceSpec
 
-from flyte_ddp.machine.resources import MOST_CPU_RANKS
-from flyte_ddp.pods.profiles import Size, parse_quantity, size_of_part
+from flyte_ddp.pods.profiles import Size, count_ranks_of_node, size_of_part
 
 ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster
 
@@ -57,6 +56,5 @@ def count_requested_gpus(resources: ResourceSpec) -> int:
 
 
 def count_ranks_per_node(resources: ResourceSpec) -> int:
-    """Return how many ranks a pod of these resources has: one for each GPU; else for each CPU, at least 1, up to 4."""
-    cpus: Any = resources.requests.cpu or resources.limits.cpu or 1
-    return count_requested_gpus(resources) or max(1, min(int(parse_quantity(str(cpus))), MOST_CPU_RANKS))
+    cpus = resources.requests.cpu or resources.limits.cpu or 1
+    return count_ranks_of_node(count_requested_gpus(resources), str(cpus))

@@ -13,6 +13,7 @@ from cli import Ended, surroundings
 from engines import RAY_ENVIRONMENT
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.pods.profiles import ENGINES
 from flytekitplugins.ddp import DDP
 
 Run = Callable[..., Ended]
@@ -65,7 +66,7 @@ def test_flytes_cache_answers_and_leaves_out_what_it_is_told_to(run: Run, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", ["elastic", "dask", "ray"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_engines_on_this_machine(run: Run, engine: str) -> None:
     task = {"dask": "on_dask_here"}.get(engine, f"on_{engine}")
     ended = run(task, "--value", "5", **RAY_ENVIRONMENT)
@@ -104,7 +105,7 @@ def test_a_task_of_the_main_script_goes_to_ranks_by_value(tmp_path: Path) -> Non
     ("values", "message"),
     [
         ({"engine": "rya"}, r"unknown engine 'rya': did you mean 'ray'\? choose one of dask, elastic, ray"),
-        ({"nodes": 2}, "nodes=2: several pods need an engine: choose elastic, ray or dask"),
+        ({"nodes": 2}, "nodes=2: several pods need an engine: choose one of elastic, ray, dask"),
         ({"nodes": 0}, "nodes=0: must be a number of pods, at least 1"),
         ({"num_ranks": "2"}, "num_ranks='2': must be the number of ranks"),
         ({"num_ranks": -1}, "num_ranks=-1: must be the number of ranks"),
@@ -127,17 +128,15 @@ def test_more_ranks_than_gpus_are_refused_before_there_is_a_pod(engine: str, nod
             return value
 
 
-@pytest.mark.parametrize("extra", ["elastic", "ray", "dask"])
+@pytest.mark.parametrize("extra", ENGINES)
 def test_a_missing_extra_says_what_to_install(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from flytekit import task
 
-    plugin = {"elastic": "kfpytorch"}.get(extra, extra)
-    for name in [
-        name for name in sys.modules if name.startswith((f"flytekitplugins.{plugin}", f"flytekitplugins.ddp.{extra}"))
-    ]:
+    plugin = ENGINES[extra].flytekit_plugin
+    for name in [name for name in sys.modules if name.startswith((plugin, f"flytekitplugins.ddp.{extra}"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, f"flytekitplugins.{plugin}", None)
-    with pytest.raises(UserError, match=rf"flytekitplugins\.{plugin}[.a-z]* is not installed: .*'\.\[{extra}\]'"):
+    monkeypatch.setitem(sys.modules, plugin, None)
+    with pytest.raises(UserError, match=rf"{plugin}[.a-z]* is not installed: .*'\.\[{extra}\]'"):
 
         @task(task_config=DDP(nodes=2, engine=extra))
         def train(value: int) -> int:

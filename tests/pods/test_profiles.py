@@ -36,15 +36,11 @@ def test_kubernetes_quantities(text: str, number: float | None) -> None:
         ("8", "4Gi", ("4", "2048Mi"), 4),
     ],
 )
-def test_profiles_in_any_quantities(
-    monkeypatch: pytest.MonkeyPatch, cpu: str, memory: str, half: tuple[str, str], ranks: int
-) -> None:
+def test_profiles_in_any_quantities(cpu: str, memory: str, half: tuple[str, str], ranks: int) -> None:
     profile = replace(PROFILES["local"], cpu=cpu, memory=memory)
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
-    monkeypatch.setitem(PROFILES, "local", profile)
     assert size_of_part(profile, 1).memory == memory
     assert size_of_part(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=profile.ephemeral_storage)
-    assert profiles.elastic_ranks_per_node() == ranks
+    assert profiles.ENGINES["elastic"].ranks_per_node(profile) == ranks
 
 
 @pytest.mark.parametrize(

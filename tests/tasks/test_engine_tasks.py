@@ -21,12 +21,11 @@ from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity, size_of_part
+from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, parse_bytes, parse_quantity, size_of_part
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp import dask, ray
 from tasks.elastic_training import download_data
 
-ENGINES = ("elastic", "ray", "dask")
 TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
 Packages = Callable[..., Package]
 
@@ -193,8 +192,7 @@ def test_tasks_are_as_the_main_one(made: Packages, engine: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
-    plugins = ("kfpytorch", "ray", "dask")
-    blocked = "".join(f"sys.modules['flytekitplugins.{name}'] = None\n" for name in plugins)
+    blocked = "".join(f"sys.modules['{engine.flytekit_plugin}'] = None\n" for engine in ENGINES.values())
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{blocked}")
     ended, package = packaged.make(tmp_path, PYTHONPATH=str(tmp_path))
     assert ended.exit_code == 0, ended.output

@@ -21,7 +21,7 @@ from packaged import Package
 from pod_inputs import CHECK, FETCH, PREDICT, TRAIN
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import parse_quantity
+from flyte_ddp.pods.profiles import ENGINES, parse_quantity
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.user_code.digest import library_digest, package_digest
 
@@ -31,7 +31,6 @@ JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
 PROMOTING = tuple(f"tasks.release.{name}" for name in ("carry_out_verdict", "promote_version", "roll_back_champion"))
 PROFILE, VALIDATE = (f"tasks.validation.{name}_dataset" for name in ("profile", "validate"))
 pytestmark = pytest.mark.slow
-ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
 GPU, ONE_GPU = (
