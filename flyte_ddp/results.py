@@ -80,8 +80,8 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 class ResultWriter:
     """Writes results and events into a run folder. The first failure is printed to stderr, later ones are hidden."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self.folder = run_folder / FOLDER
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / FOLDER
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:

@@ -9,8 +9,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.hardware import request_ranks
-from flyte_ddp.launch import single, spawn
-from flyte_ddp.machine.resources import detect_world
+from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
@@ -80,30 +79,29 @@ def run_training(
     settings = settings or read_settings()
     check_wandb_settings(settings)
     request = replace(request_ranks(hp), threads=threads)
-    if launch is None:
-        launch = single.launch if detect_world(request).num_ranks == 1 else spawn.launch
+    launch = launch or choose_launcher(request)
     progress = Progress(settings.progress)
     for warning in check_prepared_set(data, hp):
         progress.print_note(warning)
     with hold_run_folder(run_folder):
-        work = prepare_folder(run_folder)
+        unfinished = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
         try:
             with (
-                resume_run(work, identity, settings, run_folder.name) as found,
+                resume_run(unfinished, identity, settings, run_folder.name) as found,
                 wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
             ):
                 init_from = hp.init_from if found is None else ""
                 try:
                     with initial_weights.fetch_weights(
-                        init_from, hp.model, work, progress, settings.weights_source
+                        init_from, hp.model, unfinished, progress, settings.weights_source
                     ) as weights:
                         launch(
                             Work(
                                 function="flyte_ddp.training.train:train",
                                 arguments=Training(hp, settings, data),
                                 request=request,
-                                run_folder=work,
+                                output_folder=unfinished,
                                 identity=identity,
                                 timeout=settings.timeout,
                                 save_seconds=settings.save_seconds,
@@ -114,9 +112,9 @@ def run_training(
                                 on_host="flyte_ddp.training.on_host:find_or_fetch_data",
                             )
                         )
-                    report.write_report(work, run_folder.name)
+                    report.write_report(unfinished, run_folder.name)
                 except BaseException:
-                    remove_outputs(work)  # also files that killed ranks have written in part
+                    remove_outputs(unfinished)  # also files that killed ranks have written in part
                     raise
         finally:  # also if Ctrl-C comes while wandb or the copy of the results is waited for
             publish_complete_run(run_folder)

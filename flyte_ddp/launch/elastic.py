@@ -103,7 +103,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
         except ChildFailedError as error:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
-            raise stop_error(stopped.sigval, checkpoint.newest_step(work.run_folder)) from None
+            raise stop_error(stopped.sigval, checkpoint.newest_step(work.output_folder)) from None
 
 
 @contextmanager
@@ -195,10 +195,10 @@ def run_as_rank_0(work: Work) -> None:
         work, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True
     ) as meeting:
         ticket = meeting.make_ticket(info)
-        store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark]))
+        store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.output_folder), ticket.mark]))
         thread = threading.Thread(target=supervise, name="launcher", daemon=True)
         thread.start()
-        with connection.open_local_run_folder(ticket) as folder:
+        with connection.open_local_folder(ticket) as folder:
             pipe = connection.connect_to_launcher(replace(ticket, hosts=(LOOPBACK,)), folder)
             run_worker_rank(ticket, pipe, folder)
         thread.join()
@@ -214,7 +214,7 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
             ticket = read_ticket(store.get(TICKET), info)
-            with connection.open_local_run_folder(ticket) as folder:
+            with connection.open_local_folder(ticket) as folder:
                 try:
                     pipe = connection.connect_to_launcher(ticket, folder)
                 except (OSError, EOFError, AuthenticationError):
@@ -241,11 +241,11 @@ def shared_secret() -> bytes:
 
 
 def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
-    hosts, port, run_folder, mark = json.loads(text)
+    hosts, port, output_folder, mark = json.loads(text)
     # Ranks reach MASTER_ADDR, because the store is there. If it is not rank 0's host, nobody there knows the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
     key = rendezvous.derive_key(shared_secret(), mark)
-    return connection.JoinTicket(info, reachable, port, key, Path(run_folder), mark)
+    return connection.JoinTicket(info, reachable, port, key, Path(output_folder), mark)
 
 
 def run_worker_rank(
@@ -265,9 +265,11 @@ def run_worker_rank(
         raise lost_rank_0_error() from None
     set_network_interface(host)
     link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
-    # If this host does not see rank 0's run folder, its ranks write into the folder of one of them, which sends their
-    # results. Outputs are written by rank 0 only.
-    files = FileSender(folder, lambda piece: link.send(**piece), enabled=folder == work.run_folder != ticket.run_folder)
+    # If this host does not see the launcher's output folder, its ranks write into that of one of them, which sends
+    # their results. Outputs are written by rank 0 only.
+    files = FileSender(
+        folder, lambda piece: link.send(**piece), enabled=folder == work.output_folder != ticket.output_folder
+    )
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
     with (
         call_on_signals(SIGNALS, lambda: link.send("stop")),

@@ -24,12 +24,12 @@ ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the a
 class Checkpoints(CheckpointWriter):
     """Saves and loads states; call :meth:`close` when the function has ended.
 
-    A save is due ``save_seconds`` after the last one (0: never), and after a request to stop.
+    A save is due ``checkpoint_seconds`` after the last one (0: never), and after a request to stop.
     """
 
-    def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, save_seconds: float) -> None:
+    def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, checkpoint_seconds: float) -> None:
         super().__init__(folder, identity, found)
-        self.save_seconds = save_seconds
+        self.checkpoint_seconds = checkpoint_seconds
         self.last_step = found.step if found else 0  # that save got
         self.last_time = time.monotonic()
         self.checked_types: set[type] = set()  # that torch.load takes
@@ -37,7 +37,7 @@ class Checkpoints(CheckpointWriter):
 
     def due(self) -> bool:
         self.asked = self.used = True
-        return self.stop_requested or 0 < self.save_seconds <= time.monotonic() - self.last_time
+        return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Copy a state to the CPU for the thread to write; UserError for an earlier step or unfit state."""
@@ -53,7 +53,7 @@ class Checkpoints(CheckpointWriter):
                 "numbers, texts, and lists and dicts of them"
             )
         self.checked_types |= new_types
-        metrics = self.run_folder / METRICS
+        metrics = self.output_folder / METRICS
         metrics_bytes = metrics.stat().st_size if metrics.exists() else 0
         copied = Snapshot(0, step, metrics_bytes, copy_to_cpu(dict(state)))
         self.last_step, self.last_time = step, time.monotonic()

@@ -52,7 +52,7 @@ def run_function(rank: Rank) -> None:
             raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
         current._checkpoints.close()  # a request to save need not wait for this function any more
         if rank.info.rank == 0:
-            write_returned(given.call.name, value, rank.work.run_folder / RETURNED)
+            write_returned(given.call.name, value, rank.work.output_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
         wait_for_others(rank, store)
@@ -62,16 +62,16 @@ def run_function(rank: Rank) -> None:
 def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
     """Let :func:`current_rank` return this rank in the block, and write the state that was saved last at its end."""
     work, info, given = rank.work, rank.info, rank.work.arguments
-    checkpoints = Checkpoints(work.run_folder, work.identity, work.checkpoint, given.settings.checkpoint_seconds)
+    checkpoints = Checkpoints(work.output_folder, work.identity, work.checkpoint, given.settings.checkpoint_seconds)
     is_leader = info.rank == 0
     first = work.checkpoint.step if work.checkpoint else 0
-    records = Records(work.run_folder, given.settings.progress, first) if is_leader else None
+    records = Records(work.output_folder, given.settings.progress, first) if is_leader else None
     device = torch.device("cuda", info.local_rank) if work.world.device_type == "cuda" else torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"])
     current = CurrentRank(
         (info.rank, info.world_size, local_rank),
         device,
-        work.run_folder,
+        work.output_folder,
         checkpoints=checkpoints,
         records=records,
         join=lambda: rank.join_by(PrefixStore(f"join {next(joins)}", store)),

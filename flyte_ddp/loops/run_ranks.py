@@ -14,7 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import results
 from flyte_ddp.errors import RankError, StoppedError, UserError
-from flyte_ddp.launch import single, spawn
+from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.loops.call import RETURNED, Call, FunctionCall, describe_call
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs import checkpoint
@@ -111,7 +111,7 @@ def run_call(
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
     check_wandb_settings(settings)
-    launch = launch or (single.launch if request.num_ranks == 1 else spawn.launch)
+    launch = launch or choose_launcher(request)
     with hold_run_folder(folder):
         prepare_function_folder(folder)
         identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
@@ -124,7 +124,7 @@ def run_call(
                     function="flyte_ddp.loops.in_rank:run_function",
                     arguments=FunctionCall(call, settings),
                     request=request,
-                    run_folder=folder,
+                    output_folder=folder,
                     identity=identity,
                     timeout=settings.timeout,
                     save_seconds=settings.save_seconds,

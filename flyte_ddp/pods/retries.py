@@ -56,19 +56,19 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 def sync_checkpoints(
     platform: Platform,
     run: str,
-    work: Path,
+    output_folder: Path,
     *,
     defer: Callable[[Callable[[], None]], object] = lambda record: record(),
 ) -> Iterator[Callable[[], None]]:
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
-    Yields a function that records that ranks are launched: call it when the data are there. ``work`` is the folder in
-    which the run ``run`` writes. ``defer`` gets :func:`record_result`, to call it when the outputs are written.
+    Yields a function that records that ranks are launched: call it when the data are there. ``output_folder`` is
+    where the run ``run`` writes. ``defer`` gets :func:`record_result`, to call it when the outputs are written.
     """
     if not is_in_pod():
         yield lambda: None
         return
-    folder = work / FOLDER
+    folder = output_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     store = open_checkpoint_store(platform, run)
     with postpone_signal(signal.SIGTERM):

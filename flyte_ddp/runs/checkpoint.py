@@ -20,7 +20,7 @@ from flyte_ddp import results
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, replace_file
 
-FOLDER = "checkpoints"  # in the run folder
+FOLDER = "checkpoints"  # in the output folder
 SLOTS = ("a.ckpt", "b.ckpt")
 FORMAT = "flyte-ddp-checkpoint/1"
 DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
@@ -154,9 +154,9 @@ def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint 
     return max(readable, key=order, default=None), unreadable
 
 
-def newest_step(run_folder: Path) -> int | None:
+def newest_step(output_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
-    found, unreadable = verify_checkpoints(run_folder / FOLDER, whole=False)  # a run that is to end has little time
+    found, unreadable = verify_checkpoints(output_folder / FOLDER, whole=False)  # a run that is to end has little time
     if found is not None:
         return found.step
     return None if unreadable else 0
@@ -168,13 +168,13 @@ def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
         return io.BytesIO(file.read())
 
 
-def rewind_to_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
+def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, without ``metrics``, and set metrics.jsonl back to it.
 
     If there is none, empties metrics.jsonl, removes ``results/`` and returns None. Raises UserError, and changes
     nothing, if there are checkpoints and none is readable, or the newest is of another run.
     """
-    found, unreadable = verify_checkpoints(run_folder / FOLDER)
+    found, unreadable = verify_checkpoints(output_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
     if found is None and unreadable:
         raise UserError(
@@ -186,10 +186,10 @@ def rewind_to_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpo
             text = f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}"
             print(text, file=sys.stderr, flush=True)
         check_same_run(found, identity)
-    with replace_file(run_folder / "metrics.jsonl") as file:
+    with replace_file(output_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")
     if found is None:
-        shutil.rmtree(run_folder / results.FOLDER, ignore_errors=True)
+        shutil.rmtree(output_folder / results.FOLDER, ignore_errors=True)
         return None
     return replace(found, metrics=b"")  # the ranks, to which it is sent, do not need the metrics
 

@@ -26,18 +26,18 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writes snapshots to the run folder's two files in turn; a new snapshot replaces one that waits.
+    """Writes snapshots to the output folder's two files in turn; a new snapshot replaces one that waits.
 
     ``found`` is the checkpoint that the attempt begins with. A subclass says by :meth:`take_snapshot` what is written
     every ``seconds`` (None: only what :meth:`put` gets).
     """
 
     def __init__(
-        self, run_folder: Path, identity: Identity, found: Checkpoint | None, seconds: float | None = None
+        self, output_folder: Path, identity: Identity, found: Checkpoint | None, seconds: float | None = None
     ) -> None:
-        self.run_folder, self.identity, self.seconds = run_folder, identity, seconds
+        self.output_folder, self.identity, self.seconds = output_folder, identity, seconds
         self.newest = found
-        self.slots = checkpoint.alternate_slots(run_folder / checkpoint.FOLDER, found.path if found else None)
+        self.slots = checkpoint.alternate_slots(output_folder / checkpoint.FOLDER, found.path if found else None)
         self.slot = next(self.slots)  # the older of the two files
         self.write_lock = threading.Lock()  # held while a snapshot is taken by the thread, and written
         self.changed = threading.Condition()  # of the attributes below, and newest
@@ -121,7 +121,7 @@ class CheckpointWriter:
                 self.changed.notify_all()
 
     def _write_snapshot(self, snapshot: Snapshot) -> None:
-        with (self.run_folder / METRICS).open("rb") as file:
+        with (self.output_folder / METRICS).open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         description = {
             "epoch": snapshot.epoch,

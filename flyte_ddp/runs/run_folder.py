@@ -55,23 +55,23 @@ def prepare_folder(folder: Path) -> Path:
 
     First moves a complete run to the run folder; of an interrupted one keeps metrics, checkpoints and results.
     """
-    work = folder / UNFINISHED
+    unfinished = folder / UNFINISHED
     try:
         publish_if_complete(folder)
-        work.mkdir(parents=True, exist_ok=True)
-        remove_outputs(work)
-        (work / TRACEBACK).unlink(missing_ok=True)
-        (work / METRICS).open("ab").close()
+        unfinished.mkdir(parents=True, exist_ok=True)
+        remove_outputs(unfinished)
+        (unfinished / TRACEBACK).unlink(missing_ok=True)
+        (unfinished / METRICS).open("ab").close()
     except OSError as error:
         raise unwritable_folder_error(folder, error) from None
-    return work
+    return unfinished
 
 
-def remove_outputs(work: Path) -> None:
+def remove_outputs(unfinished: Path) -> None:
     """Remove a run's outputs and temporary files from ``unfinished/``. Metrics stay: they tell why a run failed."""
     for name in reversed(OUTPUTS):  # the report first, which marks a complete run
-        (work / name).unlink(missing_ok=True)
-    remove_temporary_files(work)
+        (unfinished / name).unlink(missing_ok=True)
+    remove_temporary_files(unfinished)
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -105,20 +105,22 @@ def publish_if_complete(folder: Path) -> bool:
 
     Replaces the files of the last run. If this process is killed meanwhile, the next call completes the move.
     """
-    work = folder / UNFINISHED
-    replaced = work / REPLACED  # the last run's results; if it exists, moving has begun
-    if (work / REPORT).exists():
-        shutil.rmtree(work / checkpoint.FOLDER, ignore_errors=True)  # so that the next run does not resume from them
+    unfinished = folder / UNFINISHED
+    replaced = unfinished / REPLACED  # the last run's results; if it exists, moving has begun
+    if (unfinished / REPORT).exists():
+        shutil.rmtree(
+            unfinished / checkpoint.FOLDER, ignore_errors=True
+        )  # so that the next run does not resume from them
         if not replaced.exists():
             if (folder / results.FOLDER).exists():
                 (folder / results.FOLDER).rename(replaced)
             else:
                 replaced.mkdir()
         for name in (results.FOLDER, METRICS, *OUTPUTS):
-            if (work / name).exists():
-                (work / name).replace(folder / name)
+            if (unfinished / name).exists():
+                (unfinished / name).replace(folder / name)
     if replaced.exists():
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return is_finished(folder)
 
 
@@ -126,15 +128,15 @@ def is_finished(folder: Path) -> bool:
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
 
 
-def add_failure_details(error: BaseException, work: Path) -> None:
+def add_failure_details(error: BaseException, output_folder: Path) -> None:
     """Complete an error's text: a RankError's ``step`` and ``file``, and the step of a KeyboardInterrupt."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
-        error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(work))}",)
+        error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
     if not isinstance(error, RankError):
         return
-    error.step = checkpoint.newest_step(work)
+    error.step = checkpoint.newest_step(output_folder)
     if error.file is None:
-        error.file = write_details(error, work / TRACEBACK)
+        error.file = write_details(error, output_folder / TRACEBACK)
 
 
 def write_details(error: RankError, path: Path) -> Path | None:

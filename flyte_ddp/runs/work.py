@@ -19,13 +19,13 @@ class Work:
     function: str  # package.module:function of this library; each rank calls it with its Rank
     arguments: Any  # the function's own
     request: Request  # the ranks that the launcher is to find capacity for
-    run_folder: Path  # the launcher's, which other hosts may not see
+    output_folder: Path  # where ranks write; on the launcher's host the run folder, or a training's unfinished/ in it
     identity: Identity  # what a checkpoint must belong to
     timeout: float  # seconds that a rank waits for others
     save_seconds: float  # limit for saving a checkpoint when the run is told to stop
     quiet: bool = False  # whether nothing is printed that is no failure
     checkpoint: Checkpoint | None = None  # from which the run resumes
-    files: Mapping[str, Path] = field(default_factory=dict)  # what hosts that do not see the run folder must be sent
+    files: Mapping[str, Path] = field(default_factory=dict)  # what hosts without the output folder must be sent
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
     on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks
     world: World = NOT_FOUND  # what the launcher has found capacity for

@@ -66,7 +66,7 @@ class Checkpointer(CheckpointWriter):
     """
 
     def __init__(self, work: Work, state: TrainingState, recorder: Recorder) -> None:
-        super().__init__(work.run_folder, work.identity, work.checkpoint, state.settings.checkpoint_seconds)
+        super().__init__(work.output_folder, work.identity, work.checkpoint, state.settings.checkpoint_seconds)
         self.state, self.recorder = state, recorder
         self.trained_before = work.checkpoint.trained_in if work.checkpoint else ()
         self.closed = rank() != 0 or state.settings.checkpoint_seconds == 0

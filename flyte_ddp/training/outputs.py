@@ -94,7 +94,7 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
 
 
 def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
-    """Write into the run folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
+    """Write into the output folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
 
     All ranks must call it: each builds a second model, and waits for the others. Then rank 0 loads the kept weights
     into the trained model, and seeds the random generators. Raises UserError if a file lacks a part of the model.
@@ -125,13 +125,13 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     model = state.kept_model()
     model.load_state_dict(state.selection.weights)
     sidecar = describe_model(state, work.identity, recorder.epoch_accuracies)
-    model_path, _ = artifacts.save_model(work.run_folder, model.state_dict(), sidecar)
+    model_path, _ = artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
     rows, plain = min(state.settings.wandb_table_rows, len(state.test)), Objective(state.objective.facts)
     described = attempt(
         "describe its predictions", lambda: collect_predictions(state, state.objective, test, rows), None
     )
-    with replace_file(work.run_folder / PREDICTIONS) as file:
+    with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **(described or collect_predictions(state, plain, test, rows)))
     if state.step >= LEAST_STEPS:
         pictures = isinstance(state.spec, InputSpec)

@@ -36,7 +36,7 @@ class StepSums(NamedTuple):
 class Recorder:
     """Adds up losses of all ranks; on rank 0 writes metrics.jsonl and prints progress. All ranks must create it."""
 
-    def __init__(self, run_folder: Path, state: TrainingState) -> None:
+    def __init__(self, output_folder: Path, state: TrainingState) -> None:
         self.settings, self.log_interval = state.settings, state.hp.log_interval
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
@@ -52,7 +52,7 @@ class Recorder:
         self.warnings: list[str] = []
         self.last_loss: float | None = None  # of the last training record of this process
         if self.writes:
-            self.log = JsonLines(run_folder / "metrics.jsonl")
+            self.log = JsonLines(output_folder / "metrics.jsonl")
             self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def close(self) -> None:

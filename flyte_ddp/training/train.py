@@ -47,7 +47,7 @@ OPTIMIZER_SEEDS = 2**34  # is added to the seed for an own optimiser's random nu
 
 
 def train(rank: Rank) -> None:
-    """Train and evaluate on this rank, and write all files into the run folder: the function of a training's Work.
+    """Train and evaluate on this rank, and write all files into the output folder: the function of a training's Work.
 
     All ranks must call it. Resumes from the work's checkpoint, if there is one. Seeds the global random generators.
     Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
@@ -58,7 +58,7 @@ def train(rank: Rank) -> None:
     hardware = choose_hardware(hp, work.world, min(gather_objects(bf16_support(work.world.device_type))))
     refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
     state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
-    with closing(state.splits), closing(Recorder(work.run_folder, state)) as recorder:
+    with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             restore_run(state, recorder, work.checkpoint)

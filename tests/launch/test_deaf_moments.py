@@ -86,7 +86,7 @@ class Agent:
         self.handle, self.folder = ProcessHandle(0, process, from_rank, stacks), folder
         self.ticket = JoinTicket(RankInfo(0, 1, 0), (), 0, b"", folder / "launcher", "mark")
         monkeypatch.setattr(connection, "connect_to_launcher", lambda *_: self.pipe)
-        monkeypatch.setattr(connection, "open_local_run_folder", lambda _: nullcontext(folder))
+        monkeypatch.setattr(connection, "open_local_folder", lambda _: nullcontext(folder))
 
     @contextmanager
     def talking(self, conversation: Callable[[], object]) -> Iterator[None]:

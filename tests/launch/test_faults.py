@@ -87,7 +87,7 @@ def test_a_signal_saves_the_last_step_wherever_the_ranks_are(
 @pytest.mark.slow
 def test_the_last_checkpoint_has_the_time_that_there_is(trial: Trial) -> None:
     """Which is another than after a failure, where rank 0 may wait for one that is gone."""
-    trial.patch.setattr(supervisor, "SAVE_SECONDS", 0.01)
+    trial.patch.setattr(supervisor, "SAVE_AFTER_FAILURE_SECONDS", 0.01)
     trial.inject("slow", rank=0, at="checkpoint", after=0)
     told = trial.signal_when_failing()
     with pytest.raises(StoppedError, match=r"the same run will go on after step \d+, which is saved"):

@@ -53,7 +53,7 @@ class Meeting:
     def agent(self, rank: int, folder: Path | None = None) -> Connection:
         """Comes as an agent does; returns when it has said who it is."""
         ticket = self.rendezvous.make_ticket(RankInfo(rank, 2, local_rank=0))
-        return self.connections.enter_context(connect_to_launcher(ticket, folder or ticket.run_folder))
+        return self.connections.enter_context(connect_to_launcher(ticket, folder or ticket.output_folder))
 
     def strangers(self, number: int) -> list[socket.socket]:
         """They are in the queue before anybody else is, and say nothing."""
@@ -151,7 +151,7 @@ def test_files_are_sent_once_a_host(meeting: Meeting, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()} == names
     assert not (tmp_path / "second").exists()
     for found, where in zip(received, [tmp_path / "first", tmp_path / "first", tmp_path], strict=True):
-        assert found.run_folder == where
+        assert found.output_folder == where
         assert found.checkpoint == replace(checkpoint, path=where / "a.ckpt")
         assert found.files == {"weights": where / "weights.pt"}
 

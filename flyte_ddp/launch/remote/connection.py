@@ -40,8 +40,8 @@ class JoinTicket:
     hosts: tuple[str, ...]  # addresses at which the launcher may be reached, the likeliest first
     port: int
     key: bytes = field(repr=False)  # the run's: both sides of a connection prove that they know it
-    run_folder: Path  # the launcher's
-    mark: str  # name of a file in the run folder: an agent that finds it sees that folder
+    output_folder: Path  # the launcher's
+    mark: str  # name of a file in the output folder: an agent that finds it sees that folder
 
     def to_stdin(self) -> bytes:
         """Pickle the RankInfo, with which an agent starts its rank, and then the ticket."""
@@ -57,10 +57,10 @@ class RunOverError(Exception):
 
 
 @contextmanager
-def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
-    """Yield the run folder if this host sees it, else a temporary folder, deleted at the end."""
-    if (ticket.run_folder / ticket.mark).exists():
-        yield ticket.run_folder
+def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
+    """Yield the output folder if this host sees it, else a temporary folder, deleted at the end."""
+    if (ticket.output_folder / ticket.mark).exists():
+        yield ticket.output_folder
         return
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as own:
         yield Path(own)
@@ -73,7 +73,7 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
         try:
             with socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS) as connected:
                 connected.settimeout(None)
-                own_folder = None if folder == ticket.run_folder else folder
+                own_folder = None if folder == ticket.output_folder else folder
                 hello = {"rank": ticket.info.rank, "host": connected.getsockname()[0], "folder": own_folder}
                 with authenticated_pipe(connected, ticket.key, AGENT, CONNECT_SECONDS) as pipe:
                     pipe.send({**hello, "code": package_digest(), "clock": time.monotonic()})
@@ -101,7 +101,7 @@ class WorkerConnection:
 
     rank: int
     host: str  # the agent's address as the agent sees it
-    folder: Path | None  # where it keeps the run's files; None: it sees the launcher's run folder
+    folder: Path | None  # where it keeps the run's files; None: it sees the launcher's output folder
     code: str  # digest of the agent's library
     clock: float  # ``time.monotonic()`` of its host when it sent these values
     pipe: Connection

@@ -53,7 +53,7 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 
 
 class FileSender:
-    """Sends the launcher the files of a host's run folder that change from now on, if ``enabled``.
+    """Sends the launcher the files of a host's output folder that change from now on, if ``enabled``.
 
     ``send`` must be thread-safe. Methods raise OSError if the launcher is gone or a file cannot be read.
     """

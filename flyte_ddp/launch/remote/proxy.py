@@ -31,7 +31,7 @@ def detect_lost_launcher() -> Iterator[None]:
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
     """Relay messages until the run is over and return True; return False if the launcher is lost before."""
-    with connection.open_local_run_folder(ticket) as folder:
+    with connection.open_local_folder(ticket) as folder:
         try:
             pipe = connection.connect_to_launcher(ticket, folder)
         except (EOFError, OSError, AuthenticationError) as error:  # of another program's port, too
@@ -65,8 +65,8 @@ def relay_until_over(
     try:
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
-        # If this host does not see the launcher's run folder, its ranks write into that of one agent.
-        files = FileSender(folder, send, enabled=folder == work.run_folder != ticket.run_folder)
+        # If this host does not see the launcher's output folder, its ranks write into that of one agent.
+        files = FileSender(folder, send, enabled=folder == work.output_folder != ticket.output_folder)
         handle.send_work(work)
         with files.send_results_during():
             over = relay_messages(handle, pipe, send, files)

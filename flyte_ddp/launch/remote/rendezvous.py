@@ -47,12 +47,12 @@ def open_rendezvous(
     # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
     mark = f".shared-{secrets.token_hex(16)}.tmp"
     key = derive_key(secret or secrets.token_bytes(32), mark)
-    (work.run_folder / mark).touch()
+    (work.output_folder / mark).touch()
     try:
         with socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server:
             yield Rendezvous(work, server, hosts, mark, key, only_once)
     finally:
-        (work.run_folder / mark).unlink(missing_ok=True)
+        (work.output_folder / mark).unlink(missing_ok=True)
 
 
 def derive_key(secret: bytes, mark: str) -> bytes:
@@ -71,7 +71,7 @@ class Rendezvous:
     only_once: bool
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
-        return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.work.run_folder, self.mark)
+        return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.work.output_folder, self.mark)
 
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
@@ -118,7 +118,7 @@ class Rendezvous:
             while len(found) < num_ranks:
                 if stop.signal is not None:
                     # A run before a retry may have saved a checkpoint.
-                    raise stop_error(stop.signal, newest_step(self.work.run_folder))
+                    raise stop_error(stop.signal, newest_step(self.work.output_folder))
                 check_engine()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(num_ranks)) - found.keys())
@@ -149,20 +149,20 @@ class Rendezvous:
         handles: list[RankHandle] = []
         for worker in workers:
             host = here if worker.is_on_launcher_host else worker.host
-            files_in = folders.setdefault(host, worker.folder) if worker.folder else self.work.run_folder
-            handles.append(RemoteHandle(worker, host, self.work.run_folder, files_in))
+            files_in = folders.setdefault(host, worker.folder) if worker.folder else self.work.output_folder
+            handles.append(RemoteHandle(worker, host, self.work.output_folder, files_in))
         return handles
 
 
 class RemoteHandle(RankHandle):
     """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
 
-    ``host`` is its address for other ranks; ``files_in`` is the folder on its host with the files of ``run_folder``.
+    ``host`` is its address for other ranks; ``files_in`` is the folder on its host with the files of ``output_folder``.
     """
 
-    def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
+    def __init__(self, worker: WorkerConnection, host: str, output_folder: Path, files_in: Path) -> None:
         super().__init__(worker.rank, worker.pipe, host)
-        self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
+        self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
         self.clock_behind = worker.received_at - worker.clock
         self.out_of_memory = self.results_failed = False
 
@@ -174,7 +174,7 @@ class RemoteHandle(RankHandle):
         """Send the rank its work with its host's paths, after the files that the host lacks; wait without a limit."""
         if self.worker.folder is not None:
             checkpoint, folder = work.checkpoint, self.files_in
-            log = work.run_folder / METRICS if self.rank == 0 else None
+            log = work.output_folder / METRICS if self.rank == 0 else None
             if folder == self.worker.folder:  # the host's lowest rank
                 with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
                     for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
@@ -183,7 +183,7 @@ class RemoteHandle(RankHandle):
                         self._wait_for_message("stored", None)  # the host's other ranks will read it
             work = replace(
                 work,
-                run_folder=folder,
+                output_folder=folder,
                 checkpoint=replace(checkpoint, path=folder / checkpoint.path.name) if checkpoint else None,
                 files={key: folder / path.name for key, path in work.files.items()},
             )
@@ -235,7 +235,7 @@ class RemoteHandle(RankHandle):
 
     def _write_piece(self, message: dict[str, Any]) -> None:
         try:
-            write_piece(self.run_folder, message)
+            write_piece(self.output_folder, message)
         except (UserError, OSError) as error:
             if not message["name"].startswith(results.FOLDER):
                 raise
@@ -252,8 +252,8 @@ def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest
 
 
 def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
-    """Rewind the run folder to its newest checkpoint, print ``why``, and return the work with that, if any."""
-    found = rewind_to_newest_checkpoint(work.run_folder, work.identity)
+    """Rewind the output folder to its newest checkpoint, print ``why``, and return the work with that, if any."""
+    found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
     if not work.quiet:
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print(f"{why}; {what}", file=sys.stderr, flush=True)

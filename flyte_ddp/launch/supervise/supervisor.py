@@ -13,7 +13,9 @@ from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
 LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
-SAVE_SECONDS = 8.0  # for a checkpoint after a failure, when rank 0 may wait for a rank that is gone for ever
+SAVE_AFTER_FAILURE_SECONDS = (
+    8.0  # for a checkpoint after a failure, when rank 0 may wait for a rank that is gone for ever
+)
 START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
@@ -30,7 +32,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
         )
         if any(handle.failed for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
-            request_checkpoint(group, stop, SAVE_SECONDS)
+            request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
             wait_for_root_cause(group, stop)
             raise first_failure(group, timeout)
         if stop.signal is not None:
