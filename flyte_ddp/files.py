@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from flyte_ddp.errors import UserError
 
+WEIGHTS, SIDECAR = "model.pt", "model.json"  # of a trained model
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import read_description
+from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models import initial_weights
@@ -137,7 +138,7 @@ def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
 
 
 def read_result(folder: Path) -> Result:
-    model, sidecar, metrics, report = (folder / name for name in ("model.pt", "model.json", METRICS, REPORT))
+    model, sidecar, metrics, report = (folder / name for name in (WEIGHTS, SIDECAR, METRICS, REPORT))
     found = json.loads(sidecar.read_bytes())["metrics"]
     measures = {
         name.removeprefix("test_"): math.nan if value is None else float(value)

@@ -23,6 +23,7 @@ WORKERS = node_range()[1] * RANKS_EACH
 @flyte_task(
     task_config=dask_cluster(WORKERS, ResourceSpec(**requests_and_limits(PROFILE)), RANKS_EACH),
     **pods.launching_pod(RUNNER),
+    cache=pods.training_cache(),
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
 )
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:

@@ -57,6 +57,7 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 @flyte_task(
     task_config=ElasticTraining(**elastic_options(*node_range(), ENGINES["elastic"].ranks_per_node(chosen_profile()))),
     **pods.training_pod(),
+    cache=pods.training_cache(),
 )
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on torch Elastic, on one node or several, with a rank in each of Elastic's workers.

@@ -63,8 +63,6 @@ def launching_pod(size: Size) -> dict[str, Any]:
         "interruptible": profile.interruptible,
         # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
         "retries": read_whole_number("FLYTE_DDP_RETRIES"),
-        # The address of the data differs each time; run_version stands for the data.
-        "cache": cache_by_content(ignored_inputs=("data",)),
         **WITH_DECK,
     }
 
@@ -102,6 +100,10 @@ def secret_requests() -> list[Secret]:
     """Return the request for the secret with wandb's key, as an environment variable; [] if pods get no secret."""
     names = environment.wandb_secret_id()
     return [Secret(*names, mount_requirement=Secret.MountType.ENV_VAR)] if names else []
+
+
+def training_cache() -> Cache:
+    return cache_by_content(ignored_inputs=("data",))  # whose address differs each time; run_version stands for them
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:

@@ -22,7 +22,7 @@ CLUSTER = ray_cluster(
 )
 
 
-@flyte_task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER))
+@flyte_task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER), cache=pods.training_cache())
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
 

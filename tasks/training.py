@@ -36,7 +36,7 @@ class TrainingOutputs(NamedTuple):
 Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths are the data and the run folder
 
 
-@flyte_task(**pods.training_pod())
+@flyte_task(**pods.training_pod(), cache=pods.training_cache())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
 
@@ -85,9 +85,10 @@ def training_outputs(result: Result) -> TrainingOutputs:
     name, value = next(iter(result.measures.items()))
     figure = format_measure(name, value).replace("\N{NO-BREAK SPACE}", "")
     paths.print_local_files(f"test {name_measure(name)} {figure}; made in", files)
-    model, *others = files
     return TrainingOutputs(
-        result.epoch_accuracies,
-        output_file(PythonPickledFile, model),
-        *(output_file(FlyteFile, path) for path in others),
+        epoch_accuracies=result.epoch_accuracies,
+        model_state=output_file(PythonPickledFile, result.model),
+        sidecar=output_file(FlyteFile, result.sidecar),
+        report=output_file(FlyteFile, result.report),
+        metrics=output_file(FlyteFile, result.metrics),
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flyte_ddp.catalog import CODE_OPTIONS
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import HashingFile, explain_write_errors, file_digest, replace_file, sync
+from flyte_ddp.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
@@ -33,7 +33,7 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
     ``state_dict`` comes from the model itself, not from DDP's or torch.compile's wrapper. ``model.json`` also gets
     ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
     """
-    model_path, sidecar_path = folder / "model.pt", folder / "model.json"
+    model_path, sidecar_path = folder / WEIGHTS, folder / SIDECAR
     # The sidecar gets its name last, so that it never exists without its weights.
     with replace_file(sidecar_path) as sidecar_file, replace_file(model_path) as model_file:
         hashing = HashingFile(model_file)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.files import file_digest, replace_file
+from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
 from flyte_ddp.release import versions
 from flyte_ddp.release.documents import render_model_card
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
@@ -42,7 +42,7 @@ def store_version(
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
     stored = versions.find_version(registry, name)
     if stored is not None:
-        stored_about = json.loads(versions.read_version_file(registry, stored, versions.SIDECAR))
+        stored_about = json.loads(versions.read_version_file(registry, stored, SIDECAR))
         own, other = ({"model": each["model"], **versions.read_task(each)} for each in (about, stored_about))
         for field, value in own.items():
             if other[field] != value:
@@ -54,8 +54,8 @@ def store_version(
             return stored
     files: Mapping[str, Path | bytes] = {
         "verdict.json": verdict_file,
-        versions.WEIGHTS: weights,
-        versions.SIDECAR: sidecar,
+        WEIGHTS: weights,
+        SIDECAR: sidecar,
         **beside,
         "README.md": render_model_card(registry.name, about, verdict, beside),
     }
@@ -134,7 +134,7 @@ def has_task_of(registry: Registry, best: str, version: versions.Version) -> boo
     """Return whether version ``best`` has the same task as the other; False if its files are missing or altered."""
     try:
         one, other = (
-            json.loads(versions.read_version_file(registry, found, versions.SIDECAR))
+            json.loads(versions.read_version_file(registry, found, SIDECAR))
             for found in (versions.read_version(registry, best), version)
         )
     except UnreachableError:
@@ -152,14 +152,14 @@ def download_version(
     Makes the folder, replaces its files. ``manifest`` is the SHA-256 of a revision's manifest; empty: the newest
     revision.
     """
-    found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
+    found, needed = versions.read_version(registry, version, manifest), (WEIGHTS, SIDECAR)
     for name in found.files if every_file else needed:
         address, target = versions.file_address(registry, found, name), folder / name
         with registry.explain_failures("read"), replace_file(target, durable=False) as file:
             storage.retry(address, partial(storage.download_file, file=file))
         if file_digest(target) != found.files[name]:
             raise versions.damaged_file_error(address)
-    return folder / versions.WEIGHTS, folder / versions.SIDECAR
+    return folder / WEIGHTS, folder / SIDECAR
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:

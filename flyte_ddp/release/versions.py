@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.release.registry import DAMAGED, Registry, content_digest
 
-WEIGHTS, SIDECAR, MANIFEST = "model.pt", "model.json", "manifest.json"
+MANIFEST = "manifest.json"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 LISTED = re.compile(rf"(?:([0-9]+)/)?{re.escape(MANIFEST)}")
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import SIDECAR
 from flyte_ddp.report.charts import list_section_values
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart
 from flyte_ddp.report.page import render_template, write_html
@@ -50,7 +51,7 @@ class Run:
         self.sections: list[Section] = []  # what the objective tells of the test split
         self.pictures: dict[int, Picture] = {}  # by the number of the sample in the test split
         try:
-            if (path := folder / "model.json").exists():
+            if (path := folder / SIDECAR).exists():
                 self.sidecar = dict(json.loads(path.read_bytes()))
             if (path := folder / "predictions.npz").exists():
                 self.sections, self.pictures = read_predictions(path)

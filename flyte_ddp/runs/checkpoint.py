@@ -43,7 +43,7 @@ class Identity:
     code: str = ""  # digest of this library's code
     user_code: str = ""  # digest of the user's own code, but for that of the data set
     initial_weights: str = ""  # digest of the file
-    releases: str = ""  # of torch and the other libraries in code_digest.ARITHMETIC
+    releases: str = ""  # of torch and the other libraries in user_code.digest.ARITHMETIC
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flyte_ddp import results
 from flyte_ddp.errors import RankError, UserError, describe_resumption
-from flyte_ddp.files import hold_lock
+from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
 REPORT = "report.html"  # written and moved last: if it is in unfinished/, the run in it is complete
-OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
+OUTPUTS = (WEIGHTS, SIDECAR, PREDICTIONS, REPORT)
 TRACEBACK = "traceback.txt"  # where the run has written, if a rank has raised
 REPLACED = ".replaced"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import storage
-from flyte_ddp.release import versions
+from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import Entry, LostError, Registry
 from flyte_ddp.release.verdict import Verdict
@@ -55,7 +55,7 @@ def release_model(address: str, folder: Path) -> str:
     """Store a version and promote it; return the outcome's reason. A second call is a second try."""
     verdict = Verdict.from_json((folder / "verdict.json").read_text())
     registry = Registry(address, "model")
-    files = (folder / name for name in (versions.WEIGHTS, versions.SIDECAR))
+    files = (folder / name for name in (WEIGHTS, SIDECAR))
     version = store_version(registry, *files, verdict, {"page.html": folder / "page.html"})
     return apply_verdict(registry, version, verdict, by="one execution").outcome
 

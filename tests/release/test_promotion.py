@@ -10,7 +10,7 @@ import pytest
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest
+from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
 from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import (
     apply_verdict,
@@ -26,7 +26,7 @@ from flyte_ddp.release.verdict import Verdict
 
 def judged(model: Path, **values: Any) -> Verdict:
     """A verdict that promotes."""
-    digest = file_digest(model / versions.WEIGHTS)
+    digest = file_digest(model / WEIGHTS)
     about = {"decision": "promote", "reason": "better", "challenger": digest, "champion": "", "best": digest}
     numbers = {"log_number": 0, "samples": 9, "measure": "accuracy", "challenger_score": 1.0, "champion_score": 0.0}
     return Verdict(**{**about, **numbers, "look": 1, "test_digest": "t", "alpha": 0.05, "time": "", **values})
@@ -35,10 +35,10 @@ def judged(model: Path, **values: Any) -> Verdict:
 def trained(folder: Path, classes: str = "ab") -> Path:
     """Files that a registry takes for a model's, with the verdict and its page; weights differ by the folder's name."""
     folder.mkdir()
-    (folder / versions.WEIGHTS).write_text(folder.name)
+    (folder / WEIGHTS).write_text(folder.name)
     takes = {"channels": 1, "height": 8, "width": 8}
     sidecar = {"model": "small_cnn", "classes": [*classes], "input": takes, "digests": {"weights": "w"}}
-    (folder / versions.SIDECAR).write_text(json.dumps(sidecar))
+    (folder / SIDECAR).write_text(json.dumps(sidecar))
     (folder / "page.html").write_text("page")
     (folder / "verdict.json").write_text(judged(folder).to_json())
     return folder
@@ -47,7 +47,7 @@ def trained(folder: Path, classes: str = "ab") -> Path:
 def stored(registry: Registry, model: Path, **values: Any) -> tuple[versions.Version, Verdict]:
     """The version that the files of a folder become, and the verdict."""
     verdict = judged(model, **values)
-    files = model / versions.WEIGHTS, model / versions.SIDECAR
+    files = model / WEIGHTS, model / SIDECAR
     beside = {name: model / name for name in ("page.html", "model.onnx") if (model / name).exists()}
     return store_version(registry, *files, verdict, beside), verdict
 
@@ -83,7 +83,7 @@ def test_two_rivals(registry: Registry, tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.exhaustive)])
 def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, tmp_path: Path) -> None:
     model = trained(tmp_path / "trained")
-    whole = file_digest(model / versions.WEIGHTS)
+    whole = file_digest(model / WEIGHTS)
     for place in range(20):
         arguments = {"args": (f"{address}{place}", model, place), "kwargs": {"after": when == "after"}}
         killed = get_context("spawn").Process(target=promoter.release_and_be_killed, **arguments)
@@ -259,7 +259,7 @@ def test_other_weights_and_other_classes_are_refused(local: Registry, tmp_path: 
     stored(local, one)
     with pytest.raises(UserError, match=r"verdict: is on version aaaaaaaaaaaa, not on .*; give what was judged"):
         stored(local, one, challenger="a" * 64)
-    (one / versions.SIDECAR).write_text((one / versions.SIDECAR).read_text().replace('["a", "b"]', '["b", "a"]'))
+    (one / SIDECAR).write_text((one / SIDECAR).read_text().replace('["a", "b"]', '["b", "a"]'))
     with pytest.raises(UserError, match="is in the registry already, with another classes: equal weights are one"):
         stored(local, one)
 

@@ -1,8 +1,11 @@
 """Attempts of packaged tasks that are cut off, run the way pods run them, go on from their checkpoints."""
 
 import json
+import os
+import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,12 @@ def take_the_pod_away(process: subprocess.Popen[bytes], checkpoints: Path) -> No
     process.terminate()
 
 
+def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """What becomes of it with a node that loses its power."""
+    wait_for_another("saved-*", process, checkpoints)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
 def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     """After which steps the attempts at a run began."""
     assert ended.outputs, ended.log
@@ -41,15 +50,21 @@ def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     return [record["resumed_after_step"] for record in map(json.loads, lines) if record["kind"] == "start"]
 
 
-def test_an_execution_goes_on_where_another_was_cut_off(cluster: Cluster, train_inputs: Inputs, tmp_path: Path) -> None:
-    inputs = {**train_inputs, "hp": packed(LONG), "run_version": packed("a-run")}
-    first = cluster.run(TRAIN, inputs, execution="aborted", during=take_the_pod_away)
+@pytest.mark.parametrize("cut_off", [take_the_pod_away, pytest.param(kill_the_pod, marks=pytest.mark.exhaustive)])
+def test_an_execution_goes_on_where_another_was_cut_off(
+    cluster: Cluster, train_inputs: Inputs, tmp_path: Path, cut_off: Callable[..., None]
+) -> None:
+    inputs = {**train_inputs, "hp": packed(LONG), "run_version": packed(cut_off.__name__)}
+    first = cluster.run(TRAIN, inputs, execution="aborted", during=cut_off)
     assert first.outputs is None
-    assert first.error is not None, first.log
-    assert first.error.kind == ContainerError.RECOVERABLE
-    assert "stopped by SIGTERM" in first.error.message
-    assert first.deck is not None
-    assert "This attempt has failed" in first.deck
+    if cut_off is kill_the_pod:
+        assert first.error is None, "nobody was left to report one"
+    else:
+        assert first.error is not None, first.log
+        assert first.error.kind == ContainerError.RECOVERABLE
+        assert "stopped by SIGTERM" in first.error.message
+        assert first.deck is not None
+        assert "This attempt has failed" in first.deck
     second = cluster.run(TRAIN, inputs, execution="launchedagain")
     assert "found the checkpoint of attempt 0 of aborted" in second.log
     assert resumed(cluster, second)[0] == 0
