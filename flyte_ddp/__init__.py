@@ -6,6 +6,8 @@ The names in MODULES are the public API. Importing this package is cheap: each n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.user_code.version import VERSION
+
 if TYPE_CHECKING:
     from flyte_ddp import results as results
     from flyte_ddp.config import Hyperparameters as Hyperparameters
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from flyte_ddp.run import run_training as run_training
     from flyte_ddp.settings import Settings as Settings
 
-__version__ = "0.1.0"
+__version__ = VERSION
 MODULES = {
     "CurrentRank": "loops.current_rank",
     "Hyperparameters": "config",

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.preparation import fetch_data_set
+from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import read_settings
@@ -56,7 +56,7 @@ def predict_images(
         written = write_prediction_table(
             *model,
             images=Path(images.download()) if images is not None else None,
-            dataset=fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+            dataset=find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
             if dataset
             else None,
             table=Path(table.download()) if table is not None else None,

@@ -10,7 +10,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import is_quickly_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.preparation import check_and_identify_run, fetch_data_set
+from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 
@@ -30,7 +30,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
     Give the hyperparameters of these names, and the data_version that check_inputs returns.
     """
-    return output_folder(fetch_data_set(dataset, data_source, test_dataset, data_version))
+    return output_folder(find_or_fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
 @flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
@@ -57,7 +57,7 @@ def check_inputs(
     run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
-        data = output_folder(fetch_data_set(*data_inputs, sample=hp.sample))
+        data = output_folder(find_or_fetch_data_set(*data_inputs, sample=hp.sample))
     else:
         data = fetch_dataset(*data_inputs)
     return CheckedInputs(hp=hp, data=data, data_version=data_version, run_version=run_version)

@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import author_name, is_in_pod
-from flyte_ddp.pods.preparation import fetch_data_set
+from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
@@ -61,7 +61,7 @@ def evaluate_version(
             model = promotion.download_version(registry, version, fetched)
         else:
             model = promotion.download_champion(registry, fetched)
-        data = fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+        data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
         return judge_files(model, data, registry, policy)
 
 

@@ -17,7 +17,7 @@ DECIDES_NOTHING = {  # files that are imported by those that decide
     "settings": "what does not change a run's result",
     "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
     "text/credentials files lookahead machine/process": "how files, processes and threads are treated",
-    "user_code/callables user_code/digest user_code/source user_code/stored": "which code there is",
+    "user_code/callables user_code/digest user_code/source user_code/stored user_code/version": "which code there is",
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
     "runs/checkpoint runs/checkpoint_writer": "how a state gets to a file and back",
     "runs/run_folder runs/work": "what ranks are told, and where the files of a run are",

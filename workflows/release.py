@@ -9,7 +9,7 @@ from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
-from flyte_ddp.pods.preparation import NO_SCHEDULE
+from flyte_ddp.pods.run_inputs import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Released
 from tasks.preparation import check_inputs

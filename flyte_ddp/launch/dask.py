@@ -2,16 +2,16 @@
 
 import itertools
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import flyte_ddp
 from flyte_ddp.errors import UnreachableError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
-from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.launch.remote.rendezvous import END_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.machine import resources
 from flyte_ddp.machine.process import hide_main_script
@@ -68,7 +68,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
         finally:
             # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
             with suppress(Exception), cluster.as_current():  # the time is over, or there is no scheduler any more
-                wait(futures, timeout=JOIN_SECONDS)
+                wait(futures, timeout=END_SECONDS)
             with suppress(Exception):  # Dask raises a bare Exception if the client is closed
                 cluster.cancel(futures, force=True)
 
@@ -152,11 +152,12 @@ def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of this library, with those it calls, for workers without the library or with another release."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    cloudpickle.register_pickle_by_value(flyte_ddp)
+    library = sys.modules["flyte_ddp"]
+    cloudpickle.register_pickle_by_value(library)
     try:
         content = cloudpickle.dumps(function)
     finally:
-        cloudpickle.unregister_pickle_by_value(flyte_ddp)
+        cloudpickle.unregister_pickle_by_value(library)
 
     def call(*arguments: Any) -> Any:  # cloudpickle pickles a nested function by value, too
         import pickle

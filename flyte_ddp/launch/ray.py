@@ -10,7 +10,7 @@ from typing import Any
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
-from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
+from flyte_ddp.launch.remote.rendezvous import END_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.machine.process import signal_handlers
 from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
@@ -57,7 +57,7 @@ def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
                 for force in (False, True):
                     for task in tasks:
                         ray.cancel(task, force=force)
-                    _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=JOIN_SECONDS) if tasks else ([], [])
+                    _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS) if tasks else ([], [])
                 remove_placement_group(group)
 
 

@@ -21,7 +21,7 @@ def launch(work: Work) -> None:
     """Do the work in processes of this machine, one for each rank; raise the launchers' errors."""
     work = choose_world(work, detect_world)
     num_ranks = work.world.num_ranks
-    work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # as this host is ready
+    work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # this host has the data
     group: list[RankHandle] = []
     with catch_stop_signals() as stop, ExitStack() as at_end:
         store = ""  # where there are no files in memory, ranks find each other as on several hosts

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
@@ -27,7 +26,7 @@ from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
-from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
+from flyte_ddp.parallel.distributed import rank, wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
 from flyte_ddp.runs.run_folder import PREDICTIONS
@@ -41,6 +40,7 @@ from flyte_ddp.training.predictions import collect_predictions
 from flyte_ddp.training.recording import Recorder, describe_waiting
 from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.user_code.digest import library_digest
+from flyte_ddp.user_code.version import VERSION
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,7 @@ MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions 
 
 def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
     """Append the start record to metrics.jsonl, and print warnings of how the training starts; on rank 0 alone."""
-    if not recorder.writes:
+    if rank() != 0:
         return
     hp, hardware, ranks = state.hp, state.hardware, world_size()
     skipped = list_seeded_tensors(state.model.state_dict(), hp.init_from, hp.init_skip)
@@ -105,7 +105,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     options = state.hp.parse_options()
     new_model = zoo.build_model(state.hp.model, state.objective.outputs, state.spec, options.get("model", {}))
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
-    if not recorder.writes:
+    if rank() != 0:
         return
     test, none = state.selection.test, tuple[float, ...]()
     attempt = partial(try_own_code, state, recorder)
@@ -180,7 +180,7 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
             "python": platform.python_version(),
             "torch": torch.__version__,
             "torchvision": version("torchvision"),
-            "flyte_ddp": flyte_ddp.__version__,
+            "flyte_ddp": VERSION,
         },
         "num_ranks": world_size(),
         "num_nodes": state.hardware.num_nodes,

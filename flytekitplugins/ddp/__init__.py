@@ -14,7 +14,9 @@ __all__ = ["DDP"]
 
 @dataclass(frozen=True)
 class DDP:
-    """How many ranks run a task's body, and where. Raises UserError for values that do not fit each other.
+    """How many ranks run a task's body, and where; after a failure flytekit's ``retries=`` decides (default: none).
+
+    Raises UserError for values that do not fit each other.
 
     Args:
         num_ranks: over all nodes; 0: one for each GPU that the task requests, else for each CPU, up to 4 on a node.

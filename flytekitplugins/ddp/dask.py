@@ -40,5 +40,5 @@ class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugi
             dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes)), function, **options
         )
 
-    def run_ranks(self, call: Call, run: str) -> Returned:
+    def run_body(self, call: Call, run: str) -> Returned:
         return self.run_on_engine(call, run, "dask", self.num_ranks)

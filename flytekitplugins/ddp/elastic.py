@@ -96,7 +96,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         engine = Elastic(**elastic_options(config.nodes, config.nodes, each))
         super().__init__(engine, function, requests=node.requests, limits=node.limits, **options)
 
-    def run_ranks(self, call: Call, run: str) -> Returned:
+    def run_body(self, call: Call, run: str) -> Returned:
         """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine."""
         from flyte_ddp.launch import elastic
 

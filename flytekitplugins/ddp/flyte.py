@@ -2,8 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 
 from flytekit import Deck, FlyteContextManager
 from flytekit.configuration import LocalConfig
@@ -59,8 +58,10 @@ def replace_deck(title: str, html: str) -> None:
 
 
 PLATFORM = Flyte()
-# Flyte counts any exception but its own retryable one as final.
-translate_errors_for_flyte = partial(retries.raise_retryable_errors, PLATFORM)
+
+
+def translate_errors_for_flyte() -> AbstractContextManager[None]:
+    return retries.raise_retryable_errors(PLATFORM)  # Flyte counts any exception but its own retryable one as final
 
 
 @contextmanager

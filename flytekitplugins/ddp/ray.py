@@ -70,5 +70,5 @@ class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the p
         options |= {**requests_and_limits(SUBMITTER), "accelerator": None, "shared_memory": None}
         super().__init__(cluster, function, **options)
 
-    def run_ranks(self, call: Call, run: str) -> Returned:
+    def run_body(self, call: Call, run: str) -> Returned:
         return self.run_on_engine(call, run, "ray", self.ddp.nodes)

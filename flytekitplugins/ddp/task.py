@@ -63,12 +63,12 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
             raw_output = current_context().raw_output_prefix if is_in_pod() else ""
             call = make_call(self, inputs, shown, raw_output, literals=self.has_own_hosts and is_in_pod())
-            returned = self.run_ranks(call, name_run(self.name, call))
+            returned = self.run_body(call, name_run(self.name, call))
         for name, html in returned.decks:
             replace_deck(name, html)
         return returned.value
 
-    def run_ranks(self, call: Call, run: str) -> Returned:
+    def run_body(self, call: Call, run: str) -> Returned:
         """Run the call on the ranks, in the folder of the run, and return what rank 0 has returned."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class PodTask(RanksTask):
         if gpus := count_requested_gpus(self.resources):
             self.environment.setdefault(REQUESTED_GPUS, str(gpus))
 
-    def run_ranks(self, call: Call, run: str) -> Returned:
+    def run_body(self, call: Call, run: str) -> Returned:
         from flyte_ddp.launch import elastic
 
         launch = elastic.launch if self.ddp.engine else None

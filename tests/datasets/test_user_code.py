@@ -13,7 +13,7 @@ import pytest
 from image_folders import write_files
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.pods.preparation import fetch_data_set
+from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.digest import PARSING, parse_python
 from flyte_ddp.user_code.source import find_top_level, find_user_sources, user_source_digest
@@ -88,7 +88,7 @@ def test_an_error_of_the_users_own_begins_with_his_line(project: Path) -> None:
     code = "import json\n\ndef inner(text):\n    return json.loads(text)\n\ndef outer(text):\n    return inner(text)\n"
     (project / "users_errors.py").write_text(code)
     with pytest.raises(UserError) as raised:
-        fetch_data_set("users_errors:outer", "", "")
+        find_or_fetch_data_set("users_errors:outer", "", "")
     first, empty, *trace = raised.value.message.splitlines()
     assert first.startswith(
         "dataset='users_errors:outer': users_errors.py:4: json.decoder.JSONDecodeError: Expecting value"

@@ -169,7 +169,7 @@ def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the launcher's next look nor the end of the rank waits for another message."""
-    for name, module in (("STACK_SECONDS", rendezvous), ("JOIN_SECONDS", rendezvous)):
+    for name, module in (("STACK_SECONDS", rendezvous), ("END_SECONDS", rendezvous)):
         monkeypatch.setattr(module, name, None)  # for ever
     handle, agent = remote_handle(tmp_path)
     agent.send({"kind": "exit", "code": -9, "out_of_memory": True})

@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     project = folder / "project"
     packaged.copy_project(project)
-    (project / "flyte_ddp/__init__.py").write_text(f'__version__ = "{VERSION}"\n')
+    (project / "flyte_ddp/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
     environment = {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
     ended, package = packaged.make(folder, "--copy", "all", directory=project, **environment)
     assert ended.exit_code == 0, ended.output

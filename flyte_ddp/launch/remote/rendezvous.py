@@ -31,7 +31,7 @@ from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
-JOIN_SECONDS = 10.0  # for a killed rank to end
+END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to end
 STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for it
 
 
@@ -214,7 +214,7 @@ class RemoteHandle(RankHandle):
     def close(self) -> None:
         """Wait up to 10 s for the rank's exit code and its last files, and close the pipe."""
         if self.exitcode is None:
-            self._wait_for_message("exit", JOIN_SECONDS)
+            self._wait_for_message("exit", END_SECONDS)
         self.pipe.close()
 
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:

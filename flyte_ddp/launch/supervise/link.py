@@ -30,7 +30,7 @@ class RankInfo:
     world_size: int
     local_rank: int  # the number of its GPU, of those that its process sees
     function: str = ""  # of its work, whose module the rank imports while it waits for the work
-    store: str = ""  # a file by which ranks that are all on one host find each other
+    store: str = ""  # a file by which Rank.join lets ranks that are all on one host find each other
 
 
 class PipeEnd:

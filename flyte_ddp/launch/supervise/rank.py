@@ -38,7 +38,7 @@ class Rank:
         self, work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
     ) -> None:
         self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
-        self.store: Store | None = None  # the ranks' common store, once it is open
+        self.store: Store | None = None  # the ranks' common store; join() alone sets it
 
     def open_store(self) -> TCPStore:
         """Open the store of rank 0, which all ranks share, as do process groups by ``env://`` at its address."""

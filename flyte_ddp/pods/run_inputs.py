@@ -1,10 +1,11 @@
-"""What comes before training: inputs are checked, the run is identified, and its data set is fetched."""
+"""Inputs of a training's pods: check them, name the run and its data set, and find or fetch the data set."""
 
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flyte_ddp import datasets, hardware
+from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetching
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import node_and_rank_limits
@@ -26,24 +27,24 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
         check_wandb_settings(read_settings())  # settings of pods were checked at registration
     identity.check_known_image_size(hp)
     hardware.check_requested_resources(hp, *node_and_rank_limits(engine))
-    fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
+    fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
     run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
     paths.complete_interrupted_move(run)
     data = f"datasets/{fingerprint}"
     run_version = paths.add_folder_token(run, complete=is_finished(paths.resolve_folder(run)))
-    return run_version, paths.add_folder_token(data, complete=datasets.is_whole(paths.resolve_folder(data)))
+    return run_version, paths.add_folder_token(data, complete=fetching.is_whole(paths.resolve_folder(data)))
 
 
-def fetch_data_set(
+def find_or_fetch_data_set(
     dataset: str, data_source: str, test_dataset: str, data_version: str = "", *, sample: str = ""
 ) -> Path:
     """Return a data set's folder; if it is unusable, download and prepare the set, which may run the user's code.
 
     ``data_version`` is the folder's name; "" asks the data's origin for it.
     """
-    name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
+    name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress
     with explain_own_errors(f"dataset={dataset!r}"):
-        return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)
+        return fetching.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)
