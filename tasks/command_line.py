@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 CALL_SECONDS = 30.0  # time limit of a call to a cluster
-left_out: dict[str, str] = {}  # by a workflow whose engine's plugin is not installed, what to install
 EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
 
 
@@ -133,21 +132,18 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
 
 
 def is_engine_installed(name: str) -> bool:
-    """Return whether an engine is installed; if not, print to stderr how to install it, and set left_out."""
+    """Return whether an engine is installed; if not, print to stderr how to install it."""
     plugin = ENGINES[name].flytekit_plugin
     with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
         if importlib.util.find_spec(plugin) is not None:  # a plugin needs its engine, so that is installed too
             return True
-    workflow = f"{name}_training_wf"
-    left_out[workflow] = f"{workflow} is left out, as {plugin} is not installed: {install_hint(name)}"
-    print(left_out[workflow], file=sys.stderr, flush=True)
+    text = f"{name}_training_wf is left out, as {plugin} is not installed: {install_hint(name)}"
+    print(text, file=sys.stderr, flush=True)
     return False
 
 
 def unknown_entity_error(context: click.Context) -> UserError:
     name = word_after_option(sys.argv, str(context.info_name)) or ""
-    if name in left_out:
-        return UserError(left_out[name])
     assert isinstance(context.command, click.Group)
     return unknown_name_error("workflow, task or launch plan", name, context.command.list_commands(context))
 

@@ -13,14 +13,7 @@ from flyte_ddp.pods.run_inputs import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Released
 from tasks.preparation import check_inputs
-from tasks.release import (
-    Judged,
-    carry_out_verdict,
-    evaluate_version,
-    judge_model,
-    promote_version,
-    roll_back_champion,
-)
+from tasks.release import Judged, carry_out_verdict, evaluate_version, judge_model, promote_version, roll_back_champion
 from tasks.training import train_model
 from tasks.validation import profile_dataset, validate_dataset
 from workflows.schedules import make_launch_plans

@@ -267,9 +267,8 @@ def run_worker_rank(
     link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
     # If this host does not see the launcher's output folder, its ranks write into that of one of them, which sends
     # their results. Outputs are written by rank 0 only.
-    files = FileSender(
-        folder, lambda piece: link.send(**piece), enabled=folder == work.output_folder != ticket.output_folder
-    )
+    sends = folder == work.output_folder != ticket.output_folder
+    files = FileSender(folder, lambda piece: link.send(**piece), enabled=sends)
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
     with (
         call_on_signals(SIGNALS, lambda: link.send("stop")),

@@ -15,7 +15,6 @@ PAGE_SECONDS = 30.0  # between two pages
 LAST_SECONDS = 10.0  # limit of the wait for the last page, and for a page before it that is being uploaded
 TITLE = "Training report"
 PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first steps.</p>"
-FUNCTION_TITLE = "Run"
 FUNCTION_PLACEHOLDER = "<p>The function has not begun yet; this page then shows what it records.</p>"
 
 Render = Callable[[str, bool], str]  # why the run has failed, or "", and whether the page is the last one; returns HTML
@@ -23,7 +22,7 @@ Render = Callable[[str, bool], str]  # why the run has failed, or "", and whethe
 
 @contextmanager
 def publish_page_while_running(
-    platform: Platform, render: Render, *, title: str = FUNCTION_TITLE, placeholder: str = FUNCTION_PLACEHOLDER
+    platform: Platform, render: Render, *, title: str = "Run", placeholder: str = FUNCTION_PLACEHOLDER
 ) -> Iterator[None]:
     """Publish a pod's page ``title`` every 30 s during the block, and at its end; do nothing locally.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from flyte_ddp.errors import MachineError, RankError, StoppedError, UnreachableError
+from flyte_ddp.errors import MachineError, RankError, StoppedError, UnreachableError, describe_resumption
 from flyte_ddp.files import file_version
 from flyte_ddp.machine.process import postpone_signal, signal_handlers
 from flyte_ddp.pods import environment
@@ -49,7 +49,8 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
             failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
             if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):
                 raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
-            raise platform.retryable_error(str(failure)) from error
+            resumption = f"\n\n{describe_resumption(failure.step)}" if isinstance(failure, RankError) else ""
+            raise platform.retryable_error(f"{failure}{resumption}") from error
 
 
 @contextmanager

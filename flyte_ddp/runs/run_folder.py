@@ -108,9 +108,8 @@ def publish_if_complete(folder: Path) -> bool:
     unfinished = folder / UNFINISHED
     replaced = unfinished / REPLACED  # the last run's results; if it exists, moving has begun
     if (unfinished / REPORT).exists():
-        shutil.rmtree(
-            unfinished / checkpoint.FOLDER, ignore_errors=True
-        )  # so that the next run does not resume from them
+        # So that the next run does not resume from them.
+        shutil.rmtree(unfinished / checkpoint.FOLDER, ignore_errors=True)
         if not replaced.exists():
             if (folder / results.FOLDER).exists():
                 (folder / results.FOLDER).rename(replaced)

@@ -7,16 +7,9 @@ from flytekit.core.resources import ResourceSpec
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 from flytekitplugins.dask.task import DaskTask as PluginTask
 
-from flyte_ddp.loops.call import Call
 from flyte_ddp.pods.profiles import Size
 from flytekitplugins.ddp import DDP
-from flytekitplugins.ddp.ranks import Returned
-from flytekitplugins.ddp.resources import (
-    count_ranks_per_node,
-    divide_resources,
-    requests_and_limits,
-    take_resources,
-)
+from flytekitplugins.ddp.resources import count_ranks_per_node, divide_resources, requests_and_limits, take_resources
 from flytekitplugins.ddp.task import EngineTask, Function
 
 SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
@@ -34,11 +27,8 @@ class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugi
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
         node = take_resources(options)
-        self.num_ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
+        self.num_ranks = self.num_hosts = config.num_ranks or config.nodes * count_ranks_per_node(node)  # a worker each
         options |= requests_and_limits(RUNNER)
         super().__init__(
             dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes)), function, **options
         )
-
-    def run_body(self, call: Call, run: str) -> Returned:
-        return self.run_on_engine(call, run, "dask", self.num_ranks)

@@ -100,11 +100,9 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine."""
         from flyte_ddp.launch import elastic
 
-        returned: Returned
         if not is_in_pod():
             launch = partial(elastic.launch, retries=self.task_config.max_restarts)
-            returned = run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
-            return returned
+            return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))

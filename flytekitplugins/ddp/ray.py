@@ -7,10 +7,8 @@ from flytekit.core.resources import ResourceSpec
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
-from flyte_ddp.loops.call import Call
 from flyte_ddp.pods.profiles import Size
 from flytekitplugins.ddp import DDP
-from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import (
     count_ranks_per_node,
     kubernetes_resources,
@@ -62,6 +60,7 @@ class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the p
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
         node = take_resources(options)
+        self.num_hosts = config.nodes
         self.num_ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
         size = options["shared_memory"] if isinstance(options["shared_memory"], str) else ""
         gpu = options["accelerator"].to_flyte_idl().device if options["accelerator"] else ""
@@ -69,6 +68,3 @@ class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the p
         cluster = ray_cluster(config.nodes, node, size, gpu, with_secrets=secrets)
         options |= {**requests_and_limits(SUBMITTER), "accelerator": None, "shared_memory": None}
         super().__init__(cluster, function, **options)
-
-    def run_body(self, call: Call, run: str) -> Returned:
-        return self.run_on_engine(call, run, "ray", self.ddp.nodes)

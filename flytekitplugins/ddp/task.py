@@ -78,11 +78,11 @@ class EngineTask(RanksTask):
 
     has_own_hosts = True
     num_ranks: int  # in the cluster
+    num_hosts: int  # that the launcher waits for
 
-    def run_on_engine(self, call: Call, run: str, engine: str, hosts: int) -> Returned:
+    def run_body(self, call: Call, run: str) -> Returned:
         request = Request(self.num_ranks if is_in_pod() else self.ddp.num_ranks, exact=True)
-        returned: Returned = run_in_folder(call, run, request, engine_launcher(engine, hosts))
-        return returned
+        return run_in_folder(call, run, request, engine_launcher(self.ddp.engine, self.num_hosts))
 
 
 class PodTask(RanksTask):
@@ -98,5 +98,4 @@ class PodTask(RanksTask):
         from flyte_ddp.launch import elastic
 
         launch = elastic.launch if self.ddp.engine else None
-        returned: Returned = run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
-        return returned
+        return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)

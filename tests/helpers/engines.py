@@ -8,15 +8,15 @@ import pytest
 
 Launch = Callable[..., None]
 Run = Callable[..., Any]  # run_ranks in the folder of a test
-SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elastic", "dask", "ray"
+LAUNCHERS = SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elastic", "dask", "ray"
 FRESH = "spawn, forks without torch as on GPUs"
 # A cluster reports nothing to anybody, and starts no workers, each a second of a core, before there are tasks for them.
 RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0"}
 
 
-def on(*names: str, exhaustive: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Parametrize a test with these launchers; with ``exhaustive`` ones only in ``make test-all``."""
-    repeated = [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive]
+def on(*names: str, exhaustive: Sequence[str] = LAUNCHERS) -> pytest.MarkDecorator:
+    """Parametrize a test with these launchers; with the other ``exhaustive`` ones only in ``make test-all``."""
+    repeated = [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive if name not in names]
     return pytest.mark.parametrize("launch", [*names, *repeated], indirect=True)
 
 

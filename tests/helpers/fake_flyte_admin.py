@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from flyteidl.admin import (
-    common_pb2,
-    execution_pb2,
-    launch_plan_pb2,
-    task_pb2,
-    workflow_pb2,
-)
+from flyteidl.admin import common_pb2, execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import execution_pb2 as phases
 from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc

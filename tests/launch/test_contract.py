@@ -116,7 +116,7 @@ def test_a_rank_that_fails_is_named_and_the_next_run_has_the_weights_of_an_undis
     assert {(event["rank"], event["introduced"]) for event in events} == {(0, True), (1, True)}
 
 
-@on(SPAWN)
+@on(SPAWN, exhaustive=())  # the test above resumes on each
 def test_a_run_that_others_began_goes_on(launch: Launch, expected: Result, stopped: Path, trial: Trial) -> None:
     """With another number of ranks, which in fp32 shows in the last bits."""
     shutil.copytree(stopped, trial.folder)
@@ -127,7 +127,7 @@ def test_a_run_that_others_began_goes_on(launch: Launch, expected: Result, stopp
     assert close(trial.folder, expected.run_folder)
 
 
-@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))
+@on(ELASTIC)
 def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     """A rank hangs, so that the other sits in a collective, when the launcher gets SIGTERM."""
     trial.inject("hang")
@@ -138,7 +138,7 @@ def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     nothing_is_left(trial)
 
 
-@on(SPAWN, exhaustive=(ELASTIC, RAY))
+@on(SPAWN)
 def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial) -> None:
     kind = "hang" if launch is elastic.launch else "hang in C"  # where Elastic's cannot say more
     trial.inject(kind)
@@ -152,7 +152,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial)
 
 
 @pytest.mark.exhaustive
-@on(SPAWN)
+@on(SPAWN, exhaustive=())  # no launcher takes part
 def test_what_rank_0_does_alone_at_the_end_may_take_longer_than_the_limit(launch: Launch, trial: Trial) -> None:
     """It loads the model's file twice, for 2 seconds each, while the others wait for it."""
     trial.train(replace(HP, model="unusual_models:SlowToLoad", epochs=1), launch=launch, timeout=3.0)

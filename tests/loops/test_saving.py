@@ -35,7 +35,7 @@ def test_what_other_ranks_save_is_ignored_and_said_once(run: Run, capfd: pytest.
     assert capfd.readouterr().err.count("save: rank 0's state is saved, what other ranks give is ignored\n") == 1
 
 
-@on(SPAWN, exhaustive=(ELASTIC, DASK, RAY))
+@on(SPAWN)
 def test_a_run_that_was_cut_off_goes_on(launch: Launch, run: Run, tmp_path: Path) -> None:
     """From what was saved, on all ranks, with the records up to it; its files are there when it has returned."""
     folder = tmp_path / "run"
@@ -59,7 +59,7 @@ def test_a_run_that_was_cut_off_goes_on(launch: Launch, run: Run, tmp_path: Path
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "own", "results", "report.html"}
 
 
-@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))
+@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))  # spawn restarts no rank
 def test_an_engines_retry_goes_on_within_the_call(launch: Launch, run: Run, tmp_path: Path) -> None:
     marker = str(tmp_path / "marker")
     got = run(own_functions.train, 10, 4, marker=marker, launch=partial(launch, retries=1))
@@ -106,7 +106,7 @@ def stop_and_go_on(run: Run, folder: Path, kind: str, number: signal.Signals, **
     assert run(own_functions.wait_for_stop, kind, str(marker), **options) == step
 
 
-@on(SPAWN, exhaustive=(ELASTIC, DASK, RAY))
+@on(SPAWN)
 def test_a_request_to_stop_makes_a_save_due(launch: Launch, run: Run, tmp_path: Path) -> None:
     stop_and_go_on(run, tmp_path, "due", signal.SIGTERM, launch=launch)
 

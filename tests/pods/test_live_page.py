@@ -11,11 +11,7 @@ from processes import wait_until
 from report_page import Page, records, write_run
 
 from flyte_ddp.pods import live_page
-from flyte_ddp.pods.live_page import (
-    publish_function_page,
-    publish_page_while_running,
-    publish_report_while_training,
-)
+from flyte_ddp.pods.live_page import publish_function_page, publish_page_while_running, publish_report_while_training
 from flyte_ddp.pods.platforms import EXECUTION_ID, Platform
 
 START = {"kind": "start", "function": "mine:train", "hyperparameters": {}, "num_ranks": 2, "num_nodes": 1}

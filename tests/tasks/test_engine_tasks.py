@@ -3,8 +3,6 @@
 The files in ``recorded`` are what Flyte 1.16.8 made of these specs on a cluster with the pod template of deploy/.
 """
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from packaged import Package
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
 from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, parse_bytes, parse_quantity, size_of_part
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp import dask, ray
@@ -201,18 +198,6 @@ def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
     for engine in ENGINES:
         assert f"{engine}_training_wf is left out" in ended.output
         assert f"uv pip install -e '.[{engine}]'" in ended.output
-
-
-@pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("dask", "distributed")])
-def test_a_launcher_without_its_engine_says_what_to_install(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, package: str
-) -> None:
-    launcher = importlib.import_module(f"flyte_ddp.launch.{engine}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"{package}.* is not installed: .*uv pip install -e '\.\[{engine}\]'"):
-        run_training(Hyperparameters(num_ranks=2), digits, tmp_path / "run", QUIET, launch=launcher.launch)
 
 
 @pytest.mark.slow

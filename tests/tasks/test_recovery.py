@@ -103,7 +103,7 @@ class TestInAPod:
             assert self.newest_step(folder) == 8
             (folder / SLOTS[0]).unlink()
 
-        with pytest.raises(FlyteRecoverableException, match="rank 1 was killed"):
+        with pytest.raises(FlyteRecoverableException, match="rank 1 was killed\n\nthe same run will go on"):
             self.attempt(tmp_path / "0", fail)
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
         self.attempt(tmp_path / "1", succeed)

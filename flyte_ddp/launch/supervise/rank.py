@@ -90,10 +90,8 @@ def run_rank(
         else:
             torch.cuda.set_device(info.local_rank)
         # This rank writes what users' code hands in itself; the launcher need not be asked.
-        with (
-            results.deliver_results(results.ResultWriter(work.output_folder).write, info.rank),
-            warnings.catch_warnings(),
-        ):
+        write = results.ResultWriter(work.output_folder).write
+        with results.deliver_results(write, info.rank), warnings.catch_warnings():
             pkgutil.resolve_name(work.function)(rank)
         rank.leave()
 

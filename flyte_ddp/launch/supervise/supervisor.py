@@ -13,9 +13,7 @@ from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
 LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
-SAVE_AFTER_FAILURE_SECONDS = (
-    8.0  # for a checkpoint after a failure, when rank 0 may wait for a rank that is gone for ever
-)
+SAVE_AFTER_FAILURE_SECONDS = 8.0  # for a checkpoint, when rank 0 may wait for a rank that is gone for ever
 START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
