@@ -127,7 +127,7 @@ def test_a_run_that_others_began_goes_on(launch: Launch, expected: Result, stopp
     assert close(trial.folder, expected.run_folder)
 
 
-@on(ELASTIC)
+@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))  # spawn: test_faults.py
 def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     """A rank hangs, so that the other sits in a collective, when the launcher gets SIGTERM."""
     trial.inject("hang")
@@ -138,7 +138,7 @@ def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     nothing_is_left(trial)
 
 
-@on(SPAWN)
+@on(SPAWN, exhaustive=(ELASTIC, RAY))  # with AGENTS it took too long, DASK was not tried
 def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial) -> None:
     kind = "hang" if launch is elastic.launch else "hang in C"  # where Elastic's cannot say more
     trial.inject(kind)
@@ -159,7 +159,7 @@ def test_what_rank_0_does_alone_at_the_end_may_take_longer_than_the_limit(launch
 
 
 @pytest.mark.exhaustive
-@on(SPAWN)
+@on(SPAWN, exhaustive=())  # elsewhere each run has agents of its own
 def test_several_at_once(launch: Launch, expected: Result, trial: Trial, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(trial.train, HP, launch=launch, folder=tmp_path / name) for name in ("one", "other")]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import offspring_models
 import pytest
-from engines import AGENTS, ELASTIC, SPAWN, Launch, on
+from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
 from faulty_runs import HP
 from processes import processes_with, wait_until
 from trials import Trial
@@ -67,7 +67,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-@on()
+@on(exhaustive=(AGENTS, DASK, RAY))  # spawn and Elastic: the test below
 def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], trial: Trial) -> None:
     """Processes that others have started stay."""
     trial.train(PARENTAL, launch=launch)
