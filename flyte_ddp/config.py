@@ -311,7 +311,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
     def parse_options(self) -> dict[str, dict[str, Any]]:
-        """Return ``options`` as a dict by hyperparameter: model, objective; UserError if it is no such JSON."""
+        """Return ``options``, JSON of keyword arguments under "model" and "objective"; UserError for anything else."""
         try:
             found = json.loads(self.options or "{}")
         except ValueError as error:

@@ -6,7 +6,7 @@ from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import ENGINES, chosen_profile, node_range
+from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp.dask import RUNNER, dask_cluster
 from flytekitplugins.ddp.resources import requests_and_limits
@@ -17,7 +17,7 @@ from tasks.training import TrainingOutputs, train_in_run_folder, training_output
 
 PROFILE = chosen_profile()
 RANKS_EACH = ENGINES["dask"].ranks_per_node(PROFILE)
-WORKERS = node_range()[1] * RANKS_EACH
+WORKERS = read_node_range()[1] * RANKS_EACH
 
 
 @flyte_task(

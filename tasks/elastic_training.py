@@ -16,7 +16,7 @@ from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.profiles import ENGINES, chosen_profile, node_range
+from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
@@ -55,7 +55,9 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 
 
 @flyte_task(
-    task_config=ElasticTraining(**elastic_options(*node_range(), ENGINES["elastic"].ranks_per_node(chosen_profile()))),
+    task_config=ElasticTraining(
+        **elastic_options(*read_node_range(), ENGINES["elastic"].ranks_per_node(chosen_profile()))
+    ),
     **pods.training_pod(),
     cache=pods.training_cache(),
 )

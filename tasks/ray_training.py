@@ -6,7 +6,7 @@ from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import chosen_profile, node_range
+from flyte_ddp.pods.profiles import chosen_profile, read_node_range
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp.ray import SUBMITTER, ray_cluster
 from flytekitplugins.ddp.resources import requests_and_limits
@@ -18,7 +18,7 @@ from tasks.training import TrainingOutputs, train_in_run_folder, training_output
 PROFILE = chosen_profile()
 # KubeRay starts the job when all nodes are there, so the lower end of a range has no use.
 CLUSTER = ray_cluster(
-    node_range()[1], ResourceSpec(**requests_and_limits(PROFILE)), PROFILE.shared_memory, PROFILE.gpu_type
+    read_node_range()[1], ResourceSpec(**requests_and_limits(PROFILE)), PROFILE.shared_memory, PROFILE.gpu_type
 )
 
 
@@ -28,5 +28,5 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
     """
-    train = partial(run_training, launch=engine_launcher("ray", node_range()[1]))
+    train = partial(run_training, launch=engine_launcher("ray", read_node_range()[1]))
     return training_outputs(train_in_run_folder(hp, data, run_version, train))

@@ -14,7 +14,10 @@ from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
-    """Return a SHA-256 (hex) of the content of ``source``, "" for ""; UserError on ``hyperparameter`` if unreadable."""
+    """Return a SHA-256 (hex) of files' bytes below ``source``, or of a server's listing and tags; "" for "".
+
+    Raises UserError about ``hyperparameter`` if ``source`` is unreadable.
+    """
     if not source:
         return ""
     where, path = f"{hyperparameter}={source!r}", storage.local_path(source)

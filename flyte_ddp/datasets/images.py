@@ -71,7 +71,7 @@ def image_arrays(
     "weighted", are of the training images, not all 0. Raises a UserError for another type or shape, unfit class names,
     or class numbers outside 0..len(classes)-1. Copies arrays only to convert them.
     """
-    images = [convert_images("train_images", train_images), convert_images("test_images", test_images)]
+    images = [require_images("train_images", train_images), require_images("test_images", test_images)]
     labels = [
         convert_targets(name, values, of, len(classes))
         for name, values, of in (("train_labels", train_labels, images[0]), ("test_labels", test_labels, images[1]))
@@ -107,8 +107,8 @@ def refuse_masked(name: str, values: Any) -> None:
         )
 
 
-def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as C-contiguous uint8 [N, H, W, C]; [N, H, W] gets one channel; UserError for other shapes."""
+def require_images(name: str, values: Any) -> Images:
+    """Return uint8 images as C-contiguous [N, H, W, C], also of [N, H, W]; UserError for other types or layouts."""
     images = require_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")

@@ -103,7 +103,7 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
 
 
 def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
-    """Raise UserError for a prepared data set that cannot be trained on; return lines about its images for the user."""
+    """Raise UserError for a prepared data set that cannot be trained on; return notes for the user."""
     data = open_prepared(folder)
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels

@@ -78,7 +78,7 @@ class PublishedSet:
             ) from None
 
     def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
-        """Return the SHA-256 by file name from ``SHA256SUMS`` in ``source``, with retries; {} without either.
+        """Return the SHA-256 by file name from ``SHA256SUMS`` in ``source``, with retries; {} without a source or list.
 
         Raises UserError if that list is unreadable or lacks a file of the data set.
         """

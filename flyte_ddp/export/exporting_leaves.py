@@ -71,8 +71,8 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
 def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
     """Return the leaves of a batch by name, as float32, int64 or bool; NotExportedError if they are no tensors.
 
-    Those of a dict have their keys. A leaf is called ``inputs``, those of a tuple ``inputs_0``, ``inputs_1``, ...; the
-    mask of padded ones ``mask``. ``spec`` is of a sample.
+    A dict has its keys. One leaf is called ``inputs``, the leaves of a tuple ``inputs_0``, ``inputs_1``, ...; a padded
+    batch's last one is ``mask``. ``spec`` describes one sample.
     """
     if isinstance(inputs, Mapping):
         named = dict(inputs)

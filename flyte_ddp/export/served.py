@@ -96,7 +96,7 @@ def middle_square_side(shorter: Any, share: float) -> Any:
 
 def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
     """Resize images of values 0..255, float32 [N, H, W, C], to [N, H, size, C]; ``rounded`` as torch does for uint8."""
-    weights = resize_weights(pixels.shape[2], size)
+    weights = make_resize_matrix(pixels.shape[2], size)
     if not rounded:
         return torch.matmul(weights.float(), pixels)
     # torch's own arithmetic for uint8 (upsample_avx_bilinear_bicubic_uint8): weights are whole numbers below 2 ** 15,
@@ -107,7 +107,7 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
     return (sums / unit.float() + 0.5).floor().clamp(0, 255)
 
 
-def resize_weights(inputs: Any, outputs: int) -> Tensor:
+def make_resize_matrix(inputs: Any, outputs: int) -> Tensor:
     """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
     The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle as wide as two

@@ -167,6 +167,7 @@ def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = W
 
 
 def run_local_worker(work: Work, key: str) -> None:
+    """Do this Elastic worker's part of a run; put the run's secret into its environment."""
     os.environ[KEY_VARIABLE] = key
 
     def lead() -> None:
@@ -254,6 +255,7 @@ def run_worker_rank(
     folder: Path,
     prepare: Callable[[Work], Work] = Work.prepare_on_host,
 ) -> None:
+    """Do this rank's work, await the run's outcome and raise its error; kill the processes started meanwhile."""
     from flyte_ddp.launch.supervise.rank import run_rank
 
     process.set_process_name(f"rank {ticket.info.rank}")

@@ -180,9 +180,9 @@ def digest_value(value: Any) -> str:
 
 
 def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
-    """Return a digest of a function's sources, and the user's modules among them as ``module:function``.
+    """Return a digest of a function's sources, "" without any, and ``module:function`` of each module of the user's.
 
-    In a notebook only the text of the function counts.
+    In a notebook only the text of the function counts. Puts the working directory first on ``sys.path``.
     """
     module, _, name = function_name(function).partition(":")
     name = name.partition(".")[0].strip("<>")  # only the module counts, and a lambda's name is none

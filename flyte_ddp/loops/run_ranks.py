@@ -140,7 +140,7 @@ def run_call(
 
 
 def prepare_function_folder(folder: Path) -> None:
-    """Create the run's folder, without an earlier run's page, traceback, value and temporary files; else UserError."""
+    """Create the run's folder; delete an earlier run's page, traceback, returned value and temporary files."""
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:

@@ -101,7 +101,7 @@ def gather_objects(value: Value) -> list[Value]:
 
 @contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Hide torch's process group in the block, for one rank alone: torchmetrics would wait for all ranks."""
+    """Make torch.distributed look uninitialised in the block, so that torchmetrics on one rank waits for no other."""
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
         yield

@@ -66,7 +66,7 @@ def registry_variable() -> dict[str, str]:
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings that a registration gives to pods, ordered by name; with ``kind`` those for such pods."""
+    """Return this environment's settings for pods of ``kind``, such as ALL_PODS; UserError for credentials."""
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)

@@ -105,8 +105,8 @@ def size_of_part(size: Size, parts: int) -> Size:
     )
 
 
-def node_range() -> tuple[int, int]:
-    """Return the least and the highest number of nodes (pods) of a training on an engine, by FLYTE_DDP_NODES."""
+def read_node_range() -> tuple[int, int]:
+    """Read FLYTE_DDP_NODES ("2" or "2:4") as the least and most nodes of a training; UserError if malformed."""
     text = read_text(NODES_VARIABLE)
     least, _, most = text.partition(":")
     try:
@@ -148,7 +148,7 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
         return 1, 0, 0
     if engine not in ENGINES:
         raise unknown_name_error("engine", engine, ENGINES)
-    most = node_range()[1]
+    most = read_node_range()[1]
     ranks = most * ENGINES[engine].ranks_per_node(chosen_profile())
     return (most, ranks, 0) if ENGINES[engine].exact else (most, 0, ranks)
 

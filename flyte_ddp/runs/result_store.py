@@ -23,9 +23,9 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, 
 def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool) -> Iterator[None]:
     """During a block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``, in a thread.
 
-    The address is a path, s3://, gs:// or az://; empty: nothing is copied. Waits at the end for the last files, up to
-    60 s, after a StoppedError up to 3 s. Raises UserError if the address contains the run folder or cannot be written
-    to; prints later failures to stderr.
+    The address is a path, s3://, gs:// or az://; empty: nothing is copied. ``resuming``: first fetches earlier events
+    that the folder lacks. Waits at the end for the last files, up to 60 s, after a StoppedError up to 3 s. Raises
+    UserError if the address contains the run folder or cannot be written to; prints later failures to stderr.
     """
     if not address:
         yield

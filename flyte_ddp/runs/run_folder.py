@@ -96,7 +96,7 @@ def resume_run(
         with mirror_results(folder, settings.results_copy, name, resuming=found is not None):
             yield found
     except BaseException as error:
-        add_failure_details(error, folder)
+        write_failure_details(error, folder)
         raise
 
 
@@ -127,8 +127,8 @@ def is_finished(folder: Path) -> bool:
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
 
 
-def add_failure_details(error: BaseException, output_folder: Path) -> None:
-    """Complete an error's text: a RankError's ``step`` and ``file``, and the step of a KeyboardInterrupt."""
+def write_failure_details(error: BaseException, output_folder: Path) -> None:
+    """Write a RankError's details to a file, and set its ``file`` and ``step``; give a KeyboardInterrupt its text."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
     if not isinstance(error, RankError):

@@ -47,7 +47,7 @@ class OpenShard:
 
     @contextmanager
     def keep_open(self) -> Iterator[OpenShard]:
-        """Yield this shard, open and protected from eviction in the block; other threads wait while it is opened."""
+        """Yield this shard, open and safe from eviction; download it first, if needed, waiting up to 60 s for room."""
         with self.lock:
             if self.close is None or (self.users == 0 and not self.lock_file()):
                 self.open_file()

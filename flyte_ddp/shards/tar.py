@@ -74,7 +74,7 @@ class Archive:
         self.block = b""  # the last block of the last header
 
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the header of each entry, folders and links too, and read the file to its end."""
+        """Yield the header of each entry, also of folders and links; UserError for damage or joined archives."""
         try:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             header = archive.next()  # the first one, which the constructor has read

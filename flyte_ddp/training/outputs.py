@@ -97,7 +97,8 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     """Write into the output folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
 
     All ranks must call it: each builds a second model, and waits for the others. Then rank 0 loads the kept weights
-    into the trained model, and seeds the random generators. Raises UserError if a file lacks a part of the model.
+    into the trained model, and seeds the random generators. Raises UserError if the saved model predicts otherwise than
+    the trained one.
     """
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.

@@ -190,7 +190,10 @@ class TrainingState:
                 raise late_parameter_error(name)
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the outputs of ``model``, by default the kept weights', for a batch; seeds the random generators."""
+        """Return the checked outputs of ``model``, by default the kept weights', for a batch of so many ``samples``.
+
+        Seeds the random generators. The caller sets evaluation mode and no_grad.
+        """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):

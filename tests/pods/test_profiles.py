@@ -50,9 +50,9 @@ def test_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, text: str, nodes: tup
     monkeypatch.setenv("FLYTE_DDP_NODES", text)
     if nodes is None:
         with pytest.raises(UserError, match=f"FLYTE_DDP_NODES='{text}': must be a number of nodes"):
-            profiles.node_range()
+            profiles.read_node_range()
     else:
-        assert profiles.node_range() == nodes
+        assert profiles.read_node_range() == nodes
 
 
 @pytest.mark.parametrize("name", ["abc", "/key", "group/"])

@@ -19,7 +19,7 @@ from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, add_failure_details
+from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, write_failure_details
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.json_lines import read_records
@@ -128,7 +128,7 @@ def test_without_any_the_run_begins_anew(work: Path) -> None:
     assert (work / METRICS).read_text() == ""
     assert not (work / results.FOLDER).exists()
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    add_failure_details(error, work)
+    write_failure_details(error, work)
     assert "will restart from scratch, as there is no checkpoint yet" in error.format_message()
 
 
@@ -140,7 +140,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         resume_from_newest_checkpoint(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    add_failure_details(error, work)
+    write_failure_details(error, work)
     assert "no checkpoint yet" not in error.format_message()
 
 

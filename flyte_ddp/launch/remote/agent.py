@@ -20,7 +20,7 @@ class RankEndedError(RuntimeError):
 
 
 def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
-    """Start an agent process on this host, as an engine does, and wait for its end; RankEndedError if the agent fails.
+    """Start an agent process on this host, and wait for its end; RankEndedError if it fails.
 
     ``stdin`` is a ticket's ``to_stdin()``. ``sources`` (:func:`pack_sources`) are unpacked in ``parent_folder``.
     """

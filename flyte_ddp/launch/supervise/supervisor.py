@@ -83,7 +83,7 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 
 
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
-    """Ask rank 0 for a checkpoint, and return its step, 0 without one; None if no answer comes within ``seconds``."""
+    """Have rank 0 save, and return its step, 0 without a checkpoint, None without an answer; handles all messages."""
     leader = group[0]
     if not leader.has_started():
         return leader.resumes_after
