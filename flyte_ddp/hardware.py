@@ -18,7 +18,7 @@ from flyte_ddp.settings import REQUESTED_GPUS
 class Hardware(World):
     """The ranks of a run, and how they compute; equal on all ranks."""
 
-    strategy: str = "ddp"  # or shared_memory
+    strategy: str = "ddp"  # or hooks, shared_memory
     precision: str = "fp32"  # or bf16, fp64
     channels_last: bool = False
 

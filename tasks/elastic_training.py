@@ -42,7 +42,7 @@ class ElasticTrainingTask(ReplacedPodsTask):
 
         version = inputs["run_version"]
         if not is_in_pod():
-            train = partial(run_training, launch=partial(elastic.launch, retries=self.task_config.max_restarts))
+            train = partial(run_training, launch=elastic.launch)
             with translate_errors_for_flyte():
                 return training_outputs(train_in_run_folder(inputs["hp"], inputs["data"], version, train))
         folder = resolve_folder(version)  # sets the variable by which workers know the folder

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Container, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +38,8 @@ WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 # Five fields as Flyte's scheduler knows them: no seconds, no L, W or #, and Sunday is 0 only.
 CRON = re.compile(r"([\d*/,-]+ +){3}([\d*/,-]|[a-z]{3})+ +([0-6*/,-]|[a-z]{3})+", re.IGNORECASE)
+DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 KICKOFF_TIME = "kickoff_time"
 ONE_AT_A_TIME = ConcurrencyPolicy(max_concurrency=1, behavior=ConcurrencyLimitBehavior.SKIP)
 Fields = TypeVar("Fields", bound=CheckedFields)
@@ -164,14 +165,20 @@ def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
 
 def refuse_bad_cron(text: str) -> None:
     """Raise UserError for a cron expression that Flyte's scheduler refuses or that never comes, such as 30 February."""
-    with suppress(ValueError):
+    # flytekit checks with croniter, which accepts a range that ends before it begins. Flyte's scheduler does not.
+    place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
+    ranges = re.findall(r"(\w+)-(\w+)", text.lower())
+    try:
         CronSchedule(schedule=text)
-        if CRON.fullmatch(text):
-            return
-    raise UserError(
-        f"cron={text!r}: must be five fields, in UTC: minute, hour, day of month, month, day of week (0 to 6, Sunday "
-        "is 0), such as 0 3 * * * for every day at 3"
-    )
+        fits = CRON.fullmatch(text) is not None
+        fits = fits and all(int(place.get(first, first)) <= int(place.get(last, last)) for first, last in ranges)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise UserError(
+            f"cron={text!r}: must be five fields, in UTC: minute, hour, day of month, month, day of week (0 to 6, "
+            "Sunday is 0), such as 0 3 * * * for every day at 3"
+        )
 
 
 if __name__ == "__main__":  # deploy/register.sh --dry-run

@@ -27,6 +27,7 @@ from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.settings import Settings
 
 Image = NDArray[np.uint8]
+MOST_BYTES = 2**28  # of an image that is repeated
 
 
 def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
@@ -58,7 +59,8 @@ def compute_logits(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.
 def make_batches(images: Iterator[Image], logits: Iterator[NDArray[np.float32]]) -> Batches:
     """Yield each image alone, of its own size, with its logits, and the first repeated in the other BATCH_SIZES."""
     for place, (image, row) in enumerate(zip(images, logits, strict=True)):
-        for size in BATCH_SIZES if place == 0 else BATCH_SIZES[:1]:
+        sizes = [size for size in BATCH_SIZES if size * image.nbytes <= MOST_BYTES] if place == 0 else []
+        for size in sizes or BATCH_SIZES[:1]:
             repeated = {"images": np.repeat(image[None], size, 0)}, {"logits": np.repeat(row[None], size, 0)}
             yield [place] * size, *repeated
 

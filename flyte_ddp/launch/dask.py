@@ -4,11 +4,11 @@ import itertools
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from flyte_ddp.errors import UnreachableError, require_extra
+from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import END_SECONDS, open_rendezvous
@@ -17,6 +17,7 @@ from flyte_ddp.machine import resources
 from flyte_ddp.machine.process import hide_main_script
 from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World
 from flyte_ddp.runs.work import Work
+from flyte_ddp.user_code.digest import ARITHMETIC
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
@@ -96,6 +97,7 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
         if hosts_to_come or not describe_workers(client):
             raise
     workers = describe_workers(client)
+    refuse_version_mismatch(client, workers)
     gpus = run_on_workers(client, resources.count_gpus)
     has_gpus = bool(gpus) and all(gpus.values())
     lack = "not all workers of the Dask cluster have a GPU"
@@ -211,3 +213,18 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
             client = Client(stack.enter_context(cluster))
         yield stack.enter_context(client)
+
+
+def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
+    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
+
+    def format_versions(found: Mapping[str, Any]) -> str:
+        versions = {**found["packages"], "python": ".".join(found["packages"]["python"].split(".")[:2])}
+        return ", ".join(f"{name} {versions[name]}" for name in ("python", *ARITHMETIC) if versions.get(name))
+
+    with translate_cluster_errors(client):
+        found = client.get_versions(packages=ARITHMETIC)
+    here = format_versions(found["client"])
+    for worker in workers:
+        if worker in found["workers"] and (other := format_versions(found["workers"][worker])) != here:
+            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")

@@ -118,7 +118,13 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
             f"{type(objective).__name__}.measure returned {', '.join(found) or 'nothing'}: must be what its measures "
             f"names: {', '.join(objective.measures) or 'nothing'}"
         )
-    return {**{name: float(found[name]) for name in objective.order_measures()}, "loss": mean_loss(columns)}
+    try:
+        numbers = {name: float(found[name]) for name in objective.order_measures()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
+        ) from None
+    return {**numbers, "loss": mean_loss(columns)}
 
 
 def mean_loss(columns: dict[str, Tensor]) -> float:

@@ -2,16 +2,18 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives.objective import Objective
+from flyte_ddp.objectives.objective import Objective, convert_outputs
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
@@ -61,6 +63,8 @@ def try_samples(
     columns = add_loss_of_terms({key: column.double().cpu() for key, column in found.items()})
     if not bool(columns["loss"].isfinite().all()):
         refuse_non_finite(state, inputs, targets, samples, split_name)
+    if ":" in state.hp.objective:
+        refuse_table_of_losses(state.objective, outputs, targets)
     return columns
 
 
@@ -82,6 +86,30 @@ def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
             raise
         except UNDEFINED:
             pass
+
+
+def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
+    """Raise UserError for a reduced loss of the table [n, n] that outputs [n, 1] and targets [n] make together."""
+    if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return
+    samples = len(targets)
+    if samples < 3 or {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
+        return
+    outputs, targets = (convert_outputs(each, torch.float64) for each in (outputs, targets))
+    compute: Callable[[Tensor, Tensor], Any] = objective.losses
+    try:
+        compute(outputs[:2], targets[:3])
+    except Exception:  # each output has a target of its own
+        return
+    # The mean of a table is the same for outputs in another order, and not for other targets.
+    pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
+    found, moved, equal = (sum(each.sum() for each in tree_leaves(compute(*pair))) for pair in pairs)
+    if torch.allclose(moved, found, rtol=1e-6) and not torch.allclose(equal, found, rtol=1e-6):
+        shapes = f"outputs {list(outputs.shape)} with targets {list(targets.shape)}"
+        raise UserError(
+            f"the objective's loss does not change when the outputs change places: it compares {shapes}, each with "
+            "each; use outputs[:, 0], or outputs.reshape(targets.shape)"
+        )
 
 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:

@@ -101,8 +101,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         from flyte_ddp.launch import elastic
 
         if not is_in_pod():
-            launch = partial(elastic.launch, retries=self.task_config.max_restarts)
-            return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
+            return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), elastic.launch)
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))

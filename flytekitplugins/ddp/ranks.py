@@ -5,13 +5,14 @@ import dataclasses
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import flytekit
+import numpy as np
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import TimeLineDeck
@@ -90,21 +91,33 @@ def run_body(
             raise UnreachableError(f"rank {rank}: {type(error).__name__}: {error}") from error
         if rank:
             return None
-        value = to_python(value)
+        value = convert_outputs(value, [*outputs[0].values()])
         if literals and outputs[0]:
             value = make_literals(value, *outputs)
         decks = flytekit.current_context().decks
         return Returned(value, [(deck.name, deck.html) for deck in decks if not isinstance(deck, TimeLineDeck)])
 
 
+def convert_outputs(value: Any, kinds: Sequence[Any]) -> Any:
+    """Return a body's outputs with Python's numbers, also for tensors [] where one of ``kinds`` is a number's."""
+    if isinstance(value, tuple):
+        parts = [convert_output(*pair) for pair in zip(value, [*kinds, *[None] * len(value)], strict=False)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return convert_output(value, kinds[0] if kinds else None)
+
+
+def convert_output(value: Any, kind: Any) -> Any:
+    is_number = kind in (bool, int, float, str) and getattr(value, "ndim", None) == 0
+    return value.item() if is_number else to_python(value)
+
+
 def to_python(value: Any) -> Any:
-    """Return a value with Python's own numbers and texts in place of NumPy's, and of tensors and arrays of one."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+    """Return a value with Python's own numbers and texts in place of NumPy's, also in lists, dicts and dataclasses."""
+    if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, (list, tuple)):
-        parts = map(to_python, value)
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, dict):
+    if type(value) is list:
+        return [*map(to_python, value)]
+    if type(value) is dict:
         return {to_python(key): to_python(each) for key, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = copy.copy(value)

@@ -55,8 +55,8 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     def execute(self, **inputs: Any) -> Any:
         """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's.
 
-        Raises UserError for a value that is not of its declared type or cannot be sent. Raises Flyte's recoverable
-        error if another attempt may succeed, else the error of the rank that failed first.
+        Raises UserError for a value that cannot be sent, Flyte's recoverable error if another attempt may succeed, else
+        the error of the rank that failed first.
         """
         remove_execution_id_outside_tasks()
         with translate_errors_for_flyte():

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -158,3 +159,15 @@ def test_a_run_sends_its_sources_to_workers_that_have_none(
     assert "/flyte-ddp-sources-" in file
     assert [*client.run(library).values()] == [None]
     assert not [*tmp_path.rglob("flyte-ddp-sources-*")]
+
+
+def test_a_worker_of_another_version() -> None:
+    """By what Dask finds out about its processes."""
+    ours = {"packages": {"python": "3.12.1.final.0", "torch": "2.9.0", "torchvision": "0.24.0"}}
+    theirs = {"packages": {**ours["packages"], "python": "3.11.9.final.0"}}
+    found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
+    cluster = SimpleNamespace(scheduler=None, get_versions=lambda **_: found)
+    dask.refuse_version_mismatch(cluster, ["tcp://a:1"])
+    words = "Dask worker tcp://b:1 has python 3.11, torch .*, and this process python 3.12, .*; use one image for all"
+    with pytest.raises(UserError, match=words):
+        dask.refuse_version_mismatch(cluster, ["tcp://a:1", "tcp://b:1"])

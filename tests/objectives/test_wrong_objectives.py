@@ -248,6 +248,13 @@ class OtherNames(Classification):
     measures: Mapping[str, str] = {"kappa": HIGHER}
 
 
+class NoNumber(Classification):
+    """Has a value for each sample as a measure."""
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"accuracy": columns["loss"]}
+
+
 class NoRows(Classification):
     """Has one value of a whole batch in a column."""
 
@@ -268,6 +275,7 @@ IN_TRAINING = {
     "not_a_number": r"the loss is nan at epoch 0, step 1.*must be finite",
     "nothing": "objective='test_wrong_objectives:nothing' returned a NoneType: must be a tensor of losses",
     "OtherNames": "OtherNames.measure returned nothing: must be what its measures names: kappa",
+    "NoNumber": "NoNumber.measure returned what is no number .*: return one for each name",
     "NoRows": r"column 'mean' of the objective has shape \[\]: must have a row for each of the \d+ samples",
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flytekitplugins.ddp.ranks import to_python
+from flytekitplugins.ddp.ranks import convert_outputs
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,24 @@ class Named(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "kinds", "expected"),
     [
-        (np.float64(0.5), 0.5),
-        (np.bool_(True), True),
-        (np.str_("a"), "a"),
-        (np.array(2.5), 2.5),
-        (torch.tensor(2.5, requires_grad=True), 2.5),
-        (None, None),
-        ((np.float64(0.5), "a"), (0.5, "a")),
-        (Named(np.float32(0.5)), Named(0.5)),
-        ({"a": [np.int64(1), 2]}, {"a": [1, 2]}),
-        (Scores(np.float32(0.25), [np.int64(1)]), Scores(0.25, [1])),
+        (np.float64(0.5), [float], 0.5),
+        (np.bool_(True), [bool], True),
+        (np.str_("a"), [str], "a"),
+        (np.array(2.5), [float], 2.5),
+        (torch.tensor(2.5, requires_grad=True), [float], 2.5),
+        (None, [], None),
+        ((np.float64(0.5), torch.tensor(3)), [float, int], (0.5, 3)),
+        (Named(np.float32(0.5)), [float], Named(0.5)),
+        ({"a": [np.int64(1), 2]}, [dict], {"a": [1, 2]}),
+        (Scores(np.float32(0.25), [np.int64(1)]), [Scores], Scores(0.25, [1])),
+        ({"batches": torch.tensor(3)}, [dict], {"batches": torch.tensor(3)}),
+        (torch.tensor(3), [torch.Tensor], torch.tensor(3)),
     ],
 )
-def test_numbers_of_numpy_and_torch_become_pythons(value: Any, expected: Any) -> None:
-    converted = to_python(value)
+def test_numbers_of_numpy_and_torch_become_pythons(value: Any, kinds: list[Any], expected: Any) -> None:
+    """A tensor stays one where no number is declared, as in a state_dict."""
+    converted = convert_outputs(value, kinds)
     assert (converted, type(converted)) == (expected, type(expected))
     assert repr(converted) == repr(expected)  # which names NumPy's types, also within others

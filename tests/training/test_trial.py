@@ -207,6 +207,17 @@ def test_an_evaluation_names_the_sample_on_demand_that_is_not_finite(tmp_path: P
         train_in(tmp_path / "run", replace(HP, dataset=f"{OWN}demanded"), tmp_path / "data")
 
 
+def mean_of_table(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.mse_loss(outputs, targets)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_reduced_table_of_losses_is_refused(tmp_path: Path) -> None:
+    """Outputs [n, 1] and targets [n] make a table [n, n], whose mean only a constant minimises."""
+    words = r"compares outputs \[8, 1\] with targets \[8\], each with each; use outputs\[:, 0\]"
+    refuse(tmp_path, table(lambda rows: 50 + rows[:, 0]), words, objective=f"{OWN}mean_of_table")
+
+
 class Centres(Objective):
     """Has a point for each class that it would have to train."""
 

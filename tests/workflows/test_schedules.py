@@ -84,7 +84,7 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
     "cron",
     [
         *("0 3 * *", "0 3 * * * *", "60 * * * *", "* * * * 7", "0 0 L * *"),
-        *("0 0 * * 5#2", "@daily", "0 0 30 2 *", "0 3 * FOO *", "a b c d e"),
+        *("0 0 * * 5#2", "@daily", "0 0 30 2 *", "0 3 * FOO *", "a b c d e", "0 22-4 * * *", "0 3 * * FRI-MON"),
     ],
 )
 def test_a_cron_that_flyte_would_not_take(tmp_path: Path, cron: str) -> None:

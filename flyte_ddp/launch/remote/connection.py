@@ -139,7 +139,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], li
         proved: list[WorkerConnection] = []
         while not proved and time.monotonic() < deadline:
             with suppress(OSError):  # nobody is waiting, or too many files are open
-                while True:
+                while len(unproved) < MOST_AT_ONCE:
                     connected, _ = server.accept()
                     unproved[pool.submit(authenticate, connected)] = connected
             time.sleep(POLL_SECONDS)

@@ -32,7 +32,7 @@ def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | N
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
     paths = [(Path(place, name), content) for place, name, content in files]
-    if all(path.is_file() and path.read_bytes() == content for path, content in paths):
+    if all(has_content(path, content) for path, content in paths):
         yield None, [*dict.fromkeys(place for place, _, _ in files)]
         return
     with tempfile.TemporaryDirectory(
@@ -43,3 +43,9 @@ def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | N
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         yield folder, [folder]
+
+
+def has_content(path: Path, content: bytes) -> bool:
+    with suppress(OSError):  # it is missing, or in a folder of another user's
+        return path.read_bytes() == content
+    return False
