@@ -19,11 +19,14 @@ from flyte_ddp import arrays, current_rank, load_model, run_ranks
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.objectives.language import Language
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.training.trial import describe_shift
 
 HP = Hyperparameters(num_ranks=1, epochs=1, batch_size=16, validation_fraction=0.0, schedule="constant")
 TOKENS = 12
@@ -160,6 +163,21 @@ def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path:
     for text in map(torch.tensor, draw_texts(1, 60)[40:]):
         losses += functional.cross_entropy(model(text[None, :-1])[0], text[1:], reduction="none").tolist()
     assert result.measures["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
+
+
+def test_targets_that_are_shifted_twice_or_never() -> None:
+    """huggingface/transformers#32944, #10480, #46898; alibaba/Megatron-LLaMA#53: who shifts, the data or the loss?"""
+    padded = nn.utils.rnn.pad_sequence([*map(torch.tensor, draw_texts(2, 8))], batch_first=True, padding_value=-100)
+    inputs, next_tokens = padded.clamp(min=0), functional.pad(padded[:, 1:], (0, 1), value=-100)
+    hidden = inputs.where(torch.arange(inputs.shape[1]) % 3 > 0, TOKENS - 1)  # as for a masked language model
+    facts = Facts((*"~abcdefghijk",), (1,))
+    given = {"never": (False, inputs, padded), "twice": (True, inputs, next_tokens)}
+    right = [(True, inputs, padded), (False, inputs, next_tokens), (False, hidden, padded), (True, hidden, next_tokens)]
+    told = {name: describe_shift(Language(facts, shift=shift), *pair) for name, (shift, *pair) in given.items()}
+    assert "set options" in told["never"]
+    assert told["twice"].endswith("Leave shift out.")
+    assert [describe_shift(Language(facts, shift=shift), *pair) for shift, *pair in right] == [""] * 4
+    assert describe_shift(Classification(facts), inputs, padded) == ""
 
 
 def predict_series(marker: Path, chunk: int = 5) -> dict[str, Any]:

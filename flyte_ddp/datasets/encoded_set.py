@@ -108,7 +108,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
 
     described = prepared_folder.read_description(folder)
     with prepared_folder.translate_damage_to_user_error(folder):
-        classes, tests, others = tuple(described["classes"]), described["test_dataset"], described.get("others", {})
+        classes, tests, others = tuple(described["classes"]), described["test_dataset"], described["others"]
         train = open_split_source(described["name"], "train")
         test = open_split_source(tests, "test") if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)

@@ -16,6 +16,8 @@ from flyte_ddp.text.formatting import format_count
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 LISTED = 10  # classes that a printed line lists at most
 
+SPLIT_NAMES = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
+
 
 @dataclass(frozen=True, eq=False)
 class ImageList:
@@ -59,6 +61,8 @@ class ImageList:
             numbers = f"with {min(counts):,} to {max(counts):,} images each"
         kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
         lines = [f"{where} {len(self.labels):,} images of {kinds} ({numbers})"]
+        if SPLIT_NAMES.issuperset(map(str.lower, self.classes)):
+            lines.append(f"warning: {where} the first folders are the classes, but these look like splits")
         if self.others:
             lines.append(f"{where} {format_count(self.others, 'other file')} left out, as no images in such folders")
         return lines
@@ -80,7 +84,7 @@ def list_images(address: str) -> ImageList:
             "class/name.jpg"
         )
     folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name})
-    class_of = dict(zip(folders, normalize_class_names(where, folders), strict=True))
+    class_of = {name: normalize_class_names(where, [name])[0] for name in folders}  # those that look alike are one
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:

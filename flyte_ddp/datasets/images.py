@@ -89,12 +89,14 @@ def image_arrays(
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones."""
+    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones, or 2**63 and more."""
     refuse_masked(name, values)
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
+    if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
+        raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats, or lower ones")
     return array
 
 

@@ -6,7 +6,7 @@ import io
 import math
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib import import_module
@@ -53,11 +53,13 @@ class FunctionCall:
     settings: Settings
 
 
-def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def describe_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], taken: Collection[str] = ()
+) -> Call:
     """Pickle a call and return it: by name what its module has under its name, else by value.
 
-    Raises UserError if the arguments do not fit the function, something cannot be pickled, or the function's module has
-    no file to be found.
+    ``taken`` are keywords that run_ranks has kept, and that the function must not wait for. Raises UserError if the
+    arguments do not fit the function, something cannot be pickled, or the function's module has no file to be found.
     """
     if not callable(function):
         raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")
@@ -67,9 +69,17 @@ def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     function = called
     name = function_name(function)
     try:
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        signature = inspect.signature(function)
+        waiting = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments
+        both = [key for key in taken if key in waiting]
+        arguments = {} if both else signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}; give the arguments that it takes") from None
+    if both:
+        raise UserError(
+            f"{name}: {both[0]}= goes to run_ranks, and the function has a parameter of that name, too; give the "
+            f"function its own by position, or run functools.partial(function, {both[0]}=...)"
+        )
     code, own_code = digest_code(function)
     payload = pickle_call(name, function, *args, **kwargs)
     shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}

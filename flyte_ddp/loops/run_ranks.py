@@ -61,7 +61,7 @@ def run_ranks(
     UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
     other code or arguments.
     """
-    num_ranks = 2 if num_ranks is None else num_ranks
+    given_ranks, num_ranks = num_ranks, 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
     settings = disable_wandb_without_key(read_settings())
@@ -69,7 +69,9 @@ def run_ranks(
         if not 0 < timeout < math.inf:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
         settings = replace(settings, timeout=float(timeout))
-    call, request = describe_call(function, args, kwargs), Request(num_ranks, exact=True)
+    kept = {"num_ranks": given_ranks, "folder": folder, "launch": launch, "timeout": timeout}
+    taken = [name for name, given in kept.items() if given is not None]
+    call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         folder = Path(folder).absolute()
         value = run_call(call, request, folder, settings, launch)

@@ -79,7 +79,12 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
         given["image_size"] = spec.height
     elif name == "maxvit_t":
         given["input_size"] = (spec.height, spec.width)
-    built: nn.Module = models.get_model(name, **{**given, **options})
+    try:
+        built: nn.Module = models.get_model(name, **{**given, **options})
+    except TypeError as error:
+        if not options:
+            raise
+        raise UserError(f"options of model {name!r}: {error}; correct them") from None
     return built
 
 

@@ -7,11 +7,15 @@ from flyte_ddp.errors import UserError
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return class names in Unicode's form NFC, as macOS and Linux agree on; UserError for one that is not UTF-8."""
-    texts = tuple(map(str, names))
-    for name in texts:
+    """Return class names in Unicode's form NFC; UserError for one that is not UTF-8, or two that become one."""
+    given: dict[str, str] = {}  # the first name of each form
+    for name in map(str, names):
         try:
             name.encode()
         except UnicodeEncodeError:  # Python shows bytes of a file name that are not UTF-8 as surrogates
             raise UserError(f"{dataset}: class {name!r} is not UTF-8, as a model's files are; rename it") from None
-    return tuple(unicodedata.normalize("NFC", name) for name in texts)
+        normal = unicodedata.normalize("NFC", name)
+        if normal in given:
+            raise UserError(f"{dataset}: classes {given[normal]!a} and {name!a} have one name; rename one of them")
+        given[normal] = name
+    return tuple(given)

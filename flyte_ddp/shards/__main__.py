@@ -42,6 +42,8 @@ def shards() -> None:
 def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | None, progress: str) -> None:
     """Read shards (paths, s3://, gs://, az://, http://; {000..127} is a range); write their index and its .tables."""
     names = classes.read().rstrip("\n").splitlines() if classes else []
+    if classes and not all(names or [""]):
+        raise UserError(f"classes {classes.name}: must have the name of a class in each line")
     index = create_index(urls, output, name=name, classes=names, progress=progress)
     plural = "" if len(index.classes) == 1 else "es"
     click.echo(f"{output}: {format_counts(index)}, {len(index.classes):,} class{plural}")
@@ -108,9 +110,9 @@ def pack(
 @click.argument("index", default="")
 @click.option("--shards", "number", default=0, help="Number of shards, without an index.")
 @click.option("--samples", default=0, help="Samples of each of these shards.")
-@click.option("--ranks", default=1)
+@click.option("--ranks", type=click.IntRange(1), default=1)
 @click.option("--workers", default=0, help="Loader processes of each rank.")
-@click.option("--batch-size", default=128, help="Samples in a batch of each rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Samples in a batch of each rank.")
 @click.option("--nbatches", default=0, help="Batches after which each rank stops; 0 for no limit.")
 @click.option("--partial", is_flag=True, help="Keep batches that are not full.")
 @click.option("--repeat", default=1, help="Passes of each rank's loader.")

@@ -50,7 +50,7 @@ def pack_samples(
     digits = max(6, len(str(len(starts) - 1)))  # as many for all shards, so that their names are in order
     paths = [folder / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
     index = resolve_index_output(folder / f"{name}.json")
-    for path in (index, *paths):
+    for path in (index, tables_path(index), *paths):
         if path.exists():
             raise UserError(f"{path}: exists; remove what was packed there, or choose another folder or name")
     order = np.arange(count)
@@ -62,7 +62,7 @@ def pack_samples(
             write_shards(paths, made, per_shard, advance)
         return index_shards([str(path) for path in paths], index, name=name, classes=classes, progress="off")
     except BaseException:
-        for path in filter(Path.exists, (*paths, tables_path(index))):
+        for path in filter(Path.exists, (index, tables_path(index), *paths)):
             path.unlink()
         raise
 

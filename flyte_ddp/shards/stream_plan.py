@@ -99,5 +99,5 @@ class StreamPlan:
             ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggest_options()]
             raise UserError(
                 f"the ranks get {self.batches.min():,} to {self.batches.max():,} batches: DDP hangs unless all get the "
-                f"same number; take {', or '.join(ways)}, or a multiple of {self.samples.size:,} shards of equal size"
+                f"same number; take {', or '.join([*ways, f'a multiple of {self.samples.size:,} equal shards'])}"
             )

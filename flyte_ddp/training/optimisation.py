@@ -160,12 +160,17 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """Return the schedule ``kind`` (one of SCHEDULES, or the user's own) over ``total_steps`` optimiser steps.
 
     The built-in ones rise for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The user's own is
-    called up to 1,000 times here. Raises UserError if a factor is negative or not finite.
+    called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or not the same again.
     """
     if ":" in kind:
         factor = load_callable(kind)
         for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
-            require_factor(kind, factor(step, total_steps), step, total_steps)
+            first, again = (require_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
+            if first != again:
+                raise UserError(
+                    f"schedule={kind!r}: returned {first} and then {again} for step {step} of {total_steps}: must be a "
+                    "function of the two alone; keep no count in it, draw nothing at random"
+                )
         return lambda rate, step: rate * require_factor(kind, factor(step, total_steps), step, total_steps)
     rise = warmup_steps
     if kind == "one_cycle" and not rise:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
+from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.objective import Objective, convert_outputs
 from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.order.random_state import keep_random_state
@@ -50,7 +52,31 @@ def try_evaluation(state: TrainingState) -> str:
                 try_samples(state, model, "validation", sample)
             elif hp.sampling == "shuffled":  # others may leave the sample out
                 try_samples(state, model, "training", sample, epoch=0)
+        inputs, targets, _ = test.load_batch(first)
+        return describe_shift(state.objective, inputs, targets)
+
+
+def describe_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
+    """Return a warning if the tokens that a language model is to name are inputs of the same place; else ""."""
+    if not isinstance(objective, Language) or not isinstance(targets, Tensor):
         return ""
+    counted = targets != IGNORED_TOKEN
+    followed = counted[:, :-1] & counted[:, 1:]
+    option = 'options={"objective": {"shift": true}}'
+    for leaf in name_leaves(inputs).values():
+        if isinstance(leaf, Tensor) and leaf.shape == targets.shape and followed.any():
+            copied = bool((leaf == targets)[counted].all())
+            if copied and not objective.shift:
+                return (
+                    "The targets are the inputs, place by place: the model learns to copy. To learn the next token, "
+                    f"set {option}, or shift the targets."
+                )
+            if objective.shift and not copied and bool((leaf[:, 1:] == targets[:, :-1])[followed].all()):
+                return (
+                    f"The targets are the next tokens already, and {option} takes each from one place later: the model "
+                    "learns the token after the next. Leave shift out."
+                )
+    return ""
 
 
 def try_samples(

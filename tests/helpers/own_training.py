@@ -120,6 +120,12 @@ def tensor(step: int, total_steps: int) -> torch.Tensor:
     return torch.ones(())
 
 
+def counting(step: int, total_steps: int) -> float:
+    """Not pure: it depends on how often it was called."""
+    counting.calls = getattr(counting, "calls", 0) + 1  # type: ignore[attr-defined]
+    return 1 / counting.calls  # type: ignore[attr-defined,no-any-return]
+
+
 def every_third(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """A third of the samples, mixed."""
     return np.random.default_rng([seed, epoch]).permutation(samples)[::3]

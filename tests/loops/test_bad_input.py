@@ -38,6 +38,19 @@ def test_before_there_are_ranks(run: Run, function: Any, arguments: Any, options
         run(function, *arguments, **options)
 
 
+def wait_in(path: str = "", timeout: float = 3.0) -> tuple[str, float]:
+    return path, timeout
+
+
+def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
+    """Which of the two a keyword is for cannot be known."""
+    with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, and the function has a parameter of th"):
+        run(wait_in, num_ranks=1, timeout=20)
+    assert run(wait_in, num_ranks=1) == ("", 3.0)
+    assert run(wait_in, "x", 5.0, num_ranks=1, timeout=20) == ("x", 5.0)
+    assert run(partial(wait_in, timeout=4.0), num_ranks=1, timeout=20) == ("", 4.0)
+
+
 def test_more_ranks_than_gpus(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "count_gpus", lambda: 1)
     with pytest.raises(UserError, match=r"num_ranks=2: this process sees 1 GPU\(s\) and each rank needs one; set num_"):

@@ -154,7 +154,7 @@ def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path
         names_in(str(root))
     (root / "gone").unlink()
     (elsewhere / "deeper" / "back").symlink_to(root)
-    with pytest.raises(UnavailableError, match="Too many levels of symbolic links"):
+    with pytest.raises(UnavailableError, match="back is a link to a folder that it is in"):
         names_in(str(root))
     with pytest.raises(MissingError, match="no such directory"):
         names_in(str(root / "z"))

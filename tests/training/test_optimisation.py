@@ -67,6 +67,7 @@ def test_an_optimiser_that_draws_draws_the_same_on_all_ranks(train: Train) -> No
         ({"schedule": "nan_in_step_7"}, "returned nan for step 7 of 8: must be a finite number of at least 0"),
         ({"schedule": "negative"}, r"returned -0\.25 for step 5 of 8"),
         ({"schedule": "tensor"}, r"returned tensor\(1\.\) for step 0 of 8"),
+        ({"schedule": "counting"}, "returned .* and then .* for step 0 of 8: must be a function of the two"),
     ],
 )
 def test_what_cannot_be_trained_with_is_refused(train: Train, changes: dict[str, str], words: str) -> None:
