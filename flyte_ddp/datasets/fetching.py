@@ -14,6 +14,7 @@ from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import FORMAT, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
 from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.files import explain_write_errors
 from flyte_ddp.progress import MODES, Progress
 
 
@@ -80,7 +81,8 @@ def fetch(
             prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
         else:
             data, called = definition.load(source, workspace, Progress(progress))
-            write_prepared_set(data, workspace, {"source": called, **requested})
+            with explain_write_errors(folder):
+                write_prepared_set(data, workspace, {"source": called, **requested})
         try:
             workspace.rename(folder)
         except OSError:

@@ -13,6 +13,7 @@ import pytest
 from file_server import FileServer
 from image_folders import all_files
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
+from mounts import ALONE, need_mounts
 
 from flyte_ddp.datasets import DATASETS, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
 from flyte_ddp.errors import UserError
@@ -87,6 +88,26 @@ def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, m
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/data: cannot be written \(.*choose a folder"):
         fetch("digits", "", tmp_path / "file" / "data", progress="off")
+
+
+FULL_DISK = """
+import os, pathlib, subprocess, sys
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import UserError
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", sys.argv[1]], check=True)
+try:
+    fetch("digits", "", pathlib.Path(sys.argv[1]) / "data", progress="off")
+except UserError as error:
+    print(error.message, os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    need_mounts(tmp_path)
+    command = [*ALONE, sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"cannot write {tmp_path}/data: No space left on device; free some space" in result.stdout
+    assert result.stdout.endswith(" []\n")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
