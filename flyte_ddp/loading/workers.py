@@ -4,6 +4,7 @@ A batch does not depend on which process loads which sample, nor on how many the
 each sample has a place and a seed of its own. Processes are on Linux only; elsewhere the rank runs such code itself.
 """
 
+import errno
 import io
 import itertools
 import mmap
@@ -14,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.errors import MachineError
+from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.encoded import limit_threads
 from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, load_into, run_loader_server
@@ -73,7 +74,7 @@ class LoaderPool:
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
-        with spawn_context() as context:
+        with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
             self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1]
@@ -162,13 +163,15 @@ class LoaderPool:
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
-            self.memories.append(BatchMemory())
+            with explain_limits(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
+                self.memories.append(BatchMemory())
             return self.memories[-1]
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
         """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
-        whole = memory.resize(size)
+        with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
+            whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
@@ -221,6 +224,20 @@ class LoaderThreads:
     def close(self) -> None:
         """Stop the threads; does not wait for those that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def explain_limits(what: str, setting: str) -> Iterator[None]:
+    """Raise UserError where this process's limits refuse what the block needs; MachineError where the machine does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.EFBIG):
+            why = f"more than this process's limits allow ({error.strerror})"
+            raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
+        if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENFILE):
+            raise MachineError(f"{what}: no room on this machine ({error.strerror}); lower {setting}") from error
+        raise
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:

@@ -1,10 +1,12 @@
 """Processes that decode pictures: killed, without shared memory, and slow."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from PIL import Image
 from processes import children_of, wait_until
 
 from flyte_ddp.datasets.image_folder import list_images
-from flyte_ddp.errors import MachineError, StoppedError
+from flyte_ddp.errors import MachineError, StoppedError, UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.worker_sources import WorkerImages
@@ -98,6 +100,28 @@ def test_batches_need_no_shared_memory_of_the_container(tmp_path: Path) -> None:
     command = [*ALONE, *small, sys.executable, "-c", script, str(tmp_path / "large")]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+@contextmanager
+def open_files_limit(most: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_processes_than_open_files_are_refused(opened: Open) -> None:
+    """When all pipes but the last one have been made."""
+    limit = len([*Path("/proc/self/fd").iterdir()]) - 1 + 135
+    with open_files_limit(limit), pytest.raises(UserError) as caught:
+        opened(67)
+    assert str(caught.value) == (
+        "67 loader processes: more than this process's limits allow (Too many open files); "
+        "lower FLYTE_DDP_LOADERS, or raise the limits (ulimit)"
+    )
+    assert children_of(os.getpid()) == []
 
 
 class Slow(FileReader):
