@@ -14,7 +14,7 @@ from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import FORMAT, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.files import explain_write_errors
+from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress
 
 
@@ -77,12 +77,16 @@ def fetch(
         return folder
     with make_workspace_beside(folder) as workspace:
         definition = find_dataset(dataset, source)
-        if definition is None:
-            prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
-        else:
-            data, called = definition.load(source, workspace, Progress(progress))
-            with explain_write_errors(folder):
+        try:
+            if definition is None:
+                prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
+            else:
+                data, called = definition.load(source, workspace, Progress(progress))
                 write_prepared_set(data, workspace, {"source": called, **requested})
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise UserError(f"{folder}: the disk is full; free some space, or choose another folder") from error
         try:
             workspace.rename(folder)
         except OSError:

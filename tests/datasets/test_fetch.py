@@ -106,7 +106,7 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     need_mounts(tmp_path)
     command = [*ALONE, sys.executable, "-c", FULL_DISK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"cannot write {tmp_path}/data: No space left on device; free some space" in result.stdout
+    assert f"{tmp_path}/data: the disk is full; free some space" in result.stdout
     assert result.stdout.endswith(" []\n")
 
 
