@@ -7,12 +7,12 @@ heavy is imported: registration, command-line parsing and cache hits all pay for
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
 import json
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp import catalog
+from flyte_ddp.checks import contradictions
 from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.torchvision_weights import find_weights
@@ -292,13 +292,14 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
         if self.objective in catalog.SETTINGS_OF_OBJECTIVES:
-            refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
+            used = catalog.SETTINGS_OF_OBJECTIVES[self.objective]
+            contradictions.refuse_unused_settings(self, self.objective, used)
         self.parse_options()
-        check_class_weights(self.class_weights)
-        refuse_own_code_of_torch(self)
-        check_batch_size(self, max(1, self.num_ranks))
+        contradictions.check_class_weights(self.class_weights)
+        contradictions.refuse_own_code_of_torch(self)
+        contradictions.check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         find_weights(self.model, self.init_from)
-        check_select_by(self)
+        contradictions.check_select_by(self.select_by, self.objective)
         for contradiction in (*find_unfit_data_fields(self), *find_contradictions(self)):
             raise UserError(contradiction)
 
@@ -325,31 +326,6 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             if name not in OPTIONS_OF:
                 raise unknown_name_error("options of", name, OPTIONS_OF)
         return found
-
-
-def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
-    """Raise UserError for an objective's setting that is not at its default and not among those ``used``."""
-    some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
-    for field in dataclasses.fields(hp):
-        value = getattr(hp, field.name)
-        if field.name in some_use and field.name not in used and value != field.default:
-            raise UserError(
-                f"{field.name}={short_repr(value)}: objective={hp.objective!r} has no use for it; leave it out, or "
-                "choose another objective"
-            )
-
-
-def check_select_by(hp: Hyperparameters, classes: int = 2) -> None:
-    """Raise UserError if a built-in objective of ``classes`` has no measure ``select_by``; own ones need ranks."""
-    if hp.objective in catalog.MEASURES:
-        unfit = catalog.OF_TWO_CLASSES if hp.objective == "classification" and classes > 2 else ()
-        choices = ["loss", *(name for name in catalog.MEASURES[hp.objective] if name not in unfit)]
-        if hp.select_by in unfit:
-            raise UserError(
-                f"select_by={hp.select_by!r}: is of two classes, and there are {classes}; choose {', '.join(choices)}"
-            )
-        if hp.select_by not in choices:
-            raise unknown_name_error("select_by", hp.select_by, choices)
 
 
 def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
@@ -391,36 +367,3 @@ def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
         yield "keep='best': needs a validation split to choose by; set validation_fraction above 0"
     if hp.keep == "ema" and hp.ema_decay == 0:
         yield "keep='ema': there is no moving average; set ema_decay, for example to 0.99"
-
-
-def refuse_own_code_of_torch(hp: Hyperparameters) -> None:
-    for field in dataclasses.fields(hp):
-        value = getattr(hp, field.name)
-        if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
-            raise UserError(
-                f"{field.name}={value!r}: is torch's own, and is called in another way here; write a function of your "
-                "own that returns it, or what it computes, and name that (docs/own-code.md)"
-            )
-
-
-def check_class_weights(text: str) -> None:
-    """Raise UserError unless ``text`` is empty, "balanced", or finite numbers >= 0, not all 0, separated by commas."""
-    if text in ("", "balanced"):
-        return
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = [-1.0]
-    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        raise UserError(
-            f"class_weights={short_repr(text)}: must be balanced, or numbers of at least 0 separated by commas, not "
-            "all 0"
-        )
-
-
-def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
-    if hp.batch_size < num_ranks * hp.accumulation_steps:
-        raise UserError(
-            f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "
-            f"{num_ranks} x {hp.accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
-        )

@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters, check_batch_size
+from flyte_ddp.checks.contradictions import check_batch_size
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
 from flyte_ddp.settings import REQUESTED_GPUS
@@ -66,7 +67,7 @@ def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
     ``bf16`` is the least support among the ranks' devices.
     """
     device_type = world.device_type
-    check_batch_size(hp, world.num_ranks)
+    check_batch_size(hp.batch_size, hp.accumulation_steps, world.num_ranks)
     small = hp.model in catalog.SMALL_MODELS
     # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
     faster_in_order = small or (device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS)

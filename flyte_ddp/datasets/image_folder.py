@@ -15,7 +15,6 @@ from flyte_ddp.text.formatting import format_count
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
 LISTED = 10  # classes that a printed line lists at most
-
 SPLIT_NAMES = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
 
 

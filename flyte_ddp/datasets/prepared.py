@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, OF_CLASSES, encoded_kind
-from flyte_ddp.config import Hyperparameters, check_select_by
+from flyte_ddp.checks.contradictions import check_select_by
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.images import ImageArrays, open_arrays
@@ -112,7 +113,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
         of_numbers = of_numbers or hp.objective not in OF_CLASSES
     # What the user's own function will return is known only when it is called, which ranks do.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
-    check_select_by(hp, len(classes))
+    check_select_by(hp.select_by, hp.objective, len(classes))
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )

@@ -137,6 +137,21 @@ def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> li
     return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
 
 
+def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
+    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
+
+    def format_versions(found: Mapping[str, Any]) -> str:
+        versions = {**found["packages"], "python": ".".join(found["packages"]["python"].split(".")[:2])}
+        return ", ".join(f"{name} {versions[name]}" for name in ("python", *ARITHMETIC) if versions.get(name))
+
+    with translate_cluster_errors(client):
+        found = client.get_versions(packages=ARITHMETIC)
+    here = format_versions(found["client"])
+    for worker in workers:
+        if worker in found["workers"] and (other := format_versions(found["workers"][worker])) != here:
+            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")
+
+
 def describe_workers(client: Any) -> dict[str, Any]:
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
@@ -213,18 +228,3 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
             client = Client(stack.enter_context(cluster))
         yield stack.enter_context(client)
-
-
-def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
-    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
-
-    def format_versions(found: Mapping[str, Any]) -> str:
-        versions = {**found["packages"], "python": ".".join(found["packages"]["python"].split(".")[:2])}
-        return ", ".join(f"{name} {versions[name]}" for name in ("python", *ARITHMETIC) if versions.get(name))
-
-    with translate_cluster_errors(client):
-        found = client.get_versions(packages=ARITHMETIC)
-    here = format_versions(found["client"])
-    for worker in workers:
-        if worker in found["workers"] and (other := format_versions(found["workers"][worker])) != here:
-            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")

@@ -121,7 +121,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Replace names of the user's callables by StoredSpecs of the sidecar's ``sources``, unless these are today's."""
+    """Let the sidecar itself, which is returned, name its stored sources where the user's files of today differ."""
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))

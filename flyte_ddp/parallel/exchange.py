@@ -30,7 +30,7 @@ class RankExchange:
 
     @contextmanager
     def during_losses(self, *, has_samples: bool) -> Iterator[None]:
-        """Let :func:`across_ranks` exchange values in the block; ``has_samples``: this rank's samples count."""
+        """Let :func:`across_ranks` exchange values in the block; without samples of its own, this rank adds no row."""
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
         self.has_samples, _exchange = has_samples, self
         try:

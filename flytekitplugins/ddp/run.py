@@ -47,10 +47,10 @@ def engine_launcher(engine: str, hosts: int) -> Launch:
 
 
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:
-    """Run a call on ranks in the folder of the run, and return what rank 0 has returned.
+    """Run a call on ranks in the folder named ``run``, resuming an earlier attempt; return what rank 0 has returned.
 
-    In a pod, syncs checkpoints, uploads what wandb could not send, and publishes the console's page if ``page``. Saves
-    are removed, and the result is recorded, when the outputs are written.
+    In a pod, syncs checkpoints with the blob store, uploads what wandb could not send, and publishes the console's page
+    if ``page``. Saves are removed, and the result is recorded, when the outputs are written.
     """
     folder = resolve_folder(run)
     with (

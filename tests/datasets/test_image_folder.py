@@ -84,6 +84,8 @@ def test_bad_names_are_refused_in_lists_of_classes_too(tmp_path: Path) -> None:
             attempt()
     assert not (tmp_path / "y.json").exists()
     assert image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NFD]).classes == ("ant", NFC)
+    with pytest.raises(UserError, match=r"classes 'caf\\xe9' and 'cafe\\u0301' have one name"):
+        image_arrays(picture, [0, 1], picture, [0, 1], [NFC, NFD])
 
 
 def test_folders_whose_names_differ_in_unicodes_form_are_one_class(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_many_classes_are_described_by_their_smallest_and_largest(tmp_path: Path
     assert line.endswith("many: 66 images of 11 classes (with 1 to 11 images each)")
 
 
+def test_classes_that_are_named_like_splits_are_a_warning(tmp_path: Path) -> None:
+    for number, (names, warned) in enumerate([(("Train", "val"), True), (("train", "bus"), False)]):
+        folder = write_files(tmp_path / f"{number}", {f"{name}/1.jpg": b"" for name in names})
+        assert any("look like splits" in line for line in list_images(str(folder)).describe_images()) == warned
+
+
 @pytest.mark.slow
 def test_bad_samples_are_replaced_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     folder = labelled(tmp_path / "images")

@@ -172,6 +172,7 @@ class Weighted(Classification):
         ({"options": '{"objective": {"gamma": 2}}'}, "options of objective 'classification': .*'gamma'; correct"),
         ({"options": '{"model": {"depth": 2}}'}, "options of model 'objective_tasks:flat': .*'depth'"),
         ({"model": "small_cnn", "options": '{"model": {"width": 2}}'}, "options of model 'small_cnn': takes none"),
+        ({"model": "resnet18", "options": '{"model": {"dropuot": 2}}'}, "options of model 'resnet18': .*'dropuot'"),
         *(
             ({"objective": f"{OWN}Weighted", "options": f'{{"objective": {{"kind": "{kind}"}}}}'}, words)
             for kind, words in (
