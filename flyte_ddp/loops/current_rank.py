@@ -1,5 +1,6 @@
 """What a user's function may ask of its rank, under any launcher, and without one."""
 
+import atexit
 import os
 import random
 import sys
@@ -140,16 +141,21 @@ def make_rank_without_launcher() -> CurrentRank:
     temporary = tempfile.TemporaryDirectory(prefix="flyte-ddp-")
     folder, settings = Path(temporary.name), read_settings()
 
+    checkpoints = Checkpoints(folder, Identity({}), None, settings.checkpoint_seconds)
+    atexit.register(checkpoints.close)  # before the folder's deletion, which was registered before
+
     def join() -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore() if "MASTER_PORT" not in os.environ else None  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        if backend == "gloo":  # whose threads may abort a process that ends; a failed GPU's destruction may hang
+            atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
     made = CurrentRank(
         (rank, world_size, local_rank),
         device,
         folder,
-        checkpoints=Checkpoints(folder, Identity({}), None, settings.checkpoint_seconds),
+        checkpoints=checkpoints,
         records=Records(folder, settings.progress) if rank == 0 else None,
         join=join,
     )

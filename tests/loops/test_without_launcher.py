@@ -34,6 +34,7 @@ def run_script(folder: Path, text: str, *before: str) -> str:
     ended = subprocess.run(command, env=environment, cwd=HELPERS, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [*temporary.glob("flyte-ddp*")] == []
+    assert "could not be written" not in ended.stderr
     return ended.stdout
 
 
