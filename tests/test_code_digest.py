@@ -23,8 +23,7 @@ DECIDES_NOTHING = {  # files that are imported by those that decide
     "runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
     "storage/addresses storage/digest_list": "where bytes come from, and what is known of them",
     "shards/cache shards/locks shards/parallel": "where the bytes of shards come from",
-    "shards/inspection": "what is refused before a run",
-    "shards/packing": "makes shards, which the fingerprint of the data covers",
+    "shards/packing shards/scanning": "make and check shards, which the fingerprint of the data covers",
 }
 
 

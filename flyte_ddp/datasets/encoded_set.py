@@ -15,7 +15,7 @@ from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
-from flyte_ddp.shards.inspection import refuse_unfit_samples
+from flyte_ddp.shards.scanning import refuse_unfit_samples
 
 IMAGE_FOLDER = "image_folder"
 COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file

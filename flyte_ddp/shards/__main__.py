@@ -24,7 +24,7 @@ def format_counts(index: ShardIndex) -> str:
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 def shards() -> None:
-    """Make, verify and show data sets of shards (tar files and an index in wids' format)."""
+    """Make and verify data sets of shards (tar files and an index in wids' format)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may have bytes that are not UTF-8
 
@@ -72,14 +72,6 @@ def verify(index: str, decode: bool, progress: str) -> None:
     if problems:
         raise UserError(f"index {index}: {format_count(len(problems), 'problem')}")
     click.echo(f"{index}: no shard differs from it")
-
-
-@shards.command()
-@click.argument("index")
-def show(index: str) -> None:
-    """Print a summary of an index; open no shard."""
-    for key, value in read_index(index).summary().items():
-        click.echo(f"{key:<16} {value}")
 
 
 @shards.command()

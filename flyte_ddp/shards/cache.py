@@ -13,10 +13,11 @@ import io
 import os
 import re
 import stat
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -79,20 +80,15 @@ class ShardCache:
         mark = self.folder / "verified" / name_digest(identity)
         if not wanted or mark.exists():
             return
-        with ExitStack() as stack:
-            with suppress(OSError):
-                stack.enter_context(self.hold_lock(mark.name))
-                mark.parent.mkdir(exist_ok=True)
+        with path.open("rb") as file, explain_unusable_folder(self.folder), self.hold_lock(mark.name):
             if not mark.exists():  # another process may have verified the shard while this one waited
-                with path.open("rb") as file:
-                    make = partial(hashlib.new, kind, usedforsecurity=False)
-                    found = hashlib.file_digest(file, make).hexdigest()
+                found = hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
                     raise UserError(f"shard {shard.url}: {problem}, {fix}")
-                with suppress(OSError):
-                    mark.touch()
+                mark.parent.mkdir(exist_ok=True)
+                mark.touch()
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
         """Open a cached shard with a shared lock, and mark it as used; None if it is missing or of wrong size."""
@@ -133,8 +129,6 @@ class ShardCache:
             path.unlink(missing_ok=True)  # a copy with the wrong size
             try:
                 with part.open("wb", buffering=0) as target:  # "wb" truncates the remains of a killed download
-                    if shard.size >= 0:
-                        self.reserve_space(target, shard.size)
                     storage.retry(shard.url, lambda _: self.download_once(shard, target))
                     os.fsync(target.fileno())  # else a power cut could leave the final name without the content
             except storage.UnavailableError as failure:
@@ -154,6 +148,8 @@ class ShardCache:
         """Download a shard into a file, from byte 0; raise AlteredError if size or digest differs from the index."""
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
+        if shard.size >= 0:
+            self.reserve_space(target, shard.size)
         with storage.open_file(shard.url) as file:
             expected = shard.size if shard.size >= 0 else file.size
             if file.size not in (None, expected):
@@ -186,26 +182,20 @@ class ShardCache:
 
     def reserve_space(self, file: io.FileIO, size: int) -> None:
         """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit; set the file's size."""
-        if self.limit is not None and size > self.limit:
-            problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
-            raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
+        limit = sys.maxsize if self.limit is None else self.limit
+        where, fix = f"shard cache {self.folder}: its limit of {limit:,} bytes is", "raise FLYTE_DDP_CACHE_BYTES"
+        if size > limit:
+            raise UserError(f"{where} less than the {size:,} of one shard; {fix}")
         with self.hold_lock("room"):
             self.remove_killed_downloads()
-            if self.limit is not None:
-                self.evict_for(size - os.fstat(file.fileno()).st_size, self.limit)
+            files = self.list_files_oldest_first()
+            excess = sum(size for _, size, _ in files) + size - os.fstat(file.fileno()).st_size - limit
+            for _, _, path in files:
+                if path.suffix == WHOLE and excess > 0:
+                    excess -= self.evict_file(path)
+            if excess > 0:
+                raise CacheFullError(f"{where} too low by {excess:,} for shards that are read at the same time; {fix}")
             os.ftruncate(file.fileno(), size)
-
-    def evict_for(self, growth: int, limit: int) -> None:
-        """Evict shards until ``growth`` bytes fit. Hold the cache's lock."""
-        entries = self.list_files_oldest_first()
-        excess = sum(size for _, size, _ in entries) + growth - limit
-        for _, _, path in entries:
-            if path.suffix == WHOLE and excess > 0:
-                excess -= self.evict_file(path)
-        if excess > 0:
-            problem = f"its limit of {limit:,} bytes is too low by {excess:,}"
-            fix = "for the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
-            raise CacheFullError(f"shard cache {self.folder}: {problem} {fix}")
 
     def remove_killed_downloads(self) -> None:
         """Remove partial files without a lock: a download in progress holds its shard's lock."""

@@ -49,7 +49,7 @@ class OpenShard:
     def keep_open(self) -> Iterator[OpenShard]:
         """Yield this shard, open and safe from eviction; download it first, if needed, waiting up to 60 s for room."""
         with self.lock:
-            if self.close is None or (self.users == 0 and not self.lock_file()):
+            if self.close is None or (self.cached and self.users == 0 and not self.lock_file()):
                 self.open_file()
             if self.cached and time.monotonic() > self.marked + MARKED_EVERY:
                 self.marked = time.monotonic()
@@ -65,8 +65,6 @@ class OpenShard:
 
     def lock_file(self) -> bool:
         """Lock a cached file against eviction, without waiting; return False if another process evicts it."""
-        if not self.cached:
-            return True
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,7 +77,7 @@ class OpenShard:
         if self.close is not None:
             self.close()
             self.close = None
-        with open_shard_when_room(shard, self.cache) as file:
+        with self.open_when_room() as file:
             try:
                 table = read_table_or_none(shard)
                 if table is None:
@@ -93,19 +91,16 @@ class OpenShard:
             self.file = os.dup(file.fileno())  # a descriptor of its own, as the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
 
-
-def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
-    """Open a shard by :meth:`ShardCache.open_shard`; while the cache is full, try again for up to 60 s."""
-    deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
-    while True:
-        try:
-            return cache.open_shard(shard)
-        except CacheFullError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
-
+    def open_when_room(self) -> BinaryIO:
+        """Open the shard by :meth:`ShardCache.open_shard`; while the cache is full, try again for up to 60 s."""
+        deadline = time.monotonic() + WAIT_FOR_ROOM
+        while True:
+            try:
+                return self.cache.open_shard(self.shard)
+            except CacheFullError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
 def read_at(file: int, start: int, length: int) -> bytes:
     """Read ``length`` bytes of a file (a descriptor) from byte ``start``; return fewer if the file ends before."""

@@ -21,12 +21,8 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
     if image is not None and LABEL in found:
         return image, found[LABEL]
-    names = [*found.values()]
-    named = ", ".join(names[:MOST_NAMED])
-    named += f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
-    first, *others, _ = TRAINED_ON
-    problem = f"has no {'image' if image is None else 'label'}: it has {named}"
-    rule = f"training reads KEY{first} (or {', '.join(others)}) and KEY{LABEL}, the number of the class"
+    problem = f"has no {'image' if image is None else 'label'}: it has {', '.join([*found.values()][:MOST_NAMED])}"
+    rule = f"training reads KEY.jpg (or another of {', '.join(IMAGES)}) and KEY{LABEL}, the number of the class"
     fix = "and a key ends at the first dot of a file's name; pack the shard again with such names"
     raise UserError(f"{sample} {problem}; {rule}, {fix}")
 

@@ -88,22 +88,6 @@ class ShardIndex:
         shard = int(np.searchsorted(self.ends, sample, side="right"))
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
-    def summary(self) -> dict[str, str]:
-        least, most = self.counts.min(), self.counts.max()
-        sizes = np.array([shard.size for shard in self.shards])
-        facts = {
-            "name": self.name,
-            "shards": f"{len(self.shards):,}",
-            "samples": f"{len(self):,} ({least:,}" + ("" if least == most else f" to {most:,}") + " a shard)",
-            "bytes": f"{sizes.sum():,}" if (sizes >= 0).all() else "not known",
-            "classes": f"{len(self.classes):,}" if self.classes else "not known",
-            "first shard": self.shards[0].url,
-            "last shard": self.shards[-1].url,
-        }
-        if len(self.parts) > 1:  # several may have one name
-            facts |= {f"part {i}": f"weight {part.weight:g}, {part.name}" for i, part in enumerate(self.parts)}
-        return facts
-
     @cached_property
     def digest(self) -> str:
         """Return the SHA-256 (hex) of classes, parts, and each shard's samples, size and digest (or else address)."""

@@ -3,7 +3,7 @@
 import io
 import itertools
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -15,7 +15,7 @@ from flyte_ddp.order import sampling
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.scanning import index_shards, resolve_index_output, tables_path
+from flyte_ddp.shards.scanning import create_index, resolve_index_output, tables_path
 
 AHEAD = 32  # threads that read samples
 
@@ -36,9 +36,10 @@ def pack_samples(
     """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
     Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
-    Its exceptions reach the caller. ``seed`` mixes the samples; None keeps their order. Samples sorted by class should
-    be mixed, because training mixes only neighbouring shards. The same samples make the same bytes. A failure leaves
-    no files. Raises UserError if an argument is out of range, a file exists, or the folder cannot be written.
+    Its exceptions reach the caller, OSErrors as UserErrors. ``seed`` mixes the samples; None keeps their order. Samples
+    sorted by class should be mixed, because training mixes only neighbouring shards. The same samples make the same
+    bytes. A failure leaves no files. Raises UserError if an argument is out of range, a file exists, or the folder
+    cannot be written.
     """
     for option, value, least in (("count", count, 1), ("samples_per_shard", per_shard, 1), ("seed", seed or 0, 0)):
         if value < least:
@@ -59,33 +60,17 @@ def pack_samples(
     track = Progress(progress).track("packing", count, "samples")
     try:
         with map_in_threads(make_sample, order.tolist(), AHEAD) as made, track as advance:
-            write_shards(paths, made, per_shard, advance)
-        return index_shards([str(path) for path in paths], index, name=name, classes=classes, progress="off")
+            for path in paths:
+                write_shard(path, itertools.islice(made, per_shard), advance)
+        return create_index([str(path) for path in paths], index, name=name, classes=classes, progress="off")
     except BaseException:
         for path in filter(Path.exists, (index, tables_path(index), *paths)):
             path.unlink()
         raise
 
 
-def write_shards(
-    paths: Sequence[Path], made: Iterator[tuple[str, Members]], per_shard: int, advance: Callable[[int], object]
-) -> None:
-    failures = list[Exception]()
-
-    def take_until_failure() -> Iterator[tuple[str, Members]]:
-        try:
-            yield from made
-        except Exception as error:  # in write_shard, an OSError would be taken for a failure to write
-            failures.append(error)
-
-    samples = take_until_failure()
-    for path in paths:
-        write_shard(path, itertools.islice(samples, per_shard), advance)
-        if failures:
-            raise failures[0]
-
-
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
+    """Write a tar file of samples; UserError for an OSError in writing, or in making the samples."""
     # For names that are long or not ASCII, wids reads GNU's format best.
     with (
         replace_file(path) as file,

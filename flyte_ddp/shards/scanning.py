@@ -1,15 +1,12 @@
-"""Make indexes of whole shards or of other indexes, and compare shards with their index."""
+"""Make indexes of whole shards or of other indexes, compare shards with them, and refuse what training cannot read."""
 
 import hashlib
-import itertools
 import json
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
@@ -19,7 +16,8 @@ from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.pictures import opaque_picture
-from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
+from flyte_ddp.shards.cache import unusable_shard_error
+from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label, parse_class_number
 from flyte_ddp.shards.index import (
     EXTENSION,
     KIND,
@@ -40,9 +38,6 @@ MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no l
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, as pathlib replaces two by one
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 
 class ScannedShard(NamedTuple):
     """What reading a whole shard has found."""
@@ -51,7 +46,6 @@ class ScannedShard(NamedTuple):
     table: SampleTable
     labels: int  # the highest class number in a ``.cls`` member, plus 1; 0 without such members
     damaged: list[str]  # a sentence about each image that cannot be decoded
-    unfit: list[str]  # a sentence about each sample without an image or a label
 
 
 class HashedStream:
@@ -78,23 +72,26 @@ class HashedStream:
         return piece
 
 
-def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
+def is_label(extension: str) -> bool:
+    return extension.lower() == LABEL
+
+
+def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
     """Read a whole shard, with up to 3 retries; raise UserError if it cannot be read or is malformed."""
 
     def is_wanted(extension: str) -> bool:
-        return extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
+        return is_label(extension) or (decode and extension.rpartition(".")[2].lower() in IMAGES)
 
     def scan_once(address: str) -> ScannedShard:
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
-            # Once ``stopped`` is set, the shard seems to be cut short.
-            stream = HashedStream(itertools.takewhile(lambda _: not stopped.is_set(), file.chunks))
+            stream = HashedStream(file.chunks)
             for member, content in iterate_members(stream, url, is_wanted):
                 found.append(member)
                 if content is None:
                     continue
                 where = {"__key__": member.key, "__shard__": url}
-                if member.extension.lower() == LABEL:
+                if is_label(member.extension):
                     label = decode_member(where, LABEL, content)
                     if label < 0:
                         raise UserError(f"sample {member.key!r} in {url}: label {label}; labels are 0, 1, 2 and so on")
@@ -104,25 +101,12 @@ def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> S
         storage.check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         table = tabulate_members(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
-        return ScannedShard(shard, table, labels, damaged, describe_unfit_samples(table, url))
+        return ScannedShard(shard, table, labels, damaged)
 
     try:
         return storage.retry(url, scan_once)
     except storage.UnavailableError as failure:
         raise failure.to_user_error(f"shard {url}: cannot be read ({failure}); check the address") from None
-
-
-@contextmanager
-def scan_in_threads(
-    scan: Callable[[Item, threading.Event], Result], items: Sequence[Item]
-) -> Iterator[Iterator[Result]]:
-    """Yield ``scan(item, stopped)`` of each item in order, from 8 threads; set ``stopped`` at the end of the block."""
-    stopped = threading.Event()
-    try:
-        with map_in_threads(lambda item: scan(item, stopped), items, THREADS) as scanned:
-            yield scanned
-    finally:
-        stopped.set()  # else Python would wait for the threads when the process exits
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
@@ -162,15 +146,12 @@ def expand_ranges(url: str) -> list[str]:
 def create_index(
     urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
 ) -> ShardIndex:
-    """Expand ranges such as ``{000..127}`` in ``urls``; write the index of these shards by :func:`index_shards`."""
+    """Read whole shards in 8 threads; write their index and tables of samples; return the index; UserError if unfit.
+
+    ``{000..127}`` in an address stands for a range of numbers. Without ``classes`` their names are 0, 1, 2 and so on.
+    """
     classes = normalize_class_names("classes", classes)
-    expanded = [whole for url in urls for whole in expand_ranges(url)]
-    return index_shards(expanded, output, name=name, classes=classes, progress=progress)
-
-
-def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Sequence[str], progress: str) -> ShardIndex:
-    """Read whole shards in 8 threads; write their index and tables of samples; return the index; UserError if unfit."""
-    shards = [str(storage.local_path(url) or url) for url in urls]
+    shards = [str(storage.local_path(whole) or whole) for url in urls for whole in expand_ranges(url)]
     output = resolve_index_output(output, shards)
     if not shards:
         raise UserError("no shards: give at least one tar file")
@@ -178,9 +159,9 @@ def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Seque
         twice = next(url for url in shards if shards.count(url) > 1)
         raise UserError(f"shard {twice} is given twice; give each one once")
     tables = tables_path(output)
-    start, listed, labels, unfit, reason = 0, list[Shard](), 0, 0, ""
+    start, listed, labels = 0, list[Shard](), 0
     with (
-        scan_in_threads(scan_shard, shards) as scanned,
+        map_in_threads(scan_shard, shards, THREADS) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
         replace_file(tables) as file,
     ):
@@ -190,23 +171,17 @@ def index_shards(urls: Sequence[str], output: Path, *, name: str, classes: Seque
             listed.append(found.shard._replace(table=(str(tables), start, len(content), table_digest(content))))
             start += len(content)
             labels = max(labels, found.labels)
-            unfit, reason = unfit + len(found.unfit), reason or next(iter(found.unfit), "")
             advance(1)
-            if classes and labels > len(classes):
-                problem = f"has label {labels - 1}, and with {len(classes)} classes labels are 0..{len(classes) - 1}"
+            most = len(classes) or MOST_CLASSES
+            if labels > most:
+                problem = f"has label {labels - 1}, and with {most} classes labels are 0..{most - 1}"
                 raise UserError(f"shard {found.shard.url}: {problem}; fix the sample, or the list of classes")
         if not any(shard.samples for shard in listed):
             raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
-        if not classes and labels > MOST_CLASSES:
-            rule = f"with more than {MOST_CLASSES:,} classes give their names (--classes)"
-            raise UserError(f"a label is {labels - 1:,}: {rule}")
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
     with replace_file(output) as file:
         file.write(index_json(index, str(output.parent), tables.name))
-    if unfit:
-        counted = f"{unfit:,} of {format_count(len(index), 'sample')}"
-        Progress(progress).print_note(f"warning: {counted} cannot be trained on without code of yours: {reason}")
     return index
 
 
@@ -265,21 +240,21 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
     problems = list[str]()
-    with scan_in_threads(verify, index.shards) as verified, track as advance:
+    with map_in_threads(verify, index.shards, THREADS) as verified, track as advance:
         for found in verified:
             problems += found
             advance(1)
     return problems
 
 
-def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
+def verify_shard(shard: Shard, *, classes: int, decode: bool) -> list[str]:
     try:
-        found = scan_shard(shard.url, stopped, decode=decode)
+        found = scan_shard(shard.url, decode=decode)
     except UserError as error:
         return [error.message]
     problems = found.damaged
-    if decode and found.unfit:
-        problems.append(f"{found.unfit[0]}; in all {format_count(len(found.unfit), 'such sample')}")
+    if decode and (unfit := describe_unfit_samples(found.table, shard.url)):
+        problems.append(f"{unfit[0]}; in all {format_count(len(unfit), 'such sample')}")
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else None),
         ("samples", found.shard.samples, shard.samples),
@@ -291,3 +266,27 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
     if classes and found.labels > classes:
         problems.append(f"shard {shard.url}: has label {found.labels - 1}, but the index has {classes} classes")
     return problems
+
+
+def refuse_unfit_samples(index: ShardIndex) -> None:
+    """Read, with retries, the first sample of each data set in an index; UserError if training cannot use it."""
+    first = {shard.part: shard for shard in reversed(index.shards) if shard.samples}  # a shard of each data set
+    for shard in reversed(first.values()):
+        try:
+            storage.retry(shard.url, refuse_unfit_first_sample)
+        except storage.UnavailableError as failure:
+            raise unusable_shard_error(shard, failure) from None
+
+
+def refuse_unfit_first_sample(url: str) -> None:
+    """Read a shard until its first sample ends; UserError if that has no image or no class number."""
+    key, found = None, dict[str, bytes | None]()
+    with storage.open_file(url) as file:
+        for member, content in iterate_members(HashedStream(file.chunks), url, is_label):
+            if key not in (None, member.key):
+                break
+            key = member.key
+            found[member.extension] = content
+    name = f"sample {key!r} in shard {url}"
+    _, label = find_image_and_label(name, found)
+    parse_class_number(name, found[label] or b"")

@@ -9,14 +9,23 @@ this process cannot use object storage.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import encode_name, join, local_path, parent, resolve, scheme
-from flyte_ddp.storage.content import Content, Entry, Span, check_length
-from flyte_ddp.storage.failures import AlteredError, ExistsError, ForbiddenError, MissingError, UnavailableError
 from flyte_ddp.storage.origins import may_be_named, origin_of
-from flyte_ddp.storage.retries import retry
+from flyte_ddp.storage.transfer import (
+    AlteredError,
+    Content,
+    Entry,
+    ExistsError,
+    ForbiddenError,
+    MissingError,
+    Span,
+    UnavailableError,
+    check_length,
+    retry,
+)
 
 __all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
 __all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
@@ -24,18 +33,8 @@ __all__ += ["Entry", "check_length", "create_file", "delete_files", "download_fi
 __all__ += ["read_file", "retry", "stat_file", "write_file"]
 
 
-class Storage(Protocol):
-    """The functions of each module that handles one kind of storage: ``local``, ``http`` and ``objects``."""
-
-    def open_file(self, address: str, span: Span | None) -> AbstractContextManager[Content]: ...
-    def stat_file(self, address: str) -> Entry: ...
-    def list_files(self, address: str) -> Iterator[Entry]: ...
-    def write_file(self, address: str, content: bytes | Path, *, create: bool) -> None: ...
-    def delete_files(self, addresses: Sequence[str]) -> None: ...
-
-
-def select_storage(address: str) -> Storage:
-    """Import and return the module for such an address; it may import requests or obstore."""
+def select_storage(address: str) -> Any:
+    """Import and return the module for such an address, which has the functions below; may import requests, obstore."""
     kind = scheme(address)
     if kind == "file":
         return local
@@ -53,7 +52,8 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 
     UnavailableErrors come on entering the block, and while chunks are read.
     """
-    return select_storage(address).open_file(address, span)
+    opened: AbstractContextManager[Content] = select_storage(address).open_file(address, span)
+    return opened
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
@@ -78,7 +78,8 @@ def download_file(address: str, file: BinaryIO) -> None:
 
 def stat_file(address: str) -> Entry:
     """Return size (-1 if a web server sends none) and tag of a file, with name ""; MissingError if there is none."""
-    return select_storage(address).stat_file(address)
+    entry: Entry = select_storage(address).stat_file(address)
+    return entry
 
 
 def list_files(address: str) -> Iterator[Entry]:
@@ -88,7 +89,8 @@ def list_files(address: str) -> Iterator[Entry]:
     server has no list. A missing folder of this machine is a MissingError; a prefix without
     objects has no files. Errors come at the call for a bucket, at the first ``next()`` for others.
     """
-    return select_storage(address).list_files(address)
+    entries: Iterator[Entry] = select_storage(address).list_files(address)
+    return entries
 
 
 def write_file(address: str, content: bytes | Path) -> None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.storage import failures
+from flyte_ddp.storage import transfer
 
 VARIABLES = (b"AWS_", b"FLYTE_A", b"GOOGLE_", b"STORAGE_EMULATOR_HOST", b"AZURE_", b"REQUESTS_CA_BUNDLE")
 ENDPOINT_VARIABLES = ("FLYTE_AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -61,7 +61,7 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
     import requests
 
     with suppress(requests.RequestException):  # the first read from the bucket reports the error
-        timeouts = (failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT)
+        timeouts = (transfer.CONNECT_TIMEOUT, transfer.READ_TIMEOUT)
         url = f"{AWS_ENDPOINT.format(region=default)}/{bucket}"
         return requests.head(url, timeout=timeouts, verify=bundle or True).headers.get("x-amz-bucket-region", default)
     return default
@@ -104,14 +104,10 @@ def client_settings(bundle: str | None = None) -> dict[str, Any]:
     """Return the arguments of all stores; ``bundle`` or ``REQUESTS_CA_BUNDLE`` (PEM) adds trusted certificates."""
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://
-        "connect_timeout": timedelta(seconds=failures.CONNECT_TIMEOUT),
-        "read_timeout": timedelta(seconds=failures.READ_TIMEOUT),
+        "connect_timeout": timedelta(seconds=transfer.CONNECT_TIMEOUT),
+        "read_timeout": timedelta(seconds=transfer.READ_TIMEOUT),
         "timeout": timedelta(days=1),  # of a whole download; obstore's default of 30 s is too short for a shard
     }
     if bundle := bundle or os.environ.get("REQUESTS_CA_BUNDLE"):
         options["root_certificate"] = Path(bundle).read_bytes()
-        if b"-----BEGIN CERTIFICATE-----" not in options["root_certificate"]:
-            raise ValueError(
-                f"{bundle}: has no certificate in PEM's format; AWS_CA_BUNDLE or REQUESTS_CA_BUNDLE names it"
-            )
     return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retry retries, and prints it

@@ -11,14 +11,13 @@ from urllib.parse import urljoin
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
-from requests.exceptions import ConnectTimeout, InvalidURL, ReadTimeout, SSLError, TooManyRedirects
+from requests.exceptions import InvalidURL, SSLError, TooManyRedirects
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
-from flyte_ddp.storage import failures
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
-from flyte_ddp.storage.failures import UnavailableError, http_status_error
+from flyte_ddp.storage import transfer
 from flyte_ddp.storage.origins import may_follow_redirect, origin_of
+from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, Span, UnavailableError, parse_etag
 from flyte_ddp.text.credentials import mask_credentials
 
 CONNECTIONS = 64  # kept open by one process to one server
@@ -62,18 +61,13 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
     try:
         with send_request(address, method, headers) as response:
             if response.status_code not in (200, 206):
-                raise http_status_error(response.status_code, response.reason or "")
+                raise transfer.http_status_error(response.status_code, response.reason or "")
             yield response
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        if isinstance(error, ConnectTimeout | urllib3.exceptions.ConnectTimeoutError):
-            reason = f"no connection within {failures.CONNECT_TIMEOUT:g} s"
-        elif isinstance(error, ReadTimeout | urllib3.exceptions.ReadTimeoutError):
-            reason = f"no answer within {failures.READ_TIMEOUT:g} s"
-        else:
-            cause: BaseException = error  # the messages of outer errors are long and technical
-            while (inner := cause.__cause__ or cause.__context__) is not None:
-                cause = inner
-            reason = getattr(cause, "strerror", None) or str(cause)
+        cause: BaseException = error  # the messages of outer errors are long and technical
+        while (inner := cause.__cause__ or cause.__context__) is not None:
+            cause = inner
+        reason = getattr(cause, "strerror", None) or str(cause)
         raise UnavailableError(mask_credentials(reason), transient=not isinstance(error, PERMANENT_ERRORS)) from None
 
 
@@ -86,7 +80,7 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
                 method,
                 address,
                 stream=method != "HEAD",  # without a body there is nothing to stream, and the connection stays open
-                timeout=(failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT),
+                timeout=(transfer.CONNECT_TIMEOUT, transfer.READ_TIMEOUT),
                 headers={"Accept-Encoding": "identity", **headers},  # digests are of the uncompressed bytes
                 allow_redirects=False,
             )

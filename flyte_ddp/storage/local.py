@@ -10,8 +10,7 @@ from typing import BinaryIO
 
 from flyte_ddp.files import atomic_write
 from flyte_ddp.storage.addresses import local_path
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span
-from flyte_ddp.storage.failures import ExistsError, MissingError, UnavailableError
+from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, ExistsError, MissingError, Span, UnavailableError
 
 
 def require_local_path(address: str) -> Path:
@@ -89,23 +88,21 @@ def list_files(address: str) -> Iterator[Entry]:
     with translate_os_errors():
         if not root.is_dir():
             raise MissingError("no such directory")
-    yield from sorted(walk_folder(str(root), "", ()), key=lambda entry: entry.name)
-
-
-def walk_folder(folder: str, prefix: str, parents: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
-    """Yield files in the order of the file system; ``parents`` are device and inode of each folder above."""
     try:
-        status = os.stat(folder)  # noqa: PTH116
-        identity = (status.st_dev, status.st_ino)
-        if identity in parents:
-            raise UnavailableError(f"{folder} is a link to a folder that it is in")
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    yield from walk_folder(entry.path, f"{prefix}{entry.name}/", (*parents, identity))
-                elif S_ISREG((status := entry.stat()).st_mode):
-                    yield Entry(f"{prefix}{entry.name}", status.st_size, f"{status.st_mtime_ns}")
+        yield from sorted(walk_folder(root), key=lambda entry: entry.name)
     except OSError as error:
-        raise UnavailableError(f"{error.filename or folder}: {error.strerror or error}") from None
+        raise UnavailableError(f"{error.filename or root}: {error.strerror or error}") from None
+
+
+def walk_folder(root: Path) -> Iterator[Entry]:
+    """Yield files in the order of the file system; OSError for what cannot be read, as links in a circle."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (f"{folder}/{name}" for name in names if not name.startswith(".")):
+            status = os.stat(path)  # noqa: PTH116
+            if S_ISREG(status.st_mode):
+                yield Entry(path[len(f"{root}/") :], status.st_size, f"{status.st_mtime_ns}")

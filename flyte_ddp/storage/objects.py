@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
-from flyte_ddp.storage import clouds
+from flyte_ddp.storage import clouds, transfer
 from flyte_ddp.storage.addresses import split_key
-from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
-from flyte_ddp.storage.failures import ExistsError, ForbiddenError, MissingError, UnavailableError, http_status_error
+from flyte_ddp.storage.transfer import Content, Entry, ForbiddenError, MissingError, Span, UnavailableError, parse_etag
 from flyte_ddp.text.credentials import mask_credentials
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
@@ -40,7 +39,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     options: Any = {"range": span} if span else {}
     stored = call_with_store(address, lambda store, key: obstore.get(store, key, options=options), reads=True)
     start, end = stored.range
-    yield Content(end - start, read_chunks(stored.stream(CHUNK_BYTES // 4)), parse_etag(stored.meta["e_tag"]))
+    yield Content(end - start, read_chunks(stored.stream(transfer.CHUNK_BYTES // 4)), parse_etag(stored.meta["e_tag"]))
 
 
 def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
@@ -112,10 +111,10 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
     text = str(error)  # below the first line are Rust's structures
     is_conflict = "ConditionalRequestConflict" in text  # S3: another writer is at work, and may yet fail
     if isinstance(error, AlreadyExistsError) and not is_conflict:
-        return ExistsError("there is an object of that name")
+        return transfer.ExistsError("there is an object of that name")
     if (status := STATUS.search(text)) and "TokenRequest" not in text:  # whose status says nothing of the object
         unsigned = " (asked without credentials, as there are none)" if anonymous and status[1] in DENIED else ""
-        failure = http_status_error(int(status[1]), (status[2] or "") + unsigned)
+        failure = transfer.http_status_error(int(status[1]), (status[2] or "") + unsigned)
         failure.transient |= is_conflict
         return failure
     kind = next((kind for raised, kind in KINDS.items() if isinstance(error, raised)), UnavailableError)

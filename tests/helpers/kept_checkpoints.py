@@ -10,7 +10,7 @@ from s3_server import S3Server, s3_server
 from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_run_file
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import SLOTS, Arithmetic, Identity
-from flyte_ddp.storage import retries
+from flyte_ddp.storage import transfer
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
@@ -59,5 +59,5 @@ def store(server: S3Server, base: Path, monkeypatch: pytest.MonkeyPatch) -> Chec
     """Return the store of the first attempt of execution ``one``."""
     for name, value in server.flyte_environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(retries, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(transfer, "FIRST_DELAY", 0.0)
     return CheckpointStore(f"s3://{base.relative_to(server.folder)}", "one")

@@ -21,7 +21,7 @@ from tars import Samples, samples, shard_bytes
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Shard, ShardIndex
-from flyte_ddp.storage import retries
+from flyte_ddp.storage import transfer
 
 SPAWN = multiprocessing.get_context("spawn")
 DEADLINE = 60.0  # seconds, for a machine that is busy
@@ -65,7 +65,7 @@ def serve_samples(server: FileServer, *counts: int, digest: str = "sha256") -> S
 
 def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int, barrier: Barrier) -> None:
     """Open all shards in each thread, in an order of its own; exit with the number of wrong contents."""
-    retries.FIRST_DELAY = SHORT
+    transfer.FIRST_DELAY = SHORT
 
     def read(thread: int) -> int:
         wrong = 0
@@ -101,7 +101,7 @@ def stalled_download(server: FileServer, cache: ShardCache, shard: Shard) -> Spa
 
 def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str], reads: int, seed: int) -> None:
     """Read random samples in two threads through one reader; exit with the number of wrong contents."""
-    retries.FIRST_DELAY = SHORT
+    transfer.FIRST_DELAY = SHORT
     reader = ShardReader(index, cache, most_open=3)
 
     def read(thread: int) -> int:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from flyte_ddp.storage import retries
+from flyte_ddp.storage import transfer
 
 
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,7 +13,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("AWS_", "FLYTE_AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(transfer, "FIRST_DELAY", 0.001)
 
 
 def set_variables(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

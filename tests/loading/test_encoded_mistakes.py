@@ -24,7 +24,7 @@ from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import OUTPUTS
-from flyte_ddp.storage import retries
+from flyte_ddp.storage import transfer
 
 
 def no_launch(*_: object, **__: object) -> None:
@@ -141,7 +141,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     folder = labelled(tmp_path / "served" / "bucket")
     with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
         set_variables(server.aws_environment() | {"AWS_ENDPOINT_URL": proxy.url}, monkeypatch)
-        monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+        monkeypatch.setattr(transfer, "FIRST_DELAY", 0.001)
         yield proxy, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg"))
 
 

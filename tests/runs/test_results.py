@@ -16,7 +16,7 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs import result_store
 from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.settings import Settings
-from flyte_ddp.storage import retries
+from flyte_ddp.storage import transfer
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=100, num_ranks=1)
@@ -131,7 +131,7 @@ def test_a_place_that_takes_nothing_is_refused(
     nobody = {"ENDPOINT_URL": "http://127.0.0.1:9", "MAX_ATTEMPTS": "1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for setting, value in nobody.items():
         monkeypatch.setenv(f"AWS_{setting}", value)
-    monkeypatch.setattr(retries, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(transfer, "FIRST_DELAY", 0.01)
     settings = Settings(progress="off", wandb_mode="disabled", results_copy=address)
     with pytest.raises(UserError, match=r"cannot be written to .*; correct it, or allow writing") as caught:
         run_training(HP, digits, tmp_path / "run", settings)

@@ -17,7 +17,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards import cache as cache_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.storage import failures
+from flyte_ddp.storage import transfer
 
 
 def in_thread(action: Callable[[], object]) -> threading.Thread:
@@ -93,10 +93,6 @@ def test_a_file_is_compared_with_its_digest_once_until_it_changes(digested: list
     with pytest.raises(UserError, match="its sha256 is"):
         ShardCache(tmp_path / "cache").open_shard(shard)
     assert digested == ["x.tar"] * 2
-    (tmp_path / "file").write_text("")
-    for _ in range(2):  # each time, where nothing can be written
-        content_of(ShardCache(tmp_path / "file" / "cache"), local_shard(path))
-    assert digested == ["x.tar"] * 4
 
 
 def test_shards_of_one_name_do_not_collide(server: FileServer, tmp_path: Path) -> None:
@@ -108,7 +104,7 @@ def test_shards_of_one_name_do_not_collide(server: FileServer, tmp_path: Path) -
     assert [content_of(cache, shard) for shard in shards] == [blob(0), blob(1)]
 
 
-@pytest.mark.parametrize(("fault", "digest"), [(503, ""), ("alter", "md5"), ("alter", "sha256")])
+@pytest.mark.parametrize(("fault", "digest"), [(503, ""), ("alter", "md5")])
 def test_a_fault_that_passes_is_retried(server: FileServer, tmp_path: Path, digest: str, fault: int | str) -> None:
     cache, shard = ShardCache(tmp_path), serve(server, "x.tar", blob(0), digest=digest)
     server.faults["x.tar"] = [fault]
@@ -168,7 +164,7 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
 def test_locks_do_not_stay_with_forked_children(server: FileServer, tmp_path: Path, monkeypatch) -> None:
     """A child that was forked during a download has its locks, too, and never closes them."""
     monkeypatch.setattr(cache_module, "LOCKS", 1)
-    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.5)
+    monkeypatch.setattr(transfer, "READ_TIMEOUT", 0.5)
     cache = ShardCache(tmp_path)
     first, second = (serve(server, f"{seed}.tar", blob(seed)) for seed in range(2))
     server.faults["0.tar"] = ["stall"]

@@ -66,7 +66,7 @@ def test_what_is_open_stays(server: FileServer, tmp_path: Path) -> None:
     with cache.open_shard(here) as file:
         fetch(cache, third, fourth)
         assert kept(cache, shards) == [True, True, False, True]
-        said = r"too low by 20,000 for the shards .*CACHE_BYTES"
+        said = r"too low by 20,000 for shards .*CACHE_BYTES"
         with cache.open_shard(fourth), pytest.raises(CacheFullError, match=said):
             cache.open_shard(third)
         assert file.read() == blob(1)

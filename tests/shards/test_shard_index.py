@@ -142,34 +142,21 @@ def only(**more: Any) -> str:
 
 MALFORMED = {
     "\x00\x01": "is not JSON",
-    "[" * 100_000: "is not JSON",
-    "[]": "has neither shardlist nor datasets",
     '{"shardlist": []}': "has neither",
-    '{"shardlist": {"a": 1}}': "a field has a wrong type .shardlist is ",
     '{"datasets": 5}': "a field has a wrong type",
-    '{"datasets": [{"name": "a"}]}': "has no shards",
     '{"datasets": [{"source_url": 5}]}': "5 is no address",
     '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to other indexes",
-    only(wids_version=2): "version 2",
     only(__kind__="wids-shard-index-v2"): "of kind 'wids-shard-index-v2'",
-    only(base="ftp://h/x"): "must be a path, or start with",
     only(weight=0): "weight=0",
-    only(flyte_ddp=[1]): "a wrong type",
     only(flyte_ddp={"classes": "abc"}): "classes is 'abc'",
-    json.dumps(index_of("c.tar")): "shard 0 in its shardlist is 'c.tar'",
     json.dumps(index_of({"url": "a"})): "shard 0 in its shardlist has no 'nsamples'",
     broken(url=""): "'' is no address",
-    broken(url="a\0b"): "is no address",
     broken(url="pipe:cat http://h/x"): "must be a path, or start with",
     broken(nsamples=-1): "shard 1 in its shardlist .*-1 for a number of 0 to",
-    broken(nsamples=10**13): "10000000000000 for a number of 0 to 10,000,000;",
-    broken(nsamples=1.5): "1.5 for a number",
-    broken(filesize="9"): "'9' for a number",
     broken(table=[1, "2", "3"]): "'2' for a number",
 }
 
 
-@pytest.mark.usefixtures("no_collection")
 def test_an_index_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "index.json"
     for text, said in MALFORMED.items():

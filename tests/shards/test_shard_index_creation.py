@@ -1,18 +1,14 @@
 """Indexes made of shards or of other indexes, mistakes that are refused, and samples that cannot be trained on."""
 
 import json
-import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import webdataset as wds
 from file_server import FileServer
-from image_folders import image_bytes, write_files
-from surroundings import object_stores
-from tars import Samples, indexed, samples, shard_bytes, write_shards
+from image_folders import image_bytes
+from tars import indexed, samples, shard_bytes, write_shards
 from wids import wids_specs
 
 from flyte_ddp.datasets import fetch
@@ -26,20 +22,16 @@ from flyte_ddp.shards.scanning import create_index, expand_ranges, join_indexes,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["http", "file", pytest.param("s3", marks=pytest.mark.exhaustive)])
-def test_an_index_of_remote_shards(scheme: str, server: FileServer, tmp_path: Path, monkeypatch) -> None:
+def test_an_index_of_remote_shards(server: FileServer, tmp_path: Path, monkeypatch) -> None:
     """In the order of their names, whatever the order is in which they come; faults that pass are no matter.
 
     Of a single sample no more than its members is read.
     """
     contents = [samples(4 + seed % 3, seed, f"{seed}/") for seed in range(10)]
-    object_stores(server.url, monkeypatch)
     server.files = {f"bucket/s/{number:02d}.tar": shard_bytes(found) for number, found in enumerate(contents)}
-    write_files(tmp_path, server.files)
-    start = {"http": server.url, "s3": "s3:/", "file": f"file://{tmp_path}"}[scheme]
     server.faults = {"bucket/s/03.tar": ["reset", 503, "truncate"], "bucket/s/00.tar": ["stall"]}
-    monkeypatch.setattr("flyte_ddp.storage.failures.READ_TIMEOUT", 0.5)
-    index = create_index([f"{start}/bucket/s/{{00..09}}.tar"], tmp_path / "index.json", progress="off")
+    monkeypatch.setattr("flyte_ddp.storage.transfer.READ_TIMEOUT", 0.5)
+    index = create_index([f"{server.url}/bucket/s/{{00..09}}.tar"], tmp_path / "index.json", progress="off")
     assert index.counts.tolist() == [len(found) for found in contents]
     assert read_index(str(tmp_path / "index.json")).shards == index.shards
     dataset = ShardDataset(tmp_path / "index.json", tmp_path / "cache", decode=False)
@@ -65,7 +57,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
         (b"2", ("one", "two"), f"^shard {tmp_path}/0.tar: has label 2, and with 2 classes labels are 0..1"),
         (b"-1", (), f"in {tmp_path}/0.tar: label -1; labels are 0, 1, 2"),
         (b"x", (), f"in {tmp_path}/0.tar: .cls cannot be decoded .invalid"),
-        (b"99999999999", (), "a label is 99,999,999,999: with more than 1,000,000 classes give their names"),
+        (b"99999999999", (), "has label 99999999999, and with 1000000 classes"),
     ):
         with pytest.raises(UserError, match=said):
             create(label, *classes)
@@ -78,13 +70,10 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
     [
         ([], "x.json", "no shards: give at least one tar file"),
         (["0.tar", "./0.tar"], "x.json", "0.tar is given twice"),
-        (["ftp://h/x"], "x.json", "must be a path, or start with"),
         (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
         (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
-        (["0.tar"], "0.tar/x.json", "cannot write .*0.tar/x.json"),
         (["0.tar"], "0.tar", "0.tar: would replace .*0.tar, which it is made from"),
         (["0.tar"], "link.tar", "link.tar: would replace .*0.tar, which"),
-        (["x.json.tables"], "x.json", "would replace .*x.json.tables"),
         (["0.tar"], "nothing.tar", "nothing.tar: exists and is not an index; remove it, or choose another name"),
     ],
 )
@@ -109,20 +98,6 @@ def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_ends_the_reading_of_long_shards(tmp_path: Path) -> None:
-    """Python waits for threads before it exits: beside a bad shard it would be for these 64 GiB, which are no shard."""
-    bad, *whole = write_shards(tmp_path, samples(1), samples(1), samples(1, prefix="b"))
-    bad.write_bytes(b"none")
-    for path in whole:
-        os.truncate(path, 64 << 30)  # zeros after the end mark, which take no place on the disk
-    before = {*threading.enumerate()}
-    with pytest.raises(UserError, match=r"/0\.tar: not a whole"):
-        create_index([str(bad), *map(str, whole)], tmp_path / "x.json", progress="off")
-    for thread in {*threading.enumerate()} - before:
-        thread.join(30.0)
-        assert not thread.is_alive()
-
-
 def counted(folder: Path, *counts: int, **options: Any) -> str:
     """The address of an index of shards with so many samples."""
     shards = (samples(number, prefix=f"{place}-") for place, number in enumerate(counts))
@@ -137,7 +112,6 @@ def test_an_index_of_the_shards_of_others_with_their_weights(tmp_path: Path) -> 
     assert (index.name, index.parts, index.classes) == ("both", (Part("one", 2.0), Part("two", 0.5)), tuple("0123456"))
     alone = [read_index(address).shards for address in (one, two)]
     assert index.shards == [*alone[0], *(shard._replace(part=1) for shard in alone[1])]
-    assert (index.summary()["part 0"], index.summary()["part 1"]) == ("weight 2, one", "weight 0.5, two")
     (tmp_path / "here").rename(tmp_path / "there")  # all of it goes with its folder
     moved = read_index(str(tmp_path / "there" / "both.json")).shards
     assert [shard.url for shard in moved] == [shard.url.replace("/here/", "/there/") for shard in index.shards]
@@ -152,54 +126,25 @@ def test_wids_finds_the_same_joined_shards(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
-MISTAKES: list[tuple[Callable[[str, str, str], list[str]], list[float], str]] = [
-    (lambda a, *_: [a], [], "must be two or more"),
-    (lambda a, *_: [a, f"file://{a}"], [], "each given once"),
-    (lambda a, b, _: [a, b], [1], "1 weights: must be one for each"),
-    (lambda a, b, _: [a, b], [1, 0], "weight=0; must be a number above 0"),
-    (lambda a, *_: [a, a.replace("index", "gone")], [], "gone.json: cannot be read"),
-    (lambda a, *_: [a, a.replace("a/index", "joined")], [], "refers to other indexes"),
-    (lambda a, _, c: [a, c], [], "c/index.json has the classes ['x',"),
-    (lambda a, *_: [a, a.replace("a/index", "wrong")], [], "wrong.json: a field has a wrong type (flyte_ddp is 'x')"),
-    (lambda a, *_: [a, a.replace("a/index", "number")], [], "number.json: a field has a wrong type (shardlist is 5)"),
-]
-
-
 def test_mistakes_in_joining(tmp_path: Path) -> None:
     a, b = (counted(tmp_path / name, 7) for name in "ab")
     c = counted(tmp_path / "c", 7, classes=tuple("xyzuvwt"))
     join_indexes([a, b], tmp_path / "joined.json")
-    (tmp_path / "wrong.json").write_text('{"flyte_ddp": "x", "shardlist": [{"url": "0.tar", "nsamples": 1}]}')
-    (tmp_path / "number.json").write_text('{"shardlist": 5}')
-    for addresses, weights, said in MISTAKES:
-        with pytest.raises(UserError) as caught:
-            join_indexes(addresses(a, b, c), tmp_path / "out.json", weights=weights)
-        assert said in caught.value.message
+    for addresses, weights, said in (
+        ([a], [], "must be two or more"),
+        ([a, f"file://{a}"], [], "each given once"),
+        ([a, b], [1], "1 weights: must be one for each"),
+        ([a, b], [1, 0], "weight=0; must be a number above 0"),
+        ([a, str(tmp_path / "joined.json")], [], "refers to other indexes"),
+        ([a, c], [], r"c/index.json has the classes \['x',"),
+    ):
+        with pytest.raises(UserError, match=said):
+            join_indexes(addresses, tmp_path / "out.json", weights=weights)
         assert not (tmp_path / "out.json").exists()
 
 
 IMAGE = image_bytes()
 GOOD = {f"{number}": {".png": IMAGE, ".cls": b"%d" % (number % 2)} for number in range(3)}
-NAMES = "; training reads KEY.jpg (or .jpeg, .png, "
-UNFIT = {
-    "two extensions": (
-        {"x": {".input.jpg": IMAGE, ".cls": b"1"}},
-        "'x' in shard {} has no image: it has .input.jpg, .cls",
-    ),
-    "json": ({"x": {".jpg": IMAGE, ".json": b"{}"}}, "'x' in shard {} has no label: it has .jpg, .json"),
-    "dots": (
-        {f"2024.{day:02}": {".jpg": IMAGE, ".cls": b"1"} for day in range(9)},
-        "'2024' in shard {} has no image: it has .00.jpg, .00.cls, .01.jpg, .01.cls, .02.jpg, .02.cls and 12 others",
-    ),
-}
-
-
-def refused_by_training(index: Path, folder: Path) -> str:
-    """What a run says before any rank starts."""
-    with pytest.raises(UserError) as caught:
-        fetch(f"shards:{index}", "", folder / "prepared", progress="off")
-    assert not (folder / "prepared").exists()
-    return caught.value.message
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves them to be collected
@@ -222,22 +167,21 @@ def test_the_case_of_extensions_is_ignored_as_in_webdataset(tmp_path: Path) -> N
     fetch(f"shards:{tmp_path / 'index.json'}", "", tmp_path / "prepared", progress="off")
 
 
-@pytest.mark.parametrize(("samples", "said"), UNFIT.values(), ids=UNFIT)
-def test_what_training_refuses_is_said_when_the_index_is_made(samples: Samples, said: str, tmp_path, capsys) -> None:
-    first, second = write_shards(tmp_path, GOOD, samples)
-    said = f"sample {said.format(second)}"
+def test_what_training_refuses_is_said_before_ranks_start_and_by_verifying(tmp_path: Path) -> None:
+    """Of a name with dots, a key ends at the first."""
+    unfit = {f"2024.{day:02}": {".jpg": IMAGE, ".cls": b"1"} for day in range(9)}
+    first, second = write_shards(tmp_path, GOOD, unfit)
+    members = ".00.jpg, .00.cls, .01.jpg, .01.cls, .02.jpg, .02.cls; training reads KEY.jpg"
+    said = f"sample '2024' in shard {second} has no image: it has {members}"
     output = tmp_path / "index.json"
-    create_index([str(first), str(second)], output, progress="lines")
-    [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert f"warning: 1 of {len(GOOD) + 1} samples cannot be trained on without code of yours: {said}{NAMES}" in warning
-    assert [line for line in verify_index(str(output), decode=True, progress="off") if line.startswith(said + NAMES)]
-    assert not [line for line in verify_index(str(output), progress="off") if "training" in line]
-    # The first sample is looked at again where no other command was asked.
+    create_index([str(first), str(second)], output, progress="off")
+    assert [line for line in verify_index(str(output), decode=True, progress="off") if line.startswith(said)]
+    assert verify_index(str(output), progress="off") == []
     create_index([str(second)], output, progress="off")
-    assert refused_by_training(output, tmp_path).startswith(said + NAMES)
-    # As wids' own tool writes it, which looks at numbers of samples only.
-    output.write_text(json.dumps({"wids_version": 1, "shardlist": [{"url": second.name, "nsamples": 1}]}))
-    assert refused_by_training(output, tmp_path).startswith(said + NAMES)
+    with pytest.raises(UserError) as caught:
+        fetch(f"shards:{output}", "", tmp_path / "prepared", progress="off")
+    assert caught.value.message.startswith(said)
+    assert not (tmp_path / "prepared").exists()
 
 
 def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path: Path) -> None:

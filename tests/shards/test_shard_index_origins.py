@@ -95,7 +95,7 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
             storage.retry(f"{server.url}/secret", storage.read_file)
         assert not caught.value.transient
     assert other.requests == []
-    monkeypatch.setattr("flyte_ddp.storage.retries.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("flyte_ddp.storage.transfer.FIRST_DELAY", 0.001)
     server.redirects["secret"] = "file:///etc/hostname"
     with pytest.raises(storage.UnavailableError, match="No connection adapters"):
         storage.retry(f"{server.url}/secret", storage.read_file)

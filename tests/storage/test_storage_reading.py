@@ -16,7 +16,7 @@ from surroundings import object_stores
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage import AlteredError, MissingError, UnavailableError, failures, retries
+from flyte_ddp.storage import AlteredError, MissingError, UnavailableError, transfer
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)  # several chunks
 OBJECTS = ["s3", "gs", "az"]
@@ -154,7 +154,7 @@ def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path
         names_in(str(root))
     (root / "gone").unlink()
     (elsewhere / "deeper" / "back").symlink_to(root)
-    with pytest.raises(UnavailableError, match="back is a link to a folder that it is in"):
+    with pytest.raises(UnavailableError, match="Too many levels of symbolic links"):
         names_in(str(root))
     with pytest.raises(MissingError, match="no such directory"):
         names_in(str(root / "z"))
@@ -175,7 +175,7 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 @more_remote
 @pytest.mark.parametrize("fault", [503, 429, "truncate", "reset", "hang", "stall"])
 def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch, fault: int | str) -> None:
-    monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
+    monkeypatch.setattr(transfer, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
     address = place.put("x", CONTENT)
     place.server.faults[f"{place.prefix}x"] = [fault]
     notes: list[str] = []
@@ -183,7 +183,7 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
     assert len(place.server.requests) == 1 + len(notes) > 1  # on a busy machine another try may come too late
     assert all(text.startswith(f"{address}: ") for text in notes)
     if place.address.startswith("http:"):
-        assert fault != "hang" or "no answer within 0.2 s" in notes[0]
+        assert fault != "hang" or "timed out" in notes[0]
 
 
 @more_remote
@@ -278,8 +278,8 @@ def test_what_was_written_is_there(place: Place) -> None:
 
 def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(retries, "FIRST_DELAY", 8.0)
-    monkeypatch.setattr(retries.time, "sleep", waited.append)
+    monkeypatch.setattr(transfer, "FIRST_DELAY", 8.0)
+    monkeypatch.setattr(transfer.time, "sleep", waited.append)
 
     def fails(_: str) -> None:
         raise UnavailableError("no", transient=True)

@@ -1,0 +1,110 @@
+"""What the kinds of storage share: types of files, errors, timeouts, and retries after transient errors."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from flyte_ddp.errors import UnreachableError, UserError
+
+CHUNK_BYTES = 1 << 20
+CONNECT_TIMEOUT = 10.0  # seconds
+READ_TIMEOUT = 30.0  # seconds without a byte
+ATTEMPTS = 4
+FIRST_DELAY = 1.0  # seconds; doubled each time
+PRIVATE_RANDOM = random.SystemRandom()  # users' models may draw from Python's global generator
+
+Span = tuple[int, int]  # number of the first byte, number of the byte after the last
+Result = TypeVar("Result")
+
+
+class Content(NamedTuple):
+    """The content of an open file, or of a span of bytes of it."""
+
+    size: int | None  # bytes that the chunks have together; None if the server does not say
+    chunks: Iterator[bytes]  # may raise UnavailableError
+    tag: str = ""  # tag of the whole file, equal to that of its Entry; "" if the storage sends none with the content
+
+
+class Entry(NamedTuple):
+    """The name, size and tag of a file."""
+
+    name: str  # relative to the listed folder
+    size: int  # in bytes; -1 if unknown
+    tag: str  # changes with the content: an ETag or a time of change
+
+
+class UnavailableError(Exception):
+    """A file could not be read or written; ``transient`` says whether a retry may succeed."""
+
+    def __init__(self, reason: str, *, transient: bool = False) -> None:
+        super().__init__(reason)
+        self.transient = transient
+
+    def to_user_error(self, message: str) -> UserError:
+        return UnreachableError(message) if self.transient else UserError(message)
+
+
+class MissingError(UnavailableError):
+    """There is no such file."""
+
+
+class ForbiddenError(UnavailableError):
+    """The server answers HTTP 403: it refuses to give the file, and may not say whether the file exists."""
+
+
+class ExistsError(UnavailableError):
+    """A file of that name exists, so it was not created."""
+
+
+class AlteredError(UnavailableError):
+    """The file has another digest, size or tag than expected."""
+
+
+def http_status_error(status: int, detail: str) -> UnavailableError:
+    """Return the error for an HTTP status and its reason; it is transient for 408, 429 and 5xx."""
+    kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
+    return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))
+
+
+def parse_etag(header: str | None) -> str:
+    return (header or "").removeprefix("W/").strip('"')
+
+
+def check_length(received: int, announced: int | None, *, remote: bool) -> None:
+    """Raise UnavailableError unless ``announced`` bytes (None: any number) were received; transient if ``remote``."""
+    if announced is not None and received != announced:
+        what = "truncated after" if received < announced else "goes on to byte"
+        raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)
+
+
+def retry(
+    addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
+) -> Result:
+    """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
+
+    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s, which ``note`` announces. Skips
+    an address after a permanent error, or after two AlteredErrors in a row (one may be a fault of the network). Of
+    several addresses raises one UnavailableError with the last error of each.
+    """
+    remaining = [addresses] if isinstance(addresses, str) else [*addresses]
+    failures: dict[str, UnavailableError] = {}
+    for attempt in range(ATTEMPTS):
+        for address in tuple(remaining):
+            try:
+                return action(address)
+            except UnavailableError as error:
+                altered_again = isinstance(error, AlteredError) and isinstance(failures.get(address), AlteredError)
+                failures[address] = error
+                if not error.transient or altered_again:
+                    remaining.remove(address)
+        if not remaining or attempt + 1 == ATTEMPTS:
+            break
+        # A random part, so that many pods do not return at one moment.
+        delay = FIRST_DELAY * 2**attempt * PRIVATE_RANDOM.uniform(0.5, 1.0)
+        note(f"{remaining[0]}: {failures[remaining[0]]}; next try in {delay:.1f} s")
+        time.sleep(delay)
+    if isinstance(addresses, str):
+        raise failures[addresses] from None
+    reasons = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
+    raise UnavailableError(reasons, transient=any(failure.transient for failure in failures.values()))
