@@ -102,6 +102,7 @@ class OpenShard:
                     raise
                 time.sleep(0.05)
 
+
 def read_at(file: int, start: int, length: int) -> bytes:
     """Read ``length`` bytes of a file (a descriptor) from byte ``start``; return fewer if the file ends before."""
     content = piece = os.pread(file, length, start)
