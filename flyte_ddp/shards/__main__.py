@@ -1,7 +1,5 @@
 """The commands for shards: ``python -m flyte_ddp.shards --help``."""
 
-import io
-import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,8 +23,6 @@ def format_counts(index: ShardIndex) -> str:
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 def shards() -> None:
     """Make and verify data sets of shards (tar files and an index in wids' format)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may have bytes that are not UTF-8
 
 
 @shards.command()
@@ -45,8 +41,7 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | Non
     if classes and not all(names or [""]):
         raise UserError(f"classes {classes.name}: must have the name of a class in each line")
     index = create_index(urls, output, name=name, classes=names, progress=progress)
-    plural = "" if len(index.classes) == 1 else "es"
-    click.echo(f"{output}: {format_counts(index)}, {len(index.classes):,} class{plural}")
+    click.echo(f"{output}: {format_counts(index)}, classes: {len(index.classes):,}")
 
 
 @shards.command()

@@ -103,15 +103,6 @@ class OpenShard:
                 time.sleep(0.05)
 
 
-def read_at(file: int, start: int, length: int) -> bytes:
-    """Read ``length`` bytes of a file (a descriptor) from byte ``start``; return fewer if the file ends before."""
-    content = piece = os.pread(file, length, start)
-    while piece and len(content) < length:  # Linux reads at most 2 GB with one call
-        piece = os.pread(file, length - len(content), start + len(content))
-        content += piece
-    return content
-
-
 class OpenShards:
     """The shards that one process has open, is fetching, or will fetch."""
 
@@ -151,7 +142,7 @@ class ShardReader:
             for member in opened.table.sample_members(inside):
                 if wanted is None or member.extension.lower() in wanted:
                     try:
-                        content = read_at(opened.file, member.offset, member.size)
+                        content = os.pread(opened.file, member.size, member.offset)
                     except OSError as error:
                         raise unusable_shard_error(opened.shard, error) from None
                     if len(content) != member.size:
@@ -172,10 +163,7 @@ class ShardReader:
                 del state.shards[next(iter(state.shards))]
         with shard.keep_open():
             if number in state.ahead or number in state.wanted:
-                with state.lock:
-                    state.ahead.discard(number)
-                    state.wanted.pop(number, None)
-                self.prefetch_shards([])
+                self.skip_read([number])
             yield shard
 
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
@@ -195,7 +183,7 @@ class ShardReader:
                     threading.Thread(target=self.prefetch_shard, args=(state, number), name=name, daemon=True).start()
 
     def skip_read(self, numbers: Iterable[int]) -> None:
-        """Note that another process has read from these shards; start threads that fetch the next ones."""
+        """Note that this or another process has read from these shards; start threads that fetch the next ones."""
         with self.state.lock:
             for number in numbers:
                 self.state.ahead.discard(number)

@@ -111,17 +111,21 @@ def pause_garbage_collector() -> Iterator[None]:
 
 def read_index(address: str) -> ShardIndex:
     """Read an index and those that it refers to, with retries; return one of all shards; UserError if unusable."""
-    try:
-        return build_index(address, load_index_json(address))
-    except UserError:
-        raise
-    except WRONG_TYPES as error:
-        raise malformed_index_error(address, f"a field has a wrong type ({error})") from None
+    return build_index(address, load_index_json(address))
 
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     """Return the index whose JSON is ``content``, and which is or will be at ``address``; read those it refers to."""
+    try:
+        return build_checked_index(address, content)
+    except UserError:
+        raise
+    except WRONG_TYPES as error:
+        raise malformed_index_error(address, f"a field is missing or has a wrong type ({error!r})") from None
+
+
+def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
     sources = [(address, content, content)] if content.get("shardlist") else []
     sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]
     shards, parts = list[Shard](), list[Part]()
@@ -169,9 +173,6 @@ def load_index_json(address: str) -> dict[str, Any]:
     kind, version = content.get("__kind__", KIND), content.get("wids_version", 1)
     if (version, kind) != (1, KIND):
         raise malformed_index_error(address, f"is of kind {kind!r}, version {version!r}")
-    for field, required in ((EXTENSION, dict), ("shardlist", list)):
-        if not isinstance(value := content.get(field) or required(), required):
-            raise malformed_index_error(address, f"a field has a wrong type ({field} is {shorten_repr(value)})")
     return content
 
 
@@ -190,7 +191,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
 def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
     classes = (content.get(EXTENSION) or {}).get("classes", [])
     if not isinstance(classes, list):
-        raise malformed_index_error(address, f"classes is {shorten_repr(classes)}")
+        raise TypeError(f"classes is {shorten_repr(classes)}")
     return normalize_class_names(f"index {address}", classes)
 
 
@@ -227,27 +228,20 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")
     tables = resolve_address_in_index(address, storage.parent(address), tables) if tables else ""
-    for number, entry in enumerate(content.get("shardlist") or []):
-        try:
-            url, place = entry["url"], entry.get("table") if tables else None
-            yield Shard(
-                # A fast path: an index may have 100,000 shards, and most have plain names.
-                url=f"{folder}/{storage.encode_name(base, url)}"
-                if PLAIN_NAME.fullmatch(url)
-                else resolve_address_in_index(address, base, url),
-                samples=require_count(entry["nsamples"], MOST_SAMPLES),
-                size=require_count(entry.get("filesize", -1), least=-1),
-                md5=str(entry.get("md5sum") or "").lower(),
-                sha256=str(entry.get("sha256") or "").lower(),
-                part=part,
-                table=(tables, require_count(place[0]), require_count(place[1]), place[2]) if place else None,
-            )
-        except UserError:
-            raise
-        except WRONG_TYPES as error:
-            problem = f"has no {error}" if isinstance(error, KeyError) else f"is {shorten_repr(entry)}: {error}"
-            problem = f"shard {number} in its shardlist {problem}; each needs a url and nsamples"
-            raise UserError(f"index {address}: {problem}") from None
+    for entry in content.get("shardlist") or []:
+        url, place = entry["url"], entry.get("table") if tables else None
+        yield Shard(
+            # A fast path: an index may have 100,000 shards, and most have plain names.
+            url=f"{folder}/{storage.encode_name(base, url)}"
+            if PLAIN_NAME.fullmatch(url)
+            else resolve_address_in_index(address, base, url),
+            samples=require_count(entry["nsamples"], MOST_SAMPLES),
+            size=require_count(entry.get("filesize", -1), least=-1),
+            md5=str(entry.get("md5sum") or "").lower(),
+            sha256=str(entry.get("sha256") or "").lower(),
+            part=part,
+            table=(tables, require_count(place[0]), require_count(place[1]), place[2]) if place else None,
+        )
 
 
 def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.storage.addresses import leads_out
 
 BLOCK = tarfile.BLOCKSIZE
 MOST_BYTES = 1 << 60  # of a file
@@ -49,7 +48,7 @@ def iterate_members(
         if not header.isreg() or header.issparse():
             fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
             raise UserError(f"shard {shard}: has {header.name!r}, {fix}")
-        if leads_out(header.name):
+        if header.name.startswith("/") or ".." in header.name.split("/"):
             fix = "leads out of its folder; pack with relative names"
             raise UserError(f"shard {shard}: the name {header.name!r} {fix}")
         if "\0" in header.name or not header.name:
@@ -66,41 +65,31 @@ def iterate_members(
 class Archive:
     """A tar file that is read once from start to end; ``place`` is the number of the next byte.
 
-    tarfile reads headers through this object, so ``read`` and ``tell`` have the names of a file's methods.
+    tarfile reads headers through this object, so ``read``, ``tell`` and ``seek`` have the names of a file's methods.
     """
 
     def __init__(self, file: Any, shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
-        self.block = b""  # the last block of the last header
+        self.block = b""  # the last block that was read of headers
 
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
         """Yield the header of each entry, also of folders and links; UserError for damage or joined archives."""
         try:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
-            header = archive.next()  # the first one, which the constructor has read
-            while header is not None:
+            for header in iter(archive.next, None):
                 if not 0 <= header.size <= MOST_BYTES:
                     raise self.damage_error("a header without a size")
                 yield header
-                self.skip_to(header.offset_data + (-(-header.size // BLOCK) * BLOCK if header.isreg() else 0))
-                header = self.read_next_header(archive)
+                archive.members.clear()  # else it would keep all headers
         except UserError:
             raise
         except MALFORMED:
             raise self.damage_error("no header, or a damaged one,") from None
+        if self.block != bytes(BLOCK):  # where tarfile ends without an error
+            raise self.damage_error("no header, or a damaged one,")
         while rest := self.file.read(1 << 20):
             if rest.strip(b"\0"):
                 raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
-
-    def read_next_header(self, archive: tarfile.TarFile) -> tarfile.TarInfo | None:
-        """Return the next entry's header, or None at the end mark; unlike ``next()``, raise for a damaged header."""
-        start = self.place
-        try:
-            return tarfile.TarInfo.fromtarfile(archive)
-        except tarfile.HeaderError:
-            if self.place == start + BLOCK and not any(self.block):
-                return None
-            raise
 
     def read(self, length: int) -> bytes:
         """Return the next ``length`` bytes of a header to tarfile, and keep the last block of them."""
@@ -118,7 +107,7 @@ class Archive:
     def tell(self) -> int:
         return self.place
 
-    def skip_to(self, place: int) -> None:
+    def seek(self, place: int) -> None:
         """Move forward to byte ``place``; if a seekable file ends before it, the next read raises the error."""
         if self.file.seekable():
             self.file.seek(place - self.place, 1)

@@ -23,8 +23,7 @@ def scheme(address: str) -> str:
             f"address {address!r}: must be a path, or start with file://, s3://, gs://, az://, https:// or http://"
         )
     if kind != "file" and not rest.partition("/")[0]:
-        noun = {"s3": "bucket", "gs": "bucket", "az": "container"}.get(kind, "server")
-        raise UserError(f"address {address!r}: must name a {noun} after {kind}://")
+        raise UserError(f"address {address!r}: must name a server, bucket or container after {kind}://")
     return kind
 
 
@@ -81,10 +80,6 @@ def resolve(base: str, address: str) -> str:
         elif name != ".":
             names.append(encode_name(base, name))
     return f"{start}{'/'.join(names)}"
-
-
-def leads_out(name: str) -> bool:
-    return name.startswith("/") or ".." in name.split("/")
 
 
 def split_key(address: str) -> tuple[str, str]:

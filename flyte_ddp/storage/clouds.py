@@ -81,9 +81,9 @@ def make_google_store(bucket: str) -> Any:
         return GCSStore(bucket, base_url=host if "://" in host else f"http://{host}", **anonymous)
     try:
         provider = GoogleCredentialProvider(auth.default(scopes=[GOOGLE_SCOPE])[0])
-    except DefaultCredentialsError as error:
-        if file := os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):  # the user wants these, so no anonymous requests
-            raise ValueError(f"GOOGLE_APPLICATION_CREDENTIALS={file}: {error}") from None
+    except DefaultCredentialsError:
+        if "GOOGLE_APPLICATION_CREDENTIALS" in os.environ:  # the user wants these, so no anonymous requests
+            raise
         return GCSStore(bucket, **anonymous)
     provider()  # called here for google-auth's own exception; obstore would wrap it
     return GCSStore(bucket, credential_provider=provider, **client_settings())

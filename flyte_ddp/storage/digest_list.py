@@ -4,7 +4,6 @@ import re
 
 SUMS = "SHA256SUMS"
 LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?:\./)?(?P<name>.+)")
-SHOWN = 60  # characters of a line in an error
 
 
 class DigestListError(ValueError):
@@ -13,17 +12,13 @@ class DigestListError(ValueError):
 
 def parse_digest_list(content: bytes) -> dict[str, str]:
     """Return each file's SHA-256 (hex, lower case) by name from a ``SHA256SUMS``; DigestListError if malformed."""
-    text = content.decode("utf-8-sig", "surrogateescape")
     digests = {}
-    lines = [line.lstrip().removesuffix("\r") for line in text.split("\n")]  # not splitlines: a name may contain "\r"
-    for number, line in enumerate(lines, start=1):
+    text = content.decode("utf-8-sig", "surrogateescape")
+    for line in (line.lstrip().removesuffix("\r") for line in text.split("\n")):  # a name may contain "\r"
         if not line or line.startswith("#"):
             continue
         match = LINE.fullmatch(line)
         if match is None:
-            shown = repr(line[:SHOWN]) + ("..." if len(line) > SHOWN else "")
-            raise DigestListError(
-                f"line {number} is {shown}, and must be the SHA-256 and the name of a file, as sha256sum writes it"
-            )
+            raise DigestListError(f"{line[:60]!r} must be the SHA-256 and the name of a file, as sha256sum writes it")
         digests[match["name"]] = match["digest"].lower()
     return digests

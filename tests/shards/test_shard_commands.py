@@ -36,7 +36,7 @@ def test_from_a_folder_of_images_to_a_verified_index(tmp_path: Path, monkeypatch
     (tmp_path / "names").write_bytes("\ufeffant\r\nbee\r\n\r\n".encode())
     pattern = "out/val-{000000..000002}.tar"
     created = shards("create", pattern, "-o", "out/again.json", "--classes", "names", "--progress", "off")
-    assert created == (0, "out/again.json: 3 shards, 12 samples, 2 classes\n", "")
+    assert created == (0, "out/again.json: 3 shards, 12 samples, classes: 2\n", "")
     first, again = (json.loads((tmp_path / "out" / name).read_text()) for name in ("val.json", "again.json"))
     assert (again["name"], again["shardlist"]) == ("again", first["shardlist"])
     assert again["flyte_ddp"]["classes"] == ["ant", "bee"]

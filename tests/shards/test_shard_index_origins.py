@@ -95,17 +95,17 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
             storage.retry(f"{server.url}/secret", storage.read_file)
         assert not caught.value.transient
     assert other.requests == []
-    monkeypatch.setattr("flyte_ddp.storage.transfer.FIRST_DELAY", 0.001)
-    server.redirects["secret"] = "file:///etc/hostname"
-    with pytest.raises(storage.UnavailableError, match="No connection adapters"):
-        storage.retry(f"{server.url}/secret", storage.read_file)
     for target, problem in (
-        (f"{other.url.replace('://', '://user:hidden@')}/secret", r"address='http://\*\*\*@127\..* or a password"),
-        ("http://[::1/secret", "Invalid IPv6 URL"),
+        ("file:///etc/hostname", "No connection adapters"),
+        (
+            f"{other.url.replace('://', '://user:hidden@')}/secret",
+            r"refused: address='http://\*\*\*@127",
+        ),
+        (f"{server.url}/secret", "more than 30 redirects"),
     ):
         server.redirects["secret"] = target
-        with pytest.raises(storage.UnavailableError, match=rf"^redirected to an address that is refused: {problem}"):
-            storage.retry(f"{server.url}/secret", storage.read_file)
+        with pytest.raises(storage.UnavailableError, match=problem):
+            storage.read_file(f"{server.url}/secret")
     server.redirects["secret"] = "/plain"
     server.files["plain"] = b"content"
     assert storage.read_file(f"{server.url}/secret") == b"content", "on the same server"
@@ -136,12 +136,3 @@ def test_what_a_redirected_request_takes_along(
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password first machine localhost login you password no")
     assert storage.read_file(f"{server.url}/file") == b"0123456789"
     assert other.headers[-1]["Authorization"] == f"Basic {base64.b64encode(b'you:no').decode()}"
-
-
-def test_redirects_in_a_circle_end(server: FileServer) -> None:
-    server.redirects |= {"a": "/b", "b": "a"}
-    with pytest.raises(
-        storage.UnavailableError, match=rf"more than 30 redirects, the last one to {server.url}/b"
-    ) as caught:
-        storage.retry(f"{server.url}/a", storage.read_file)
-    assert (not caught.value.transient, server.counts) == (True, {"a": 16, "b": 15})

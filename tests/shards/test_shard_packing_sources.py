@@ -131,21 +131,6 @@ def test_hidden_files_and_folders_are_left_out_everywhere(server: FileServer, tm
         assert (list(found.names), found.classes) == (names, ("ant", "bee"))
 
 
-def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    object_stores(server.url, monkeypatch)
-    write_files(tmp_path / "flat", {"a.jpg": b"", "b.jpg": b""})
-    for source, said in {
-        f"{tmp_path}/none": "cannot be listed .no such directory",
-        f"{tmp_path}/flat": "has no images in folders of their classes among its 2 files",
-        "s3://bucket/none": "has no images in folders of their classes among its 0 files",
-        f"{server.url}/x": "cannot be listed .an HTTP server has no list",
-        "ftp://h/x": "must be a path, or start with",
-    }.items():
-        with pytest.raises(UserError, match=f"{source}.*{said}.*$"):
-            pack_image_folder(source, tmp_path / "out", progress="off")
-    assert not [*tmp_path.glob("out/*")]
-
-
 def test_lists_of_images_have_a_digest_that_changes_with_the_files(tmp_path: Path, files: dict[str, bytes]) -> None:
     first, again = (write_files(tmp_path / name, files) for name in "ab")
     for name in files:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from image_folders import all_files, image_bytes, write_files
-from interruptions import ended_before_each_change
 from served_shards import contents
 
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
@@ -54,25 +53,11 @@ def packed_texts(index: Path) -> str:
     return b"".join(sample[".txt"] for sample in contents(index)).decode()
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_pack_that_is_killed_leaves_no_index_or_a_whole_one(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    whole = set()
-    for folder in ended_before_each_change(tmp_path / "empty", lambda copy: letters(3, copy)):
-        index = folder / "train.json"
-        whole.add(index.exists() and packed_texts(index))
-    assert whole == {False, "aaa"}
-
-
 def test_other_files_in_an_indexs_place_are_kept(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text('{"annotations": []}')
     with pytest.raises(UserError, match=r"train\.json: exists and is not an index; remove it, or choose another name"):
         letters(3, tmp_path)
     assert all_files(tmp_path) == {"train.json": b'{"annotations": []}'}
-    (tmp_path / "test.json").mkdir()
-    with pytest.raises(UserError, match=r"test\.json: exists and is not an index; remove it, or choose another name"):
-        pack_samples(lambda number: pytest.fail(f"{number} is read"), 1, tmp_path, classes=[], name="test")
 
 
 def test_other_errors(tmp_path: Path) -> None:
@@ -81,9 +66,7 @@ def test_other_errors(tmp_path: Path) -> None:
     source = str(tmp_path / "source")
     for folder, options, said in (
         (tmp_path / "file", {}, r"cannot write .*file.*: "),
-        (Path("s3://bucket/x"), {}, r"s3:/bucket/x/train\.json: cannot be written to; choose a path on this machine"),
         (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
-        (tmp_path / "out", {"seed": -1}, "seed=-1: must be at least 0"),
         (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),
     ):
         with pytest.raises(UserError, match=said):
@@ -93,4 +76,3 @@ def test_other_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="split='test': a folder of images is one split"):
         pack_source(source, tmp_path / "out", split="test", progress="off")
     assert not (tmp_path / "out").exists()
-    assert not Path("s3:").exists()

@@ -85,16 +85,11 @@ def test_names_are_grouped_as_by_wids(names: list[str], form: int, data: st.Data
         assert grouped(table_of(content)) == expected
 
 
-LONG, UNICODE = f"folder/{'n' * 300}", "é/名前"
-
-
 def test_names_that_are_long_or_not_english() -> None:
     for form, name in (
-        (tarfile.GNU_FORMAT, LONG),
-        (tarfile.PAX_FORMAT, LONG),
+        (tarfile.GNU_FORMAT, f"é/名前{'n' * 300}"),
+        (tarfile.PAX_FORMAT, f"é/名前{'n' * 300}"),
         (tarfile.USTAR_FORMAT, f"{'f' * 120}/{'n' * 90}"),  # name and prefix
-        (tarfile.PAX_FORMAT, UNICODE),
-        (tarfile.GNU_FORMAT, UNICODE * 60),
         (tarfile.USTAR_FORMAT, "not-utf-8-\udcff"),
     ):
         files = [("first.b", b"1"), (f"{name}.jpg", b"content"), (f"{name}.cls", b"5"), ("z.b", b"2")]
@@ -104,13 +99,7 @@ def test_names_that_are_long_or_not_english() -> None:
         again = SampleTable.from_bytes(table.to_bytes())
         assert again.keys == table.keys == ("first", name, "z")
         assert [again.sample_members(i) for i in range(3)] == [table.sample_members(i) for i in range(3)]
-
-
-def test_tables_of_no_samples_and_of_many_extensions() -> None:
     assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes())) == 0
-    # As of names that are numbered behind a dot; no number of an extension wraps around.
-    found = [Member("key", f".{number}.jpg", 512 * number, 1) for number in range(66_000)]
-    assert tabulate_members(found, "x.tar").sample_members(0) == found
 
 
 def test_what_other_programs_write(tmp_path: Path) -> None:
@@ -118,13 +107,12 @@ def test_what_other_programs_write(tmp_path: Path) -> None:
     (tmp_path / "in" / "c").mkdir(parents=True)
     for name in ("c/1.jpg", "c/1.cls", f"c/{'n' * 150}.jpg"):
         (tmp_path / "in" / name).write_bytes(name.encode())
-    for form in ("gnu", "oldgnu", "pax", "v7"):
-        files = ["c/1.cls", "c/1.jpg"] if form == "v7" else ["."]
+    for form in ("gnu", "oldgnu", "pax"):
         options = ["--format", form, "--sort=name", "-cf", tmp_path / f"{form}.tar", "-C", tmp_path / "in"]
-        subprocess.run(["tar", *options, *files], check=True)
+        subprocess.run(["tar", *options, "."], check=True)
         content = (tmp_path / f"{form}.tar").read_bytes()
         check_against_tarfile(content)
-        assert table_of(content).keys == (("c/1",) if form == "v7" else ("./c/1", f"./c/{'n' * 150}"))
+        assert table_of(content).keys == ("./c/1", f"./c/{'n' * 150}")
 
 
 def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
@@ -167,20 +155,18 @@ WHOLE = tar_bytes(
 GNU = tar_bytes([("a.jpg", b"x" * 600), (f"{'n' * 120}.jpg", b"y" * 512)], tarfile.GNU_FORMAT)
 
 
-# Every seventh place is in each byte of a header, with all bits by turns.
-EACH = pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+STEP = 7  # every seventh place is in each byte of a header, with all bits by turns
 BOTH = pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
 
 
-@EACH
 @BOTH
 @pytest.mark.slow
-def test_cut_short_at_any_byte(content: bytes, step: int) -> None:
+def test_cut_short_at_any_byte(content: bytes) -> None:
     """It is an error, or all that is missing is a part of the zeros at the end."""
     whole = list(iterate_members(io.BytesIO(content), "x.tar"))
     last = whole[-1][0]
     end = last.offset + -(-last.size // BLOCK) * BLOCK
-    for length in range(0, len(content), step):
+    for length in range(0, len(content), STEP):
         for file in (io.BytesIO(content[:length]), as_stream(content[:length])):
             if length < end + BLOCK:
                 with pytest.raises(UserError, match=r"x\.tar: not a whole, .*\((cut short|empty) at byte"):
@@ -194,17 +180,16 @@ def header_blocks(content: bytes) -> list[int]:
     return [place for place in range(0, len(content), BLOCK) if content[place + 257 : place + 262] == b"ustar"]
 
 
-@EACH
 @BOTH
 @pytest.mark.slow
-def test_a_flipped_bit_in_any_header(content: bytes, step: int) -> None:
+def test_a_flipped_bit_in_any_header(content: bytes) -> None:
     """It is an error, unless it is in what fills up the checksum itself."""
     whole = [member[:4] for member in members_of(content)]
     harmless = set()
     headers = header_blocks(content)
     assert len(headers) in (3, 6)
     for place in headers:
-        for bit in range(0, BLOCK * 8, step):
+        for bit in range(0, BLOCK * 8, STEP):
             damaged = bytearray(content)
             damaged[place + bit // 8] ^= 1 << bit % 8
             try:

@@ -51,10 +51,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Place(address, tmp_path, server, "" if request.param in ("path", "file") else "bucket/folder/")
 
 
-MORE = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("gs", "az")]
-more_remote = pytest.mark.parametrize("place", ["http", "s3", *MORE], indirect=True)
+two_remote = pytest.mark.parametrize("place", ["http", "s3"], indirect=True)
 remote = pytest.mark.parametrize("place", ["http", *OBJECTS], indirect=True)
-objects = pytest.mark.parametrize("place", OBJECTS, indirect=True)
 listed = pytest.mark.parametrize("place", ["path", "file", *OBJECTS], indirect=True)
 
 
@@ -160,20 +158,8 @@ def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path
         names_in(str(root / "z"))
 
 
-def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnavailableError, match="Input/output error"):
-        storage.read_file("/proc/self/mem", (0, 10))  # where no process has any memory
-
-    def refuse(folder: str) -> None:
-        raise PermissionError(13, "Permission denied", folder)
-
-    monkeypatch.setattr(os, "scandir", refuse)  # root, who runs these tests in CI, may read everything
-    with pytest.raises(UnavailableError, match=f"{tmp_path}: Permission denied"):
-        names_in(str(tmp_path))
-
-
-@more_remote
-@pytest.mark.parametrize("fault", [503, 429, "truncate", "reset", "hang", "stall"])
+@two_remote
+@pytest.mark.parametrize("fault", [503, "truncate", "hang"])
 def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch, fault: int | str) -> None:
     monkeypatch.setattr(transfer, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
     address = place.put("x", CONTENT)
@@ -186,15 +172,17 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
         assert fault != "hang" or "timed out" in notes[0]
 
 
-@more_remote
-@pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (400, 1), ("reset", 4)])
+@two_remote
+@pytest.mark.parametrize(("fault", "tries"), [(503, 4), (403, 1), ("reset", 4)])
 def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: int) -> None:
     address = place.put("x", CONTENT)
     assert storage.read_file(place.put("y", CONTENT)) == CONTENT  # which shows that the place can be asked in our way
     place.server.faults[f"{place.prefix}x"] = [fault] * 9
+    before = random.getstate()
     with pytest.raises(UnavailableError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
         storage.retry([address], storage.read_file)
     assert place.server.requests.count(f"{place.prefix}x") == tries
+    assert random.getstate() == before, "a user's model may draw from Python's global generator"
 
 
 @remote
@@ -274,19 +262,3 @@ def test_what_was_written_is_there(place: Place) -> None:
         storage.write_file(address, content)
         assert storage.read_file(address) == content
     assert names_in(place.address) == ["a b/ü.bin"]
-
-
-def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(transfer, "FIRST_DELAY", 8.0)
-    monkeypatch.setattr(transfer.time, "sleep", waited.append)
-
-    def fails(_: str) -> None:
-        raise UnavailableError("no", transient=True)
-
-    before = random.getstate()
-    with pytest.raises(UnavailableError, match=r"^a: no; b: no$"):
-        storage.retry(["a", "b"], fails)
-    assert random.getstate() == before, "a user's model may draw from Python's global generator"
-    assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
-    assert len(waited) == 3

@@ -12,7 +12,7 @@ from faulty_proxy import faulty_proxy, locking_proxy
 from file_server import file_server
 from image_folders import write_files
 from s3_server import AT_ONCE, S3Server, s3_server
-from surroundings import object_stores, s3_environment, set_variables
+from surroundings import s3_environment, set_variables
 
 from flyte_ddp import storage
 from flyte_ddp.storage import ExistsError, ForbiddenError, MissingError, UnavailableError
@@ -41,15 +41,6 @@ def test_with_the_right_key_a_list_has_all_pages() -> None:
     assert storage.read_file("s3://many/in/1204.jpg") == b"1204"
     with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
         list(storage.list_files("s3://no-such-bucket/in"))
-
-
-@pytest.mark.usefixtures("keys")
-def test_keys_of_any_characters_are_signed_as_the_server_does(keyed: S3Server) -> None:
-    for name in ["a b", "ä+ö", "50%", "x=1&y=2", "~(1)'!*", "a/:/b", "%41", "#?", "c;d,e@f$"]:
-        path = keyed.folder / "odd" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(name.encode())
-        assert storage.read_file(f"s3://odd/{name}") == name.encode()
 
 
 def test_a_server_with_a_certificate_of_its_own(keyed: S3Server, tmp_path: Path, monkeypatch) -> None:
@@ -118,18 +109,6 @@ def test_a_refusal_is_no_proof_that_an_object_is_missing(keyed: S3Server, monkey
                 action("s3://few/y")
 
 
-def test_where_everybody_may_read_no_key_is_needed(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(keyed.folder, *AT_ONCE, keyed=False) as server:
-        object_stores(server.endpoint, monkeypatch)
-        for scheme in ("s3", "gs"):
-            assert storage.read_file(f"{scheme}://few/x") == b"content"
-            with pytest.raises(UnavailableError, match="non-partial response"):  # rclone answers 200
-                storage.read_file(f"{scheme}://few/x", (3, 7))
-            assert [entry.size for entry in storage.list_files(f"{scheme}://few")] == [7]
-            with pytest.raises(MissingError, match="HTTP 404"):
-                storage.read_file(f"{scheme}://few/y")
-
-
 def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     keys = {"Version": 1, "AccessKeyId": keyed.access_key, "SecretAccessKey": keyed.secret_key}
     (tmp_path / "keys.json").write_text(json.dumps(keys))
@@ -143,7 +122,6 @@ def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyP
         storage.read_file("s3://few/x")
 
 
-@pytest.mark.slow
 def test_keys_of_a_machines_role(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_environment(keyed.endpoint, monkeypatch)
     with file_server() as metadata:
