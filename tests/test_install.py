@@ -40,13 +40,12 @@ def packages(text: str) -> dict[str, str]:
     return {block.partition("==")[0]: block for block in blocks}
 
 
-@pytest.mark.parametrize("version", [(3, 10), (3, 13)])
 def test_another_python_is_refused_in_a_sentence_before_anything_is_downloaded(
-    install: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, version: tuple[int, int]
+    install: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    ended = install(version)
+    ended = install((3, 13))
     assert ended.returncode != 0
-    said = f"Python {version[0]}.{version[1]}: flyte-ddp runs on 3.11 and 3.12; for example: make clean train PYTHON="
+    said = "Python 3.13: flyte-ddp runs on 3.11 and 3.12; for example: make clean train PYTHON="
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "uv.txt").exists()
@@ -76,13 +75,10 @@ def test_for_cpus_it_is_the_lock_without_cuda_and_torch_comes_from_its_own_index
     assert "--torch-backend cpu" in (tmp_path / "uv.txt").read_text()
 
 
-@pytest.mark.parametrize("failing", ["nothing", "pytest"])
-def test_gpu_check_takes_the_python_that_is_there_and_installs_nothing(tmp_path: Path, failing: str) -> None:
+def test_gpu_check_takes_the_python_that_is_there_and_installs_nothing(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called.txt\n[ "$2" != {failing} ]\n')
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called.txt\n')
     python.chmod(0o755)
-    command = ["make", "gpu-check", f"VENV={tmp_path}/none", f"PYTHON={python}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode == 0) is (failing == "nothing"), ended.stderr
+    subprocess.run(["make", "gpu-check", f"VENV={tmp_path}/none", f"PYTHON={python}"], cwd=ROOT, check=True)
     calls = ["-m pytest --gpu tests/training/test_gpu.py", "-m benchmarks gpu"]
     assert (tmp_path / "called.txt").read_text().splitlines() == calls

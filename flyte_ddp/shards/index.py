@@ -250,23 +250,8 @@ def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
     return value
 
 
-def index_json(index: ShardIndex, folder: str, tables: str) -> bytes:
-    """Return the JSON of an index of one part, one shard a line; addresses below ``folder`` become relative."""
-    [part] = index.parts
-    prefix = f"{folder.rstrip('/')}/"
-    lines = []
-    for shard in index.shards:
-        url = shard.url.removeprefix(prefix)
-        entry = {
-            "url": url if PLAIN_NAME.fullmatch(url) else shard.url,
-            "nsamples": shard.samples,
-            "filesize": shard.size if shard.size >= 0 else None,
-            "md5sum": shard.md5 or None,
-            "sha256": shard.sha256 or None,
-            "table": shard.table[1:] if shard.table else None,
-        }
-        lines.append(json.dumps({field: value for field, value in entry.items() if value is not None}))
-    head = {"__kind__": KIND, "wids_version": 1, "name": index.name}
-    head |= {"weight": part.weight} if part.weight != 1 else {}
-    head |= {EXTENSION: {"classes": index.classes, "tables": tables}}
-    return (json.dumps(head)[:-1] + ', "shardlist": [\n' + ",\n".join(lines) + "\n]}\n").encode()
+def shard_entry(shard: Shard, folder: str) -> dict[str, Any]:
+    """Return what an index in ``folder`` says of a shard with digests and a table; an address below is relative."""
+    url = shard.url.removeprefix(f"{folder.rstrip('/')}/")
+    entry = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples, "filesize": shard.size}
+    return entry | {"md5sum": shard.md5, "sha256": shard.sha256, "table": shard.table and shard.table[1:]}

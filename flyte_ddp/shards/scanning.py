@@ -25,9 +25,9 @@ from flyte_ddp.shards.index import (
     Shard,
     ShardIndex,
     build_index,
-    index_json,
     load_index_json,
     read_index,
+    shard_entry,
 )
 from flyte_ddp.shards.samples import SampleTable, table_digest, tabulate_members
 from flyte_ddp.shards.tar import Member, iterate_members
@@ -180,9 +180,15 @@ def create_index(
             raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
-    with replace_file(output) as file:
-        file.write(index_json(index, str(output.parent), tables.name))
+    entries = [shard_entry(shard, str(output.parent)) for shard in listed]
+    own = {"classes": names, "tables": tables.name}
+    write_index(output, {"name": index.name, EXTENSION: own, "shardlist": entries})
     return index
+
+
+def write_index(output: Path, content: dict[str, Any]) -> None:
+    with replace_file(output) as file:
+        file.write(f"{json.dumps({'__kind__': KIND, 'wids_version': 1, **content})}\n".encode())
 
 
 def join_indexes(
@@ -202,13 +208,11 @@ def join_indexes(
         {"source_url": address.removeprefix(f"{output.parent}/"), "weight": weight}
         for address, weight in zip(addresses, weights or [1.0] * len(addresses), strict=True)
     ]
-    content: dict[str, Any] = {"__kind__": KIND, "wids_version": 1, "name": name or output.stem, "datasets": references}
+    content: dict[str, Any] = {"name": name or output.stem, "datasets": references}
     index = build_index(str(output), content)
     for reference, part in zip(references, index.parts, strict=True):
         reference["name"] = part.name
-    content[EXTENSION] = {"classes": index.classes}
-    with replace_file(output) as file:
-        file.write(f"{json.dumps(content, indent=1)}\n".encode())
+    write_index(output, {**content, EXTENSION: {"classes": index.classes}})
     return index
 
 
