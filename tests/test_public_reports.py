@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_runs import QUIET, train_in
 
-from flyte_ddp import arrays, current_rank, load_model, run_ranks
+from flyte_ddp import arrays, load_model
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.order.sampling import ListedOrder
@@ -177,66 +175,3 @@ def test_targets_that_are_shifted_twice_or_never() -> None:
     assert told["twice"].endswith("Leave shift out.")
     assert [describe_shift(Language(facts, shift=shift), *pair) for shift, *pair in right] == [""] * 4
     assert describe_shift(Classification(facts), inputs, padded) == ""
-
-
-def predict_series(marker: Path, chunk: int = 5) -> dict[str, Any]:
-    """Truncated back-propagation through one long series; fails once, unless there is the marker."""
-    rank = current_rank()
-    torch.manual_seed(0)
-    values = torch.sin(torch.arange(61.0) / 3)[:, None, None]
-    layer, head = nn.GRU(1, 4), nn.Linear(4, 1)
-    model = nn.ModuleList([layer, head])
-    optimizer = torch.optim.Adam(model.parameters(), 0.05)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    parts["schedule"] = lr_scheduler.MultiStepLR(optimizer, [4, 7])
-    parts["average"] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    state, step, rates = torch.zeros(1, 1, 4), 0, list[float]()
-    if saved := rank.load():
-        state, step, rates = saved["state"], saved["step"], saved["rates"]
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-    began = step
-    for step in range(began, 12):
-        if step == 5 and not marker.exists():
-            marker.touch()
-            raise MemoryError
-        given, wanted = (values[step * chunk + ahead : (step + 1) * chunk + ahead] for ahead in (0, 1))
-        outputs, state = layer(given, state.detach())
-        optimizer.zero_grad()
-        parts["scaler"].scale(functional.mse_loss(head(outputs), wanted)).backward()
-        parts["scaler"].step(optimizer)
-        parts["scaler"].update()
-        parts["schedule"].step()
-        parts["average"].update_parameters(model)
-        rates.append(optimizer.param_groups[0]["lr"])
-        states = {name: part.state_dict() for name, part in parts.items()}
-        rank.save(step + 1, {**states, "state": state.detach(), "step": step + 1, "rates": rates})
-    return {
-        "began": began,
-        "rates": rates,
-        "scale": parts["scaler"].get_scale(),
-        "average": parts["average"].state_dict(),
-    }
-
-
-def test_an_own_loop_goes_on_with_all_states_of_torch(tmp_path: Path) -> None:
-    """Schedules a step late: Lightning-AI/pytorch-lightning#4655. No scale: huggingface/accelerate#4289,
-    mosaicml/composer#1376. No average, or only that: Megvii-BaseDetection/YOLOX#1318, m2lines/Samudra#282. No state
-    of a long series: Lightning-AI/pytorch-lightning#293.
-    """
-    found = []
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-        marker, folder = tmp_path / name / "failed", tmp_path / name / "run"
-        if name == "whole":
-            marker.touch()
-        else:
-            with pytest.raises(RankError, match="MemoryError"):
-                run_ranks(predict_series, marker, num_ranks=1, folder=folder)
-        found.append(run_ranks(predict_series, marker, num_ranks=1, folder=folder))
-    whole, cut = found
-    assert (whole["began"], cut["began"], len({*whole["rates"]})) == (0, 5, 3)
-    assert cut["rates"] == whole["rates"]
-    assert cut["scale"] == whole["scale"] > 8
-    assert all(torch.equal(value, cut["average"][name]) for name, value in whole["average"].items())

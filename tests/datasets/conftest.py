@@ -5,15 +5,10 @@ import hashlib
 
 import pytest
 from mnist_files import Tiny, tiny_files
-from surroundings import clean
+from surroundings import clean_surroundings  # noqa: F401 (a fixture)
 
 from flyte_ddp.datasets import DATASETS
 from flyte_ddp.datasets.published import MNIST
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    clean(monkeypatch)
 
 
 @pytest.fixture

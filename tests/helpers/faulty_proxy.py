@@ -26,7 +26,7 @@ class Proxy:
     answer comes after ``LATENCY``). ``requests`` are the paths that were asked for. Paths that begin as one of
     ``denied`` are refused. Without ``lists``, lists are refused, and so is an object that is not there, as S3 does.
     ``lost`` are paths of which the next answer to a PUT is lost, after it was done, ``conflicts`` those of which the
-    next PUT is answered by 409, and ``meetings`` whom PUTs of a path wait for.
+    next PUT is answered by 409.
     """
 
     url: str = ""
@@ -36,7 +36,6 @@ class Proxy:
     lists: bool = True
     lost: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
-    meetings: dict[str, threading.Barrier] = field(default_factory=dict)
 
 
 def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
@@ -97,8 +96,6 @@ class Answer(QuietHandler):
             state.conflicts.remove(name)
             self.refuse(409, "ConditionalRequestConflict")
             return
-        if name in state.meetings:
-            state.meetings[name].wait(timeout=60)
         with self.lock:
             if self.folder is not None and self.headers.get("If-None-Match") == "*" and (self.folder / name).exists():
                 self.refuse(412, "PreconditionFailed")

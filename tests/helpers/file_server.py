@@ -35,7 +35,6 @@ class FileServer:
     files: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, list[int | str]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
-    spans: list[str] = field(default_factory=list)
     queries: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
@@ -69,7 +68,6 @@ class Answer(QuietHandler):
         name, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         self.state.requests.append(name)
         self.state.queries.append(address.query)
-        self.state.spans.append(self.headers.get("Range", ""))
         self.state.headers.append(dict(self.headers))
         if self.state.before_answer is not None:
             self.state.before_answer.wait(DEADLINE)

@@ -45,17 +45,16 @@ class S3Server:
 
 
 @contextmanager
-def s3_server(folder: Path, *options: str, keyed: bool = True) -> Iterator[S3Server]:
+def s3_server(folder: Path, *options: str) -> Iterator[S3Server]:
     """Serve ``folder``, whose folders are the buckets, on a port that the system chooses until the context ends.
 
-    Requests must be signed unless ``keyed`` is false. ``options`` are more of rclone's.
+    Requests must be signed. ``options`` are more of rclone's.
     """
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "log"
         command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "10ms"]
-        command += ["--config", str(Path(home) / "none.conf"), *options]
-        command += ["--auth-key", f"{access_key},{secret_key}"] if keyed else []
+        command += ["--config", str(Path(home) / "none.conf"), "--auth-key", f"{access_key},{secret_key}", *options]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "HOME": home})
         try:

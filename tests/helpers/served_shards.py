@@ -4,7 +4,7 @@ import hashlib
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from file_server import FileServer
 from tars import Samples, samples, shard_bytes
 
 from flyte_ddp.shards.cache import ShardCache
-from flyte_ddp.shards.dataset import ShardDataset, ShardReader
+from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.storage import transfer
 
@@ -75,7 +75,8 @@ def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int
         return wrong
 
     barrier.wait(60)
-    end(read, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        sys.exit(sum(pool.map(read, range(threads))))
 
 
 def hold(cache: ShardCache, shard: Shard, pipe: Connection) -> None:
@@ -97,30 +98,6 @@ def stalled_download(server: FileServer, cache: ShardCache, shard: Shard) -> Spa
     process.start()
     assert server.stalled.wait(DEADLINE)
     return process
-
-
-def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str], reads: int, seed: int) -> None:
-    """Read random samples in two threads through one reader; exit with the number of wrong contents."""
-    transfer.FIRST_DELAY = SHORT
-    reader = ShardReader(index, cache, most_open=3)
-
-    def read(thread: int) -> int:
-        chosen = random.Random(f"{seed} {thread}")
-        samples = [chosen.randrange(len(index)) for _ in range(reads)]
-        return sum(digest_of_sample(*reader.read_sample(sample)) != digests[sample] for sample in samples)
-
-    end(read, 2)
-
-
-def end(read: Callable[[int], int], threads: int) -> NoReturn:
-    """Call ``read`` in threads; exit with the sum of the results."""
-    with ThreadPoolExecutor(threads) as pool:
-        sys.exit(sum(pool.map(read, range(threads))))
-
-
-def digest_of_sample(key: str, found: dict[str, bytes]) -> str:
-    """Return the SHA-256 of a sample's key and members."""
-    return hashlib.sha256(repr((key, sorted(found.items()))).encode()).hexdigest()
 
 
 class LabelsAndSums(ShardDataset):

@@ -7,6 +7,12 @@ import pytest
 from flyte_ddp.storage import transfer
 
 
+@pytest.fixture(autouse=True)
+def clean_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apply :func:`clean` to each test of a folder whose conftest imports this."""
+    clean(monkeypatch)
+
+
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove proxies and credentials from the environment, and make pauses between retries short."""
     for name in tuple(os.environ):

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 from faulty_proxy import Proxy, locking_proxy
 from s3_server import S3Server, s3_server
-from surroundings import clean
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    clean(monkeypatch)
+from surroundings import clean_surroundings  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="session")

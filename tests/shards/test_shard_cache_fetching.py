@@ -14,10 +14,8 @@ from file_server import FileServer
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, open_all, serve, sizes_in, stalled_download
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards import cache as cache_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.storage import transfer
 
 
 def in_thread(action: Callable[[], object]) -> threading.Thread:
@@ -158,30 +156,3 @@ def test_a_killed_download_is_cleaned_up_by_whoever_fetches_next(server: FileSer
     assert got == [blob(0)]
     assert server.counts == {"0.tar": 2, "1.tar": 1}
     assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in (stalling, other)}
-
-
-@pytest.mark.slow
-def test_locks_do_not_stay_with_forked_children(server: FileServer, tmp_path: Path, monkeypatch) -> None:
-    """A child that was forked during a download has its locks, too, and never closes them."""
-    monkeypatch.setattr(cache_module, "LOCKS", 1)
-    monkeypatch.setattr(transfer, "READ_TIMEOUT", 0.5)
-    cache = ShardCache(tmp_path)
-    first, second = (serve(server, f"{seed}.tar", blob(seed)) for seed in range(2))
-    server.faults["0.tar"] = ["stall"]
-    fetching = in_thread(lambda: content_of(cache, first))
-    assert server.stalled.wait(DEADLINE)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    try:
-        fetching.join(DEADLINE)
-        got: list[bytes] = []
-        in_thread(lambda: got.append(content_of(cache, second))).join(DEADLINE)
-        assert got == [blob(1)]
-    finally:
-        os.close(writing)
-        os.close(reading)
-        os.waitpid(child, 0)

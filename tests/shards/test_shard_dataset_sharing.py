@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch.utils.data
 from file_server import FileServer
-from served_shards import DEADLINE, SPAWN, LabelsAndSums, hold, serve_samples
+from served_shards import DEADLINE, LabelsAndSums, serve_samples
 
-from flyte_ddp.shards import dataset as dataset_module
-from flyte_ddp.shards.cache import CacheFullError, ShardCache
+from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 
 
@@ -93,25 +92,6 @@ def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path:
     assert {status.st_blocks for status in open_files(tmp_path) if not status.st_nlink} == {0}
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(reader.read_sample, range(29, -1, -1))) == expected[::-1]
-
-
-def test_room_that_other_processes_hold_is_waited_for(server: FileServer, tmp_path: Path, monkeypatch) -> None:
-    served = serve_samples(server, 5, 5)
-    cache = ShardCache(tmp_path, limit=max(shard.size for shard in served.index.shards))
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=hold, args=(cache, served.index.shards[0], theirs), daemon=True)
-    process.start()
-    assert ours.poll(DEADLINE)
-    monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", 0.1)
-    reader = ShardReader(served.index, cache)
-    with pytest.raises(CacheFullError, match=f"^shard cache {tmp_path}: its limit of "):
-        reader.read_sample(9)
-    monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", DEADLINE)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.read_sample, 9)
-        ours.send("close")
-        assert reading.result(DEADLINE) == served.expected()[9]
-    process.join(DEADLINE)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

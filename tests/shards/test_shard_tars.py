@@ -3,7 +3,6 @@
 import gzip
 import io
 import os
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -100,19 +99,6 @@ def test_names_that_are_long_or_not_english() -> None:
         assert again.keys == table.keys == ("first", name, "z")
         assert [again.sample_members(i) for i in range(3)] == [table.sample_members(i) for i in range(3)]
     assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes())) == 0
-
-
-def test_what_other_programs_write(tmp_path: Path) -> None:
-    """GNU tar, in each of its formats, with a folder, its default padding, and names that begin with ./"""
-    (tmp_path / "in" / "c").mkdir(parents=True)
-    for name in ("c/1.jpg", "c/1.cls", f"c/{'n' * 150}.jpg"):
-        (tmp_path / "in" / name).write_bytes(name.encode())
-    for form in ("gnu", "oldgnu", "pax"):
-        options = ["--format", form, "--sort=name", "-cf", tmp_path / f"{form}.tar", "-C", tmp_path / "in"]
-        subprocess.run(["tar", *options, "."], check=True)
-        content = (tmp_path / f"{form}.tar").read_bytes()
-        check_against_tarfile(content)
-        assert table_of(content).keys == ("./c/1", f"./c/{'n' * 150}")
 
 
 def test_hidden_files_are_passed_over_as_by_webdataset() -> None:

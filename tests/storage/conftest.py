@@ -1,9 +1,3 @@
 """A short temper in place of long retries."""
 
-import pytest
-from surroundings import clean
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    clean(monkeypatch)
+from surroundings import clean_surroundings  # noqa: F401 (a fixture)

@@ -55,7 +55,6 @@ class Credentials:
 
 def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import google.auth
-    from google.auth.exceptions import RefreshError
 
     def asked_as() -> str | None:
         objects_module.make_bucket_store.cache_clear()
@@ -71,13 +70,6 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
         assert asked_as() is None  # a token is for Google only
         patch.delenv("STORAGE_EMULATOR_HOST")
 
-        def refused(self: Credentials, request: object) -> None:
-            raise RefreshError("expired", retryable=False)
-
-        patch.setattr(Credentials, "refresh", refused)
-        with pytest.raises(UnavailableError, match="credentials of gs:// cannot be used: expired") as caught:
-            asked_as()
-        assert not caught.value.transient
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     with pytest.raises(UnavailableError, match=r"none\.json"):
         asked_as()
@@ -97,10 +89,6 @@ def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPa
             assert storage.read_file("az://container/x") == b"content"
     assert ["sig=abc" in query for query in server.queries[-2:]] == [True, False]
     assert "authorization" not in server.headers[-1]
-    monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{server.url}/nobody")
-    monkeypatch.setenv("IDENTITY_HEADER", "x")
-    with pytest.raises(UnavailableError, match="MicrosoftAzure error"):
-        storage.read_file("az://container/x")
 
 
 def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +100,6 @@ def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypat
     assert [storage.read_file("s3://bucket/x") for _ in range(2)] == [b"content"] * 2
     assert server.requests == ["us-east-2/bucket", *["eu-west-3/bucket/x"] * 2]
     assert "/eu-west-3/s3/aws4_request" in server.headers[-1]["authorization"]
-    server.answers.clear()
-    server.faults["eu-west-3/bucket/x"] = [301]
-    with pytest.raises(UnavailableError, match="incorrectly configured region") as caught:
-        storage.read_file("s3://bucket/x")
-    assert not caught.value.transient
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import trustme
 from faulty_proxy import faulty_proxy, locking_proxy
-from file_server import file_server
 from image_folders import write_files
 from s3_server import AT_ONCE, S3Server, s3_server
 from surroundings import s3_environment, set_variables
@@ -116,23 +115,6 @@ def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyP
     (tmp_path / "config").write_text(f"[profile mine]\n{profile}")
     set_variables({"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "mine"}, monkeypatch)
     assert storage.read_file("s3://few/x") == b"content"
-    (tmp_path / "keys.json").unlink()
-    monkeypatch.setenv("AWS_SDK_UA_APP_ID", "makes a new store")
-    with pytest.raises(UnavailableError, match="No such file"):
-        storage.read_file("s3://few/x")
-
-
-def test_keys_of_a_machines_role(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_environment(keyed.endpoint, monkeypatch)
-    with file_server() as metadata:
-        role = "latest/meta-data/iam/security-credentials/"
-        keys = {"AccessKeyId": keyed.access_key, "SecretAccessKey": keyed.secret_key, "Token": None}
-        until = {"Code": "Success", "Expiration": "2099-01-01T00:00:00Z"}
-        metadata.files = {role: b"reader", f"{role}reader": json.dumps(keys | until).encode()}
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.url)
-        assert storage.read_file("s3://few/x") == b"content"
-        assert metadata.counts[f"{role}reader"] == 1
 
 
 @pytest.mark.usefixtures("keys")
