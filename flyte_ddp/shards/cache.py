@@ -16,8 +16,7 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import DISK_FULL, hold_lock
+from flyte_ddp.files import explain_write_errors, hold_lock
 from flyte_ddp.shards.index import Shard
 
 LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
@@ -55,7 +54,7 @@ class ShardCache:
         path = storage.local_path(shard.url)
         if path is not None:
             return self.open_local_shard(path, shard)
-        with explain_unusable_folder(self.folder):
+        with explain_write_errors(self.folder):
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
@@ -80,7 +79,7 @@ class ShardCache:
         mark = self.folder / "verified" / name_digest(identity)
         if not wanted or mark.exists():
             return
-        with path.open("rb") as file, explain_unusable_folder(self.folder), self.hold_lock(mark.name):
+        with path.open("rb") as file, explain_write_errors(self.folder), self.hold_lock(mark.name):
             if not mark.exists():  # another process may have verified the shard while this one waited
                 found = hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
                 if found != wanted:
@@ -243,17 +242,6 @@ def mark_as_used(file: int) -> None:
     """Set the times of an open file (a descriptor) to now, unless the file cannot be changed."""
     with suppress(OSError):  # the cache may be read-only
         os.utime(file, ns=(time.time_ns(),) * 2)  # the kernel's own clock for files goes in steps of milliseconds
-
-
-@contextmanager
-def explain_unusable_folder(folder: Path) -> Iterator[None]:
-    """Raise the block's OSErrors as UserErrors, with the advice to free space or to make ``folder`` writable."""
-    try:
-        yield
-    except OSError as error:
-        fix = "free some space" if error.errno in DISK_FULL else "make it writable"
-        where = f"shard cache {folder}: {error.strerror}"
-        raise UserError(f"{where}; {fix}, or set FLYTE_DDP_CACHE to another folder") from error
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:

@@ -19,8 +19,7 @@ from flyte_ddp.files import unlock_file
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.samples import read_table_or_none, tabulate_members
-from flyte_ddp.shards.tar import iterate_members
+from flyte_ddp.shards.tar import iterate_members, read_table_or_none, tabulate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the same time

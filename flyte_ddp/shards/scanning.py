@@ -29,8 +29,7 @@ from flyte_ddp.shards.index import (
     read_index,
     shard_entry,
 )
-from flyte_ddp.shards.samples import SampleTable, table_digest, tabulate_members
-from flyte_ddp.shards.tar import Member, iterate_members
+from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, table_digest, tabulate_members
 from flyte_ddp.text.formatting import format_count
 
 THREADS = 8  # shards that are read at the same time

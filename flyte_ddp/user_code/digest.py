@@ -21,7 +21,7 @@ ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", 
 # decides nothing.
 DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
-    *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
+    *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/tar.py"),
     *("samples", "catalog.py", "machine/resources.py", "machine/device_copy.py", "hardware.py"),
     *("torchvision_weights.json", "torchvision_weights.py"),
 )

@@ -17,9 +17,8 @@ from tars import BLOCK, header_of, tar_bytes
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import Shard, ShardIndex
-from flyte_ddp.shards.samples import SampleTable, tabulate_members
 from flyte_ddp.shards.scanning import HashedStream
-from flyte_ddp.shards.tar import Member, iterate_members
+from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, tabulate_members
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 
