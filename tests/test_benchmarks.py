@@ -62,19 +62,6 @@ def test_a_peer_that_crashes_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not [*tmp_path.glob("*.partial")]
 
 
-def test_of_a_peer_that_always_crashes_the_others_are_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "crashing.json").write_text("the old result")
-    assert not benchmark(monkeypatch, tmp_path, measure(1000))
-    assert (tmp_path / "crashing.json").read_text() == "the old result"
-    assert "what was measured is in" in capsys.readouterr().out
-    found = json.loads((tmp_path / "crashing.json.partial").read_text())
-    assert {label: series["values"] for label, series in found["series"].items()} == {"ours": [1.0] * 3}
-    assert len(found["notes"]) == measuring.TRIES
-    assert found["notes"][-1].endswith("; it was given up, and what it had before is kept")
-
-
 def test_the_page_of_results_is_made_of_its_files_and_names_those_without_a_program(tmp_path: Path) -> None:
     results = ROOT / "benchmarks/results"
     for path in results.glob("*.json"):

@@ -23,8 +23,6 @@ cpu family	: 25
 model		: 17
 model name	: AMD EPYC
 flags		: fpu vme de pse sse4_2 avx f16c avx2 avx512f avx512dq avx512vl avx512_bf16 avx512_vnni rdpid fsrm
-bugs		: sysret_ss_attrs null_seg spectre_v1 spectre_v2 spec_store_bypass srso spectre_v2_user
-power management:
 
 processor	: 1
 cpu family	: 25

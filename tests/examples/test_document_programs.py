@@ -21,7 +21,6 @@ from torchvision import datasets, models
 
 from examples.custom_ddp.custom_ddp import train_dist
 from examples.dask_s3.dask_s3 import make_model, run_transfer_learning
-from examples.gan.gan import train as gan_digits
 from examples.sample_data import unpack_mnist_files, write_image_folder
 from examples.tutorial.tutorial import MODEL_FILE, TRANSFORM, Hyperparameters, Net, train_mnist
 from examples.wids_ray.wids_ray import Config, train_in_ray
@@ -158,14 +157,6 @@ def test_transfer_learning_on_dask_and_s3(
     events = [json.loads(line) for line in (copies / "run/events.jsonl").read_text().splitlines()]
     assert {each["count"] for each in events if each["rank"] == 0} == set(range(1, 13))
     assert {each["rank"] for each in events} == {0, 1}
-
-
-@on(exhaustive=[SPAWN, ELASTIC, RAY, DASK])
-def test_a_gan(case: Callable[..., Case], tmp_path: Path) -> None:
-    gan = case(gan_digits, 2)
-    assert gan.run_killed(rank=0) == gan.run_undisturbed()
-    here, there = (torch.load(path / "gan.pt", weights_only=True) for path in (gan.folder, tmp_path / "undisturbed"))
-    torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
 def test_transfer_learning_begins_with_the_weights_that_are_given(tmp_path: Path) -> None:

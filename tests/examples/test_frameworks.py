@@ -1,16 +1,13 @@
 """Lightning and Accelerate on our ranks: as under torchrun, killed and resumed; and what they need to find there."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import framework_programs
 import pytest
 import torch
-from cli import ROOT, surroundings
+from cli import ROOT
 from engines import Launch
 from killed_ranks import call_and_kill
 
@@ -22,31 +19,6 @@ from flyte_ddp.runs.work import World
 from flyte_ddp.text.json_lines import read_records
 
 SCRIPTS = {name: ROOT / f"examples/{name}/{name}_digits.py" for name in ("lightning", "accelerate")}
-UNDER_TORCHRUN = f"""
-import importlib, json, os
-from flyte_ddp.loops.current_rank import set_current_rank
-
-measures = {{}}
-for name in {[*SCRIPTS]}:
-    measures[name] = importlib.import_module(f"{{name}}_digits").main()
-    set_current_rank(None)  # or the second would load what the first has saved
-if os.environ["RANK"] == "0":
-    print(json.dumps(measures))
-"""
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """What the programs return under torchrun, where nothing disturbs them."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    (folder / "both.py").write_text(UNDER_TORCHRUN)
-    path = os.pathsep.join(str(script.parent) for script in SCRIPTS.values())
-    environment = {**surroundings(folder, folder), "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
-    options = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "both.py"]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def is_same(measures: dict[str, float], others: dict[str, float]) -> bool:
@@ -67,7 +39,6 @@ def test_a_killed_rank(
     launch: Launch,
     at: int,
     every: int,
-    expected: dict[str, dict[str, float]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,9 +46,10 @@ def test_a_killed_rank(
     monkeypatch.setenv("WANDB_MODE", "disabled")
     arguments = framework_programs.train, 1, at, str(tmp_path / "marker"), f"{name}_digits"
     options = {"folder": tmp_path / "run", "launch": launch}
+    expected = flyte_ddp.run_ranks(framework_programs.train, f"{name}_digits", folder=tmp_path / "undisturbed")
     with pytest.raises(flyte_ddp.RankError, match=r"^rank 1 was killed by SIGKILL"):
         flyte_ddp.run_ranks(call_and_kill, *arguments, **options)
-    assert is_same(flyte_ddp.run_ranks(call_and_kill, *arguments, **options), expected[name])
+    assert is_same(flyte_ddp.run_ranks(call_and_kill, *arguments, **options), expected)
     starts = [each for each in read_records(tmp_path / "run/metrics.jsonl") if each["kind"] == "start"]
     first, second = [start["resumed_after_step"] for start in starts]
     assert first == 0

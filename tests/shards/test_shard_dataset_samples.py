@@ -119,21 +119,14 @@ def test_damage_in_the_cache_names_the_cached_file(server: FileServer, tmp_path:
         dataset[3]
 
 
-def test_a_damaged_shard_on_this_machine_is_an_error_that_names_it(tmp_path: Path) -> None:
-    index = indexed(tmp_path, samples(5))
-    path = tmp_path / "0.tar"
-    whole = path.read_bytes()
-
-    def refused(said: str) -> None:
-        with pytest.raises(UserError, match=f"^shard {path}: {said}"):
-            ShardDataset(index, tmp_path / "cache")[0]
-
-    path.write_bytes(b"\xff" * len(whole))
-    refused(r"its sha256 is \w+ and not the \w+ that the index says")
-    path.write_bytes(whole[:-1])
-    refused(f"has {len(whole) - 1:,} bytes and not the {len(whole):,} that the index says")
+def test_a_shard_on_this_machine_of_another_size_or_gone(tmp_path: Path) -> None:
+    index, path = indexed(tmp_path, samples(5)), tmp_path / "0.tar"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"^shard {path}: has [\d,]+ bytes and not the [\d,]+ that the index says"):
+        ShardDataset(index, tmp_path / "cache")[0]
     path.unlink()
-    refused(r"cannot be fetched \(No such file or directory\)")
+    with pytest.raises(UserError, match=rf"^shard {path}: cannot be fetched \(No such file or directory\)"):
+        ShardDataset(index, tmp_path / "cache")[0]
 
 
 def test_another_number_of_samples_than_the_index_says(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 two_remote = pytest.mark.parametrize("place", ["http", "s3"], indirect=True)
 remote = pytest.mark.parametrize("place", ["http", *OBJECTS], indirect=True)
-listed = pytest.mark.parametrize("place", ["path", "file", *OBJECTS], indirect=True)
+listed = pytest.mark.parametrize("place", ["path", "file", "s3", "gs"], indirect=True)
 
 
 def names_in(address: str) -> list[str]:
@@ -261,4 +261,5 @@ def test_what_was_written_is_there(place: Place) -> None:
     for content in (b"", CONTENT):
         storage.write_file(address, content)
         assert storage.read_file(address) == content
-    assert names_in(place.address) == ["a b/ü.bin"]
+    if not place.address.startswith("az:"):  # of which the server has no lists
+        assert names_in(place.address) == ["a b/ü.bin"]
