@@ -17,7 +17,7 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.pictures import opaque_picture
 from flyte_ddp.shards.cache import unusable_shard_error
-from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label, parse_class_number
+from flyte_ddp.shards.decoding import LABEL, find_image_and_label, open_image, parse_class_number
 from flyte_ddp.shards.index import (
     EXTENSION,
     KIND,
@@ -89,14 +89,14 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
                 found.append(member)
                 if content is None:
                     continue
-                where = {"__key__": member.key, "__shard__": url}
+                sample = f"sample {member.key!r} in {url}"
                 if is_label(member.extension):
-                    label = decode_member(where, LABEL, content)
+                    label = parse_class_number(sample, content)
                     if label < 0:
-                        raise UserError(f"sample {member.key!r} in {url}: label {label}; labels are 0, 1, 2 and so on")
+                        raise UserError(f"{sample}: label {label}; labels are 0, 1, 2 and so on")
                     labels = max(labels, label + 1)
-                else:
-                    damaged += describe_decoding_failure(where, member.extension, content)
+                elif problem := find_decoding_problem(content):
+                    damaged.append(f"{sample}: {member.extension} cannot be decoded ({problem}); pack it again")
         storage.check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         table = tabulate_members(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
@@ -119,17 +119,15 @@ def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
     return unfit
 
 
-def describe_decoding_failure(where: dict[str, str], extension: str, content: bytes) -> list[str]:
-    """Return a sentence, in a list, if Pillow cannot decode an image, else []; torchcodec may accept the image."""
+def find_decoding_problem(content: bytes) -> str:
+    """Return why Pillow cannot decode an image, else ""; torchcodec may accept the image."""
     try:
-        image = decode_member(where, extension, content)
+        image = open_image(content)
         image.load()
         opaque_picture(image)
-    except UserError as error:
-        return [error.message]
     except Exception as error:  # Pillow raises many kinds of errors
-        return [f"sample {where['__key__']!r} in {where['__shard__']}: {extension} cannot be decoded ({error})"]
-    return []
+        return str(error) or type(error).__name__
+    return ""
 
 
 def expand_ranges(url: str) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
     for label, classes, said in (
         (b"2", ("one", "two"), f"^shard {tmp_path}/0.tar: has label 2, and with 2 classes labels are 0..1"),
         (b"-1", (), f"in {tmp_path}/0.tar: label -1; labels are 0, 1, 2"),
-        (b"x", (), f"in {tmp_path}/0.tar: .cls cannot be decoded .invalid"),
+        (b"x", (), f"in {tmp_path}/0.tar: its .cls is b'x'; must be the number of a class"),
         (b"99999999999", (), "has label 99999999999, and with 1000000 classes"),
     ):
         with pytest.raises(UserError, match=said):
