@@ -1,8 +1,8 @@
 """Find the files in a shard, with their places, and the table of a shard's samples.
 
 A shard is an uncompressed tar file in webdataset's convention: adjacent files whose names are equal up to the first dot
-of the last part are one sample. Python's tarfile parses each header, but the loop over the headers is here: tarfile's
-own loop ends without an error at a damaged header and at a missing end.
+of the last part are one sample. Python's tarfile reads the headers. As it ends without an error at a damaged header and
+at a missing end, the last block that it has read must be the end mark.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 def make_s3_store(bucket: str) -> Any:
     """Return a store of a bucket on AWS or a server like S3; may ask AWS for region and credentials."""
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
-    from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
     from obstore.store import S3Store
 
     session = get_session()
@@ -42,7 +41,6 @@ def make_s3_store(bucket: str) -> Any:
     if credentials:
         fetch_credentials()  # called here for botocore's own exception; obstore would wrap it
     region, bundle = session.get_config_variable("region"), session.get_config_variable("ca_bundle")
-    validate_region_name(region)
     endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
     endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
     if not endpoint:
