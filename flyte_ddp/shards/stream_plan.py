@@ -1,8 +1,7 @@
 """Plan of a stream by webdataset's rules, under which ranks may get different numbers of batches, so that DDP hangs."""
 
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,20 +58,12 @@ class StreamPlan:
         return bool(self.batches.min() == self.batches.max() > 0)
 
     def suggest_options(self) -> list[dict[str, int]]:
-        """Return changes of options, such as {"workers": 3}; each gives all ranks the same number of batches."""
+        """Return changes of options, such as {"nbatches": 3}; each gives all ranks the same number of batches."""
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []
         if shortest := self.loaders.repeat * int(self.pass_batches.min()):
             changes.append({"nbatches": most, "dsrepeat": -(-most // shortest)})
-        workers = max(1, self.loaders.workers)
-        for nearby in (range(workers - 1, 0, -1), range(workers + 1, 2 * workers + 1)):
-            changes += [{"workers": number} for number in nearby if self.is_exact_with(number)][:1]
         return changes
-
-    def is_exact_with(self, workers: int) -> bool:
-        with suppress(UserError):
-            return StreamPlan(replace(self.loaders, workers=workers), self.counts).is_exact
-        return False
 
     def format_lines(self, limit: int = 8) -> Iterator[str]:
         """Yield a line for each of the first ``limit`` ranks, and whether the plan is exact."""
