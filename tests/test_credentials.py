@@ -58,7 +58,7 @@ def test_an_index_that_has_one(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="index") as caught:
             read_index(str(index))
         assert "hidden" not in caught.value.message
-    ended = CliRunner().invoke(shards, ["show", str(index)])
+    ended = CliRunner().invoke(shards, ["verify", str(index)])
     assert ended.exit_code == 1
     assert "hidden" not in ended.output
 
