@@ -90,7 +90,7 @@ class Archive:
                 if not 0 <= header.size <= MOST_BYTES:
                     raise self.damage_error("a header without a size")
                 yield header
-                archive.members.clear()  # else it would keep all headers
+                archive.members.clear()  # type: ignore[attr-defined]  # else it would keep all headers
         except UserError:
             raise
         except MALFORMED:

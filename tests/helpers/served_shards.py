@@ -100,14 +100,6 @@ def stalled_download(server: FileServer, cache: ShardCache, shard: Shard) -> Spa
     return process
 
 
-class LabelsAndSums(ShardDataset):
-    """A data set that a spawned process can import: numbers, labels, and sums of contents."""
-
-    def __getitem__(self, number: Any) -> Any:
-        sample = super().__getitem__(number)
-        return sample["__index__"], sample[".cls"], sum(sample[".bin"])
-
-
 def sizes_in(folder: Path) -> dict[str, int]:
     """Return the sizes of the files in a cache's folder by name, without locks."""
     found = {}

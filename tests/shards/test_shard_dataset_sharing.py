@@ -7,14 +7,23 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.utils.data
 from file_server import FileServer
-from served_shards import DEADLINE, LabelsAndSums, serve_samples
+from served_shards import DEADLINE, serve_samples
 
 from flyte_ddp.shards.cache import ShardCache
-from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.dataset import ShardDataset, ShardReader
+
+
+class LabelsAndSums(ShardDataset):
+    """Numbers, labels, and sums of contents."""
+
+    def __getitem__(self, number: Any) -> Any:
+        sample = super().__getitem__(number)
+        return sample["__index__"], sample[".cls"], sum(sample[".bin"])
 
 
 @pytest.mark.slow

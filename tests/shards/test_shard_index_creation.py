@@ -73,7 +73,6 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
         (["nothing.tar"], "x.json", "nothing.tar: has no samples"),
         (["0.tar"], "s3://bucket/x.json", "cannot be written to; choose a path on this machine"),
         (["0.tar"], "0.tar", "0.tar: would replace .*0.tar, which it is made from"),
-        (["0.tar"], "link.tar", "link.tar: would replace .*0.tar, which"),
         (["0.tar"], "nothing.tar", "nothing.tar: exists and is not an index; remove it, or choose another name"),
     ],
 )
@@ -81,7 +80,6 @@ def test_mistakes_in_creating(tmp_path: Path, monkeypatch, urls: list[str], outp
     monkeypatch.chdir(tmp_path)
     write_shards(tmp_path, samples(3))
     (tmp_path / "nothing.tar").write_bytes(shard_bytes({}))
-    (tmp_path / "link.tar").symlink_to("0.tar")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(UserError, match=said):
         create_index(urls, Path(output), progress="off")

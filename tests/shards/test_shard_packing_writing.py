@@ -53,13 +53,6 @@ def packed_texts(index: Path) -> str:
     return b"".join(sample[".txt"] for sample in contents(index)).decode()
 
 
-def test_other_files_in_an_indexs_place_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "train.json").write_text('{"annotations": []}')
-    with pytest.raises(UserError, match=r"train\.json: exists and is not an index; remove it, or choose another name"):
-        letters(3, tmp_path)
-    assert all_files(tmp_path) == {"train.json": b'{"annotations": []}'}
-
-
 def test_other_errors(tmp_path: Path) -> None:
     write_files(tmp_path / "source", {"a/x.png": image_bytes()})
     (tmp_path / "file").write_text("")
