@@ -36,10 +36,10 @@ def pack_samples(
     """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
     Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
-    Its exceptions reach the caller, OSErrors as UserErrors. ``seed`` mixes the samples; None keeps their order. Samples
-    sorted by class should be mixed, because training mixes only neighbouring shards. The same samples make the same
-    bytes. A failure leaves no files. Raises UserError if an argument is out of range, a file exists, or the folder
-    cannot be written.
+    Its exceptions reach the caller. The samples of one shard are held in memory. ``seed`` mixes the samples; None keeps
+    their order. Samples sorted by class should be mixed, because training mixes only neighbouring shards. The same
+    samples make the same bytes. A failure leaves no files. Raises UserError if an argument is out of range, a file
+    exists, or the folder cannot be written.
     """
     for option, value, least in (("count", count, 1), ("samples_per_shard", per_shard, 1), ("seed", seed or 0, 0)):
         if value < least:
@@ -61,7 +61,8 @@ def pack_samples(
     try:
         with map_in_threads(make_sample, order.tolist(), AHEAD) as made, track as advance:
             for path in paths:
-                write_shard(path, itertools.islice(made, per_shard), advance)
+                samples = list(itertools.islice(made, per_shard))  # first: an OSError of making them is not of writing
+                write_shard(path, samples, advance)
         return create_index([str(path) for path in paths], index, name=name, classes=classes, progress="off")
     except BaseException:
         for path in filter(Path.exists, (index, tables_path(index), *paths)):
@@ -70,7 +71,6 @@ def pack_samples(
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    """Write a tar file of samples; UserError for an OSError in writing, or in making the samples."""
     # For names that are long or not ASCII, wids reads GNU's format best.
     with (
         replace_file(path) as file,

@@ -13,7 +13,9 @@ from flyte_ddp.shards.packing import pack_samples
 from flyte_ddp.shards.scanning import verify_index
 
 
-@pytest.mark.parametrize("error", [UserError("sample 19 is bad"), KeyboardInterrupt("Ctrl-C"), "in two places"])
+@pytest.mark.parametrize(
+    "error", [UserError("sample 19 is bad"), OSError("no such sample"), KeyboardInterrupt("Ctrl-C"), "in two places"]
+)
 def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | str) -> None:
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         if number == 19 and not isinstance(error, str):
