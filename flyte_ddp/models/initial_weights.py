@@ -1,4 +1,4 @@
-"""Initial weights: from a file on this machine, or from a URI or torchvision, downloaded once for all ranks."""
+"""Initial weights, from a file, a URI or torchvision, downloaded once for all ranks; and parts that are not trained."""
 
 from __future__ import annotations
 
@@ -46,26 +46,23 @@ def fetch_weights(
     Downloads torchvision's weights from ``mirror`` or their public address, another remote file into ``folder`` for the
     block. Raises UserError if the file cannot be read or written.
     """
-    temporary = folder / ".initial_weights.tmp"
+    if weights := find_weights(model, init_from):
+        yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
+        return
+    local, temporary = local_weights_path(init_from), folder / ".initial_weights.tmp"
+    if local is not None or not init_from:
+        yield local
+        return
     try:
-        if weights := find_weights(model, init_from):
-            yield fetch_pretrained_weights(weights, temporary, progress, init_from=init_from, mirror=mirror)
-            return
-        path = local_weights_path(init_from)
-        if path is None and init_from:
-            path = download_weights(init_from, temporary)
-        yield path
+        try:
+            with replace_file(temporary, durable=False) as target:
+                storage.download_file(init_from, target)
+        except storage.UnavailableError as error:
+            what = f"init_from={init_from!r}: cannot be fetched: {error}; check the address"
+            raise error.to_user_error(what) from None
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def download_weights(init_from: str, path: Path) -> Path:
-    try:
-        with replace_file(path, durable=False) as target:
-            storage.download_file(init_from, target)
-    except storage.UnavailableError as error:
-        raise error.to_user_error(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
-    return path
 
 
 def local_weights_path(init_from: str) -> Path | None:
@@ -181,3 +178,26 @@ def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: st
 def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     parts = list_seeded_parts(model, init_from, init_skip)
     return [name for name in model if is_in_parts(name, parts)]
+
+
+def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
+    """Clear ``requires_grad`` of the parts that ``freeze`` names; return the frozen modules; UserError if unknown."""
+    parts = split_part_names(freeze)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names = [*modules, *parameters]
+    if unknown := [part for part in parts if part not in names]:
+        raise unknown_part_error(f"freeze={freeze!r}", unknown[0], names)
+    for name, parameter in parameters.items():
+        if is_in_parts(name, parts):
+            parameter.requires_grad_(False)
+    if parts and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"freeze={freeze!r}: leaves nothing to train; freeze fewer parts")
+    return [name for name in modules if is_in_parts(name, parts)]
+
+
+def set_training_mode(model: nn.Module, frozen: Iterable[str]) -> None:
+    """Set the model to training mode, and its modules named in ``frozen`` to evaluation mode."""
+    model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
+    for name in frozen:
+        model.get_submodule(name).eval()

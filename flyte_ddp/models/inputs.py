@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.images import InputSpec, prepare_images
-from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
+from flyte_ddp.text.formatting import describe_input
 
 
 class LeafSpec(NamedTuple):

@@ -17,23 +17,16 @@ AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # heads of GoogLeNet and Inception
 OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 
 
-def fetch_pretrained_weights(
-    weights: PretrainedWeights, temporary: Path, progress: Progress, *, init_from: str, mirror: str
-) -> Path:
+def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
     """Return the path of torchvision's file of these weights, whose SHA-256 begins as the end of its name says.
 
-    Uses torch hub's cache folder, or ``temporary`` if that is read-only. Downloads from ``mirror``, a folder or
-    address, or torchvision's, up to 4 times. Raises UserError if the file cannot be fetched or written.
+    Uses torch hub's cache folder. Downloads from ``mirror``, a folder or address, or torchvision's, up to 4 times.
+    Raises UserError if the file cannot be fetched or written.
     """
-    kept = torch_hub_folder() / "checkpoints" / weights.file
+    path = torch_hub_folder() / "checkpoints" / weights.file
     with suppress(OSError):
-        if file_digest(kept).startswith(weights.digest_start):
-            return kept
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        path = kept if os.access(kept.parent, os.W_OK) else temporary
-    except OSError:
-        path = temporary
+        if file_digest(path).startswith(weights.digest_start):
+            return path
     address = storage.join(mirror or ADDRESS, weights.file)
     verified = partial(download_verified, name=weights.file, algorithm="sha256", digests=[weights.digest_start])
     try:

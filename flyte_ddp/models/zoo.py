@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
@@ -89,29 +88,12 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError for a model that cannot be trained here, or whose state no file can hold."""
-    for module in model.modules():
-        if isinstance(module, (DataParallel, DistributedDataParallel)):
+    """Raise UserError for a model that several ranks would train otherwise, or whose state no file can hold."""
+    for place, module in model.named_modules() if world_size() > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
             raise UserError(
-                f"model {name!r} has a {type(module).__name__} in it; return it without: the ranks average its "
-                "gradients anyway"
-            )
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise UserError(
-            f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"model {name!r} has nothing to train: leave requires_grad True for some of its parameters")
-    for place, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        where = f"model {name!r} has layer {place or type(module).__name__}"
-        if module.sparse:
-            raise UserError(f"{where} with sparse=True: gradients are averaged dense; leave sparse=False")
-        if world_size() > 1 and (module.max_norm is not None or module.scale_grad_by_freq):
-            raise UserError(
-                f"{where} with max_norm or scale_grad_by_freq, which look at the samples of one rank alone; leave "
-                "these out, or set num_ranks=1"
+                f"model {name!r} has layer {place or type(module).__name__} with max_norm or scale_grad_by_freq, which "
+                "look at the samples of one rank alone; leave these out, or set num_ranks=1"
             )
     check_state_dict(name, model.state_dict())
 

@@ -9,7 +9,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.multilabel import Multilabel
-from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective, overrides
+from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective
 from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
 from flyte_ddp.user_code.callables import load_callable, require_options
@@ -64,8 +64,6 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
         objective = own(facts, **options)
         if not isinstance(objective, Objective):
             raise UserError(f"objective={name!r}: is no flyte_ddp.objectives.Objective; derive it from that")
-        if not overrides(objective, Objective, "losses"):
-            raise UserError(f"objective={name!r}: has no losses; define losses(self, outputs, targets)")
         for measure, better in objective.measures.items():
             if better not in (LOWER, HIGHER):
                 raise UserError(
@@ -84,8 +82,6 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
 
         def losses(self, outputs: Any, targets: Tensor) -> Tensor:
             found: Tensor = own(outputs, targets, **options)
-            if not isinstance(found, Tensor):
-                raise UserError(f"objective={name!r} returned a {type(found).__name__}: must be a tensor of losses")
             return found
 
     return FunctionObjective(facts)

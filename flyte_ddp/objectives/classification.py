@@ -22,7 +22,6 @@ from flyte_ddp.objectives.objective import (
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
-from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.text.sections import Confusions, Pictures, Section, Table
 
 
@@ -86,7 +85,7 @@ class Classification(Objective):
         losses = functional.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=smoothing)
         return losses / weights[targets]
 
-    def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
         if weights is not None or overrides(self, Classification, "losses"):
             return super().loss_sum(outputs, targets, weights, samples)
         smoothing = self.facts.label_smoothing

@@ -11,13 +11,11 @@ from torch.nn import functional
 
 from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_losses, require_outputs
+from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, require_outputs
 from flyte_ddp.objectives.table_columns import TableColumns
-from flyte_ddp.text.sections import Histogram, Section
 from flyte_ddp.user_code.callables import load_callable
 
 LONGEST_TEXT = 200  # characters of a prediction in a table
-BINS = 30
 
 
 class Language(Objective):
@@ -94,17 +92,6 @@ class Language(Objective):
             return str(self.decode(tokens[:LONGEST_TEXT]))[:LONGEST_TEXT]
         names = [self.facts.classes[token] for token in tokens[:LONGEST_TEXT]]
         return ("" if all(len(name) == 1 for name in self.facts.classes) else " ").join(names)[:LONGEST_TEXT]
-
-    def sections(self, columns: Columns) -> list[Section]:
-        losses = mean_losses(columns)[columns["weight"] > 0]
-        if not len(losses):
-            return []
-        low, high = losses.min().item(), losses.max().item()
-        counts = losses.histc(BINS, low, high).long().tolist()
-        edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64).tolist()
-        text = "The mean loss of the tokens of each test sample."
-        chart = Histogram("Losses", text, "Samples", "cross-entropy (nats a token)", edges, counts)
-        return [chart, *super().sections(columns)]
 
 
 def find_logits(outputs: Any) -> Any:

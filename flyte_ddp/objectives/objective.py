@@ -5,7 +5,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels
+from flyte_ddp.objectives.losses import sum_losses
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
-from flyte_ddp.objectives.terms import Terms, pair_terms, sum_term
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.text.sections import Pictures, Section
 
@@ -47,7 +46,6 @@ class Objective:
 
     An objective never reduces, and keeps no state: it returns one loss for each sample, or for each element of a
     sample's target. The library adds them up and divides by the sum of their weights in the whole step, over all ranks.
-    If losses and weights are dicts of terms, each term is divided by its own weights, and then the terms are added.
     """
 
     # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
@@ -89,11 +87,11 @@ class Objective:
     def check_outputs(self, model: str, outputs: Any, targets: Any) -> None:
         """Raise UserError if the outputs of the model called ``model`` do not fit the targets [n, ...]."""
 
-    def weights(self, targets: Any) -> Terms | None:  # noqa: ARG002
+    def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
         """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
 
         They depend on the targets alone, because they are needed before the forward pass; ``across_ranks`` belongs in
-        :meth:`losses`. Terms need weights: a dict with the same names in each batch.
+        :meth:`losses`.
         """
         return None
 
@@ -103,26 +101,22 @@ class Objective:
         self.class_weights = self.class_weights.to(device)
         return self.class_weights
 
-    def losses(self, outputs: Any, targets: Any) -> Terms:
+    def losses(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
 
         A loss whose weight is 0 must still be a number. A single number counts as the mean of these samples.
         """
-        raise NotImplementedError
+        raise NotImplementedError("define losses(self, outputs, targets)")
 
-    def loss_sum(self, outputs: Any, targets: Leaves, weights: Terms | None, samples: int) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Leaves, weights: Tensor | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value."""
-        sums = []
-        for losses, own in pair_terms(self.losses(outputs, targets), weights, samples).values():
-            self.came_reduced |= losses.dim() == 0
-            sums.append(sum_term(losses, own, samples))
-        return reduce(torch.add, sums)
+        losses = self.losses(outputs, targets)
+        total = sum_losses(losses, weights, samples)
+        self.came_reduced |= losses.dim() == 0
+        return total
 
     def columns(self, outputs: Any, targets: Any) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight.
-
-        Of terms it adds the sums of each, ``loss_NAME`` and ``weight_NAME``, and their sum as ``loss``, without weight.
-        """
+        """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight."""
         return {}
 
     def measure(self, columns: Columns) -> dict[str, float]:  # noqa: ARG002
@@ -226,22 +220,14 @@ def list_floats(outputs: Any) -> list[Tensor]:
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
-    """Raise UserError unless outputs are floating-point, of shape ``expected``, and require gradients if recorded."""
-    name = "logits" if "classes" in axes else "outputs"
-    rule = f"a tensor of shape {axes} = {expected}"
-    if not isinstance(outputs, Tensor):
-        got, fix = type(outputs).__name__, f"return nothing but the {name}"
-    elif tuple(outputs.shape) != expected:
+    """Raise UserError unless the outputs are a tensor of shape ``expected``, whose dimensions are ``axes``."""
+    if isinstance(outputs, Tensor):
         got = str(tuple(outputs.shape))
-        fix = fix if outputs.dim() == len(expected) else f"flatten the {name} of each sample"
-    elif not outputs.is_floating_point():
-        got, rule, fix = str(outputs.dtype), f"floating-point {name}", "leave out argmax and casts"
-    elif torch.is_grad_enabled() and not outputs.requires_grad:
-        got, rule = f"{name} without a gradient", f"{name} that depend on parameters by torch's own operations"
-        fix = "leave out detach, torch.no_grad, NumPy"
     else:
-        return
-    raise UserError(f"model {model!r} returned {got}: it must return {rule}; {fix}")
+        name = "logits" if "classes" in axes else "outputs"
+        got, fix = type(outputs).__name__, f"return nothing but the {name}"
+    if got != str(expected):
+        raise UserError(f"model {model!r} returned {got}: it must return a tensor of shape {axes} = {expected}; {fix}")
 
 
 def class_weights_of(facts: Facts) -> Tensor | None:

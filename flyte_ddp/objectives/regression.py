@@ -23,7 +23,6 @@ from flyte_ddp.objectives.objective import (
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
-from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.text.sections import Histogram, Scatter, Section, Table
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -88,7 +87,7 @@ class Regression(Objective):
         known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
         return LOSSES[self.loss](outputs.reshape(targets.shape), known, reduction="none")
 
-    def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
         if weights is not None or self.has_weights:
             return super().loss_sum(outputs, targets, weights, samples)
         total = LOSSES[self.loss](outputs.reshape(targets.shape), targets.to(outputs.dtype), reduction="sum")

@@ -126,19 +126,15 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` for the block the buffers of a saved and loaded one; then restore all but BatchNorm's."""
+        """Give ``model`` the buffers of a saved and loaded one for the block; after it restore all but BatchNorm's."""
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}
         for name in self.unsaved_names:
             values[name].copy_(self.initial[name])
-        try:
-            yield
-            self.require_same_buffers(model)  # not in ``finally``, where it would hide an exception of the block
-        finally:
-            values = copyable_buffers(model)
-            if buffer_layout(values) == self.layout:
-                for name in self.shared_names:
-                    values[name].copy_(before[name])
+        yield
+        values = self.require_same_buffers(model)
+        for name in self.shared_names:
+            values[name].copy_(before[name])
 
 
 def copyable_buffers(model: nn.Module) -> dict[str, Tensor]:

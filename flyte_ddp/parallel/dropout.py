@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
-KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-ALPHA = 1.7580993408473766  # of SELU: its limit for small inputs is -ALPHA
 TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they stay in its cache: 256 KiB
 COMPILED: dict[tuple[Any, ...], Callable[..., Tensor]] = {}  # by device, dtype and layout
 FAILED: set[str] = set()  # types of devices for which torch's compiler does not work
@@ -26,8 +24,8 @@ OPTIONS: dict[str, Any] = {"triton.prefer_nd_tiling": True, "realize_opcount_thr
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, fused_on: str = "cuda") -> None:
     """Give the model's dropout layers a ``forward`` that draws by the samples of ``this_pass``; their classes stay.
 
-    Those are torch's dropout layers and torchvision's StochasticDepth in mode "row". Layers with another ``forward``,
-    and scripted modules, stay as they are. Devices of the type ``fused_on`` draw and drop in one compiled kernel.
+    Those are Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row". Layers with another
+    ``forward``, and scripted modules, stay as they are. Devices of the type ``fused_on`` draw and drop in one kernel.
     """
 
     # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
@@ -41,7 +39,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
         fused = values.device.type == fused_on
         return drop_values(layer, values, this_pass.begin_call(), this_pass.increment, fused=fused)
 
-    replaced = {kind.forward for kind in KINDS}
+    replaced = {kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)}
     # A model can hold torchvision's layer only if torchvision has been imported.
     if (torchvision_ops := sys.modules.get("torchvision.ops")) is not None:
         replaced.add(torchvision_ops.StochasticDepth.forward)
@@ -56,27 +54,20 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
 def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Tensor, *, fused: bool) -> Tensor:
     """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers."""
     p: float = layer.p  # type: ignore[assignment]
-    keeps_moments = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))
-    inplace = getattr(layer, "inplace", False) and not keeps_moments  # as torch's
+    inplace = getattr(layer, "inplace", False)
     if p == 1.0:
         return values.mul_(0.0) if inplace else values * 0.0
-    low = None
-    if keeps_moments:
-        scale = ((ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
-        values, low = values * scale + ALPHA * scale * p, ALPHA * scale * (p - 1.0)
     shape = values.shape[1 : count_drawn_dimensions(layer, values)]
     compiling = torch.compiler.is_compiling()
     if values.is_floating_point() and (compiling or (fused and values.numel() and values.device.type not in FAILED)):
-        dropped: Tensor = Redrawn.apply(values, states, increment, len(shape), p, low)
+        dropped: Tensor = Redrawn.apply(values, states, increment, len(shape), p)
         return values.copy_(dropped) if inplace else dropped
     kept = draw_elementwise(states, increment, shape, round(p * 2**40)) if compiling else draw_mask(states, shape, p)
-    return apply_mask(values, kept, 1.0 / (1.0 - p), low, inplace=inplace)
+    return apply_mask(values, kept, 1.0 / (1.0 - p), inplace=inplace)
 
 
-def apply_mask(values: Tensor, kept: Tensor, scale: float, low: float | None, *, inplace: bool = False) -> Tensor:
+def apply_mask(values: Tensor, kept: Tensor, scale: float, *, inplace: bool = False) -> Tensor:
     kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
-    if low is not None:
-        return torch.where(kept, values, low)
     return (values.mul_(kept) if inplace else values * kept).mul_(scale)
 
 
@@ -84,9 +75,7 @@ def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
     """Return how many leading dimensions, N included, have a random number for each index; the others drop together."""
     if isinstance(layer, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
         return 1 if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4) else 2
-    if isinstance(layer, (nn.Dropout2d, nn.FeatureAlphaDropout)):
-        return 2
-    return values.dim() if isinstance(layer, (nn.Dropout, nn.AlphaDropout)) else 1
+    return 2 if isinstance(layer, nn.Dropout2d) else values.dim() if isinstance(layer, nn.Dropout) else 1
 
 
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
@@ -135,28 +124,24 @@ class Redrawn(torch.autograd.Function):
         """Return :func:`draw_and_drop` of the arguments."""
         # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same one.
         ctx.save_for_backward(~states if torch.compiler.is_compiling() else states)
-        increment, drawn, p, low = others
-        ctx.others = increment, drawn, p, None if low is None else 0.0
-        return draw_and_drop(values, states, increment, drawn, (p, low))
+        ctx.others = others
+        return draw_and_drop(values, states, *others)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         [states] = ctx.saved_tensors
         states = ~states if torch.compiler.is_compiling() else states
-        return Redrawn.apply(gradient, states, *ctx.others), *[None] * 5
+        return Redrawn.apply(gradient, states, *ctx.others), *[None] * 4
 
 
-def draw_and_drop(
-    values: Tensor, states: Tensor, increment: Tensor, drawn: int, rate: tuple[float, float | None]
-) -> Tensor:
+def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int, p: float) -> Tensor:
     """Return the values with dropout by a compiled kernel; if it cannot be compiled, warn, and use none any more.
 
-    Each of the first ``drawn`` dimensions after N has random numbers of its own. ``rate`` is p and what a dropped value
-    becomes, None for 0.
+    Each of the first ``drawn`` dimensions after N has random numbers of its own.
     """
-    (p, low), scale, shape, device = rate, 1.0 / (1.0 - rate[0]), values.shape, values.device
+    scale, shape, device = 1.0 / (1.0 - p), values.shape, values.device
     if torch.compiler.is_compiling():
-        return draw_fused(values, states, increment, drawn, (round(p * 2**40), scale, low))
+        return draw_fused(values, states, increment, drawn, (round(p * 2**40), scale))
     if 0 in values.stride():  # as gradients of means have
         values = values.contiguous()
     if values.is_contiguous():  # one kernel serves any number of dimensions
@@ -165,10 +150,9 @@ def draw_and_drop(
     numbers = (
         put_number(round(p * 2**40), torch.int64, device),
         put_number(scale, torch.promote_types(values.dtype, torch.float32), device),
-        None if low is None else put_number(low, values.dtype, device),
     )
     order = sorted(range(values.dim()), key=values.stride().__getitem__)
-    key = (device, values.dtype, low is None, drawn, *order, *(size == 1 for size in values.shape))
+    key = (device, values.dtype, drawn, *order, *(size == 1 for size in values.shape))
     if key in COMPILED:
         return COMPILED[key](values, states, increment, drawn, numbers).view(shape)
     try:
@@ -183,7 +167,7 @@ def draw_and_drop(
             f"Triton and a C compiler ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             stacklevel=2,
         )
-        return apply_mask(values, draw_mask(states, values.shape[1 : 1 + drawn], p), scale, low).view(shape)
+        return apply_mask(values, draw_mask(states, values.shape[1 : 1 + drawn], p), scale).view(shape)
     COMPILED[key] = compiled
     return result
 
@@ -194,13 +178,11 @@ def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(copied, fullgraph=True, dynamic=True, options=OPTIONS)
 
 
-def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any, Any]) -> Tensor:
+def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any]) -> Tensor:
     """Return the bits of :func:`apply_mask` of :func:`draw_mask`; a number that is a tensor is not compiled in."""
-    probability, scale, low = numbers
+    probability, scale = numbers
     kept = draw_elementwise(states, increment, values.shape[1 : 1 + drawn], probability)
     kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
-    if low is not None:
-        return torch.where(kept, values, low)
     product: Tensor = values.to(torch.promote_types(values.dtype, torch.float32)) * kept * scale
     return product.to(values.dtype)
 

@@ -168,8 +168,7 @@ class DDPSync(GradientSync):
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Return a context manager for the passes of a micro-batch; ranks exchange gradients only if ``last`` is True.
 
-        Raises CollectiveError if an all-reduce has failed, UserError if the backward pass came back to a complete
-        gradient.
+        Raises CollectiveError if an all-reduce has failed.
         """
         self.last_bucket_started = None
         try:
@@ -178,9 +177,7 @@ class DDPSync(GradientSync):
         except RuntimeError as error:
             if self.failure is not None:
                 raise self.failure from error
-            if "ready only once" not in str(error):
-                raise
-            raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
+            raise
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
             self.clock.add_since(WAITED, self.last_bucket_started)
 
@@ -233,7 +230,10 @@ class HooksSync(GradientSync):
         """Record that the gradient of ``order[place]`` is complete; start all-reduces in order, up to a missing one."""
         if self.last:
             if place < len(self.started):
-                raise repeated_gradient_error("hooks", "use_reentrant=False")
+                raise UserError(
+                    "strategy='hooks': the backward pass added to a gradient that was complete, as with "
+                    "torch.utils.checkpoint(use_reentrant=True); compute each gradient once: use_reentrant=False"
+                )
             self.ready.add(place)
             while len(self.started) in self.ready:
                 self.start_next_all_reduce()
@@ -267,13 +267,6 @@ class HooksSync(GradientSync):
         self.started.clear()
         self.ready.clear()
         return sums
-
-
-def repeated_gradient_error(strategy: str, fix: str) -> UserError:
-    return UserError(
-        f"strategy={strategy!r}: the backward pass added to a gradient that was complete, as with "
-        f"torch.utils.checkpoint(use_reentrant=True); each gradient must be computed once; use {fix}"
-    )
 
 
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:

@@ -24,12 +24,12 @@ from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
-from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.models.inputs import LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives.by_name import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.formatting import describe_input
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many

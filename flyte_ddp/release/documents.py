@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.text.formatting import name_measure
+from flyte_ddp.text.formatting import describe_input, name_measure
 
 UNKNOWN = "not stated"
 

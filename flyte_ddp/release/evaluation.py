@@ -17,7 +17,6 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.objective import list_floats, overrides
-from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.samples.leaves import Leaves
@@ -62,7 +61,7 @@ class Evaluation:
                     finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
                 finite_parts.append(finite)
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
-        columns = add_loss_of_terms({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         all_finite = torch.cat(finite_parts).numpy()
         found = cls(objective, columns, all_finite, {})
         if all_finite.all() or isinstance(objective, Classification):

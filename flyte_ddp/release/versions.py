@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS
-from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.release.registry import DAMAGED, Registry, content_digest
+from flyte_ddp.text.formatting import describe_input
 
 MANIFEST = "manifest.json"
 DIGEST = re.compile(r"[0-9a-f]{64}")

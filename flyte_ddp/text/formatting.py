@@ -1,8 +1,9 @@
-"""Format numbers and lists for people."""
+"""Format numbers, lists and inputs of models for people."""
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def format_percent(share: float | None) -> str:
@@ -76,3 +77,14 @@ def join_first(texts: Iterable[str], most: int = 5) -> str:
     """Return the first texts, up to ``most``, with commas between them, and dots for the others."""
     listed = [*texts]
     return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
+
+
+def describe_input(takes: Mapping[str, Any]) -> str:
+    """Return a model's input in words, from its sidecar."""
+    if "leaves" not in takes:
+        return f"{takes['channels']} x {takes['height']} x {takes['width']}"
+    texts = []
+    for name, leaf in takes["leaves"].items():
+        shape = " x ".join("?" if size is None else str(size) for size in leaf["shape"])
+        texts.append(f"{name} {leaf['dtype']} [{shape}]".strip())
+    return ", ".join(texts)

@@ -1,4 +1,4 @@
-"""Checks of the training loss: where a loss that is not finite began, and whether the model has learned anything."""
+"""The check of the training loss, and where one that is not finite began."""
 
 import functools
 import itertools
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import gather_objects, rank
-
-LEARNED = 0.97  # share of the loss of the best constant output; a model that has learned anything is below it
 
 
 class LossWatch:
@@ -102,17 +100,4 @@ def non_finite_loss_error(
     return UserError(
         f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
         f"(now {learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
-    )
-
-
-def nothing_learned_warning(
-    loss: float, test_loss: float, constant: float | None, learning_rate: float, clip_norm: float
-) -> str:
-    """Return a warning if both losses are at least 97 % of ``constant``, the best constant output's; else ""."""
-    if not constant or not loss >= LEARNED * constant or not test_loss >= LEARNED * constant:
-        return ""
-    clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
-    return (
-        f"The training loss ended at {loss:.3f}, and the best constant output has {constant:.3f}: nothing was learned. "
-        f"Lower learning_rate (now {learning_rate:g}) or {clip}, or train for longer."
     )

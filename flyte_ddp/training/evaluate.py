@@ -2,25 +2,21 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
+from flyte_ddp.objectives.losses import loss_columns
 from flyte_ddp.objectives.objective import Objective, convert_outputs
-from flyte_ddp.objectives.terms import add_loss_of_terms, loss_columns
-from flyte_ddp.parallel.distributed import (
-    broadcast_object,
-    gather_objects,
-    hide_process_group,
-    rank,
-    sum_over_ranks,
-    world_size,
-)
+from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
 from flyte_ddp.samples.leaves import Leaves
 
 SAVED = ("best", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
@@ -32,52 +28,34 @@ class Evaluation:
 
     measures: dict[str, float]  # "loss" and the objective's, by name; rank 0's on all ranks
     # By name [N] or [N, k], one row for each sample in the split's order: fp64 on the CPU. "loss" and the objective's;
-    # "weight" if the objective has weights, and then "loss" is the weighted sum. Of terms see add_loss_of_terms.
+    # "weight" if the objective has weights, and then "loss" is the weighted sum.
     columns: dict[str, Tensor]
 
 
 def evaluate_split(
-    predict: Callable[[Leaves, Leaves, int], Any],
-    split: Split,
-    batch_size: int,
-    device: torch.device,
-    objective: Objective,
+    predict: Callable[[Leaves, Leaves, int], Any], split: Split, batch_size: int, objective: Objective
 ) -> Evaluation:
     """Return the evaluation of a split, equal on all ranks and for any number of ranks. All ranks must call it.
 
     ``predict`` maps a batch's inputs, targets and number of samples to the model's outputs, without gradients. A
     damaged image counts as the sample that replaces it.
     """
-    # Fixed whole batches are dealt to the ranks. A sample's numbers go to its own place. One rank writes there, so the
-    # sum over the ranks is exact.
-    layout = dict[str, tuple[int, ...]]()  # of a sample's columns: the shape of each by name
-    table = make_table(layout, len(split), device)
+    own = []  # of this rank's batches, which are whole: the place of the first sample, and the columns
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             samples = place.stop - place.start
             found = compute_columns(objective, predict(inputs, targets, samples), targets, samples)
-            own = {name: tuple(column.shape[1:]) for name, column in found.items()}
-            if not layout:
-                layout = own
-                table = make_table(layout, len(split), device)
-            require_one_layout([layout, own])
-            table[:-1, place] = torch.cat([column.double().reshape(samples, -1) for column in found.values()], 1).T
-            table[-1, place] += 1  # how often the sample was counted
-    if world_size() > 1:
-        layouts = [each for each in gather_objects(layout) if each]  # a rank without a batch knows no columns
-        require_one_layout(layouts)
-        layout = layouts[0] if layouts else {}
-        if len(table) == 1:
-            table = make_table(layout, len(split), device)
-    table = sum_over_ranks(table).cpu()
-    counted = table[-1]
-    if not bool((counted == 1).all()):
-        raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(split)} samples not exactly once")
-    rows = torch.split(table[:-1], [math.prod(shape) for shape in layout.values()])
-    columns = {  # row by row in memory, as arrays of users are: a sum along samples has the same last digit then
-        name: part.T.contiguous().view(-1, *shape) for (name, shape), part in zip(layout.items(), rows, strict=True)
+            form = {"copy": True, "memory_format": torch.contiguous_format}
+            own.append((place.start, {name: column.to(torch.float64, **form) for name, column in found.items()}))
+    on_host = [(start, {name: column.cpu().numpy() for name, column in found.items()}) for start, found in own]
+    parts = sorted(chain.from_iterable(gather_objects(on_host)), key=itemgetter(0))
+    starts = accumulate((len(columns["loss"]) for _, columns in parts), initial=0)
+    if [*starts] != [*(start for start, _ in parts), len(split)]:
+        raise RuntimeError(f"evaluation did not count each of {len(split)} samples exactly once")
+    columns = {
+        name: torch.from_numpy(np.concatenate([found[name] for _, found in parts]))
+        for name in (parts[0][1] if parts else ())
     }
-    columns = add_loss_of_terms(columns)
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
     measures: dict[str, float] = {}
@@ -96,11 +74,6 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
     outputs, compared = (convert_outputs(values, torch.float64) for values in (outputs, targets))
     columns = loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
     for name, column in objective.columns(outputs, compared).items():
-        if not isinstance(column, Tensor):
-            raise UserError(
-                f"column {name!r} of the objective is a {type(column).__name__}: must be a tensor with a row for each "
-                "sample"
-            )
         if column.shape[:1] != (samples,):
             raise UserError(
                 f"column {name!r} of the objective has shape {list(column.shape)}: must have a row for each of the "
@@ -118,32 +91,13 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
             f"{type(objective).__name__}.measure returned {', '.join(found) or 'nothing'}: must be what its measures "
             f"names: {', '.join(objective.measures) or 'nothing'}"
         )
-    try:
-        numbers = {name: float(found[name]) for name in objective.order_measures()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
-        ) from None
-    return {**numbers, "loss": mean_loss(columns)}
+    return {**{name: float(found[name]) for name in objective.order_measures()}, "loss": mean_loss(columns)}
 
 
 def mean_loss(columns: dict[str, Tensor]) -> float:
     """Return the weighted mean of the losses of one or more samples; 0 without any weight."""
     weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
     return columns["loss"].sum().item() / (weight or 1)
-
-
-def require_one_layout(layouts: Sequence[dict[str, tuple[int, ...]]]) -> None:
-    for layout in layouts:
-        if layout != layouts[0]:
-            raise UserError(
-                f"the objective's columns are {layouts[0]} in one batch and {layout} in another: must have one shape a "
-                "sample; fill up shorter ones"
-            )
-
-
-def make_table(layout: dict[str, tuple[int, ...]], samples: int, device: torch.device) -> Tensor:
-    return torch.zeros(sum(map(math.prod, layout.values())) + 1, samples, dtype=torch.float64, device=device)
 
 
 class Selection:

@@ -1,13 +1,12 @@
 """Write a run's model, sidecar and predictions, the first and the last record of its metrics, notes for its report."""
 
-import dataclasses
 import math
 import platform
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
@@ -33,18 +31,13 @@ from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import call_with_leaves
 from flyte_ddp.text.json_lines import replace_non_finite
-from flyte_ddp.training.diagnosis import nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
-from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.predictions import collect_predictions
-from flyte_ddp.training.recording import Recorder, describe_waiting
+from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.user_code.digest import library_digest
 from flyte_ddp.user_code.version import VERSION
 
-Result = TypeVar("Result")
-
-LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anything
 VERIFIED_SAMPLES = 64
 OTHER_RESULT = "another number of ranks would give another result."
 MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
@@ -103,24 +96,17 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
-    options = state.hp.parse_options()
-    new_model = zoo.build_model(state.hp.model, state.objective.outputs, state.spec, options.get("model", {}))
+    hp, outputs = state.hp, state.objective.outputs
+    new_model = zoo.build_model(hp.model, outputs, state.spec, hp.parse_options().get("model", {}))
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if rank() != 0:
         return
-    test, none = state.selection.test, tuple[float, ...]()
-    attempt = partial(try_own_code, state, recorder)
-    thresholds = attempt(
-        "choose thresholds", lambda: choose_thresholds(state.objective, state.selection.validation), none
-    )
-    state.objective.facts = dataclasses.replace(state.objective.facts, thresholds=thresholds)
-    if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        least = attempt("tell its constant loss", lambda: state.objective.constant_loss(test.columns), None)
-        losses = recorder.last_loss, test.measures["loss"], least
-        recorder.add_warning(nothing_learned_warning(*losses, state.hp.learning_rate, gradient_clip_norm(state.hp)))
-    if state.hp.keep == "best" and math.isinf(state.selection.best):
+    test, validation = state.selection.test, state.selection.validation.columns
+    if {"truth", "probability"} <= validation.keys() and (labels := state.objective.binary_labels(validation)):
+        state.objective.facts = replace(state.objective.facts, thresholds=labels.choose_thresholds())
+    if hp.keep == "best" and math.isinf(state.selection.best):
         recorder.add_warning(
-            f"select_by={state.hp.select_by!r} is not defined on the validation split, so the first evaluation's "
+            f"select_by={hp.select_by!r} is not defined on the validation split, so the first evaluation's "
             "weights are kept; hold out more samples (validation_fraction)."
         )
     model = state.kept_model()
@@ -128,18 +114,16 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     sidecar = describe_model(state, work.identity, recorder.epoch_accuracies)
     model_path, _ = artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
-    rows, plain = min(state.settings.wandb_table_rows, len(state.test)), Objective(state.objective.facts)
-    described = attempt(
-        "describe its predictions", lambda: collect_predictions(state, state.objective, test, rows), None
-    )
+    rows = min(state.settings.wandb_table_rows, len(state.test))
+    try:
+        described = collect_predictions(state, state.objective, test, rows)
+    except Exception as error:
+        if ":" not in hp.objective and "decode" not in hp.options:
+            raise
+        recorder.add_warning(f"objective={hp.objective!r} could not describe its predictions: {error!r}")
+        described = collect_predictions(state, Objective(state.objective.facts), test, rows)
     with replace_file(work.output_folder / PREDICTIONS) as file:
-        np.savez(file, **(described or collect_predictions(state, plain, test, rows)))
-    if state.step >= LEAST_STEPS:
-        pictures = isinstance(state.spec, InputSpec)
-        loaders = state.training.source.loaders
-        recorder.add_warning(
-            describe_waiting(state.clock.seconds, state.hp, state.hardware, loaders, pictures=pictures)
-        )
+        np.savez(file, **described)
     recorder.log.write(
         {
             "kind": "end",
@@ -191,29 +175,8 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
     }
 
 
-def try_own_code(
-    state: TrainingState, recorder: Recorder, purpose: str, function: Callable[[], Result], otherwise: Result
-) -> Result:
-    """Return the function's result; ``otherwise``, with a warning, if an own objective fails: the run is trained."""
-    try:
-        return function()
-    except Exception as error:
-        if ":" not in state.hp.objective and "decode" not in state.hp.options:
-            raise
-        recorder.add_warning(f"objective={state.hp.objective!r} could not {purpose}: {error!r}")
-        return otherwise
-
-
 def test_measures(test: Evaluation) -> dict[str, float]:
     return {f"test_{name}": value for name, value in test.measures.items()}
-
-
-def choose_thresholds(objective: Objective, validation: Evaluation) -> tuple[float, ...]:
-    """Return each label's probability from which on predicting it has the best F1; () without labels or samples."""
-    if not {"truth", "probability"} <= validation.columns.keys():
-        return ()
-    labels = objective.binary_labels(validation.columns)
-    return () if labels is None else labels.choose_thresholds()
 
 
 def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
@@ -262,17 +225,17 @@ def tensors_of(outputs: Any) -> Tensor:
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return sentences for the report: what depends on the number of ranks, and how exact a resume was. Rank 0 only."""
+    """Return sentences for the report: what depends on the number of ranks, and what a resume changed. Rank 0 only."""
     hp = state.hp
     notes = []
     if state.this_pass.model_draws:
-        notes.append(f"The model draws random numbers outside torch's dropout layers: {OTHER_RESULT}")
+        notes.append(f"The model draws random numbers outside torch's Dropout layers: {OTHER_RESULT}")
     if state.objective.came_reduced:
         notes.append(
             "The loss came as a single number for several samples: another number of ranks gives another result, "
             "unless it is the mean over samples."
         )
-    if separate := has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
+    if has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
         why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"
         notes.append(f"BatchNorm used the statistics of each rank's own share{why}: {OTHER_RESULT}")
     if changed := state.buffers.changed_names():
@@ -287,31 +250,10 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     if encoded_kind(hp.dataset) == "stream":
         notes.append("The training data were a stream: ranks and workers each read shards of their own.")
     if resumed_from is not None:
-        rank_dependent = separate or state.this_pass.model_draws or bool(changed)
-        exactly = describe_exactness(state, arithmetic, resumed_from, separate=separate, rank_dependent=rank_dependent)
+        changes = arithmetic.describe_changes(resumed_from.trained_in)
+        exactness = f", up to rounding, because these changed: {changes}" if changes else ""
         notes.append(
             f"The run went on from a checkpoint after step {resumed_from.step:,}; the result is as if it had not been "
-            f"cut off, {exactly}."
+            f"cut off{exactness}."
         )
     return notes
-
-
-def describe_exactness(
-    state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint, *, separate: bool, rank_dependent: bool
-) -> str:
-    """Return in words how exactly the result of a resumed run equals the result of an uninterrupted run."""
-    before = resumed_from.trained_in
-    differences = []
-    if encoded_kind(state.hp.dataset) == "stream":
-        differences.append("but for the stream, which restarted from scratch")
-    if separate and world_size() > 1:
-        differences.append("but for the statistics of BatchNorm, of which rank 0's were saved")
-    if rank_dependent and any(earlier.num_ranks != arithmetic.num_ranks for earlier in before):
-        differences.append("but for what depends on the number of ranks")
-    if changes := arithmetic.describe_changes(before):
-        differences.append(f"up to rounding, because these changed: {changes}")
-    elif state.device.type == "cuda" and not state.hp.deterministic:
-        differences.append("up to rounding: GPUs do not always add up in the same order (deterministic is false)")
-    # A user's code may keep other state than parameters, buffers and the optimiser's, which no checkpoint has.
-    exactly = "bit for bit, as far as can be seen" if state.hp.own_code("dataset") else "bit for bit"
-    return ", and ".join(differences) or exactly

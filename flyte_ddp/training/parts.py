@@ -9,11 +9,10 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.objectives.objective import Objective, convert_outputs
-from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank, sum_over_ranks, world_size
-from flyte_ddp.samples.leaves import Leaves, map_leaves
+from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.training.training_state import TrainingState
 
 
@@ -40,7 +39,7 @@ class LoadedPart(NamedTuple):
     shares: list[Tensor]  # with mixup: those of the samples in their mixtures, and of the partners, fp64 [n] each
     # Targets with the weights of their losses; None: all weights are 1. With mixup there are those of the partners,
     # too, and each sample's shares are in the weights.
-    targets: Sequence[tuple[Leaves, Terms | None]]
+    targets: Sequence[tuple[Leaves, Tensor | None]]
 
     def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
         """Return the model's inputs, as ``prepare`` returns them, with mixup mixed with their partners."""
@@ -94,15 +93,11 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     drawn = draw_shares(part.samples, state.hp.mixup, state.hp.seed, part.step)
     own = copy_to_device(torch.from_numpy(drawn), state.device)
     shares = [own, 1 - own]
-    weighted = [(values, share_weights(weights, each)) for (values, weights), each in zip(targets, shares, strict=True)]
+    weighted = [
+        (values, share if weights is None else weights * share.view(-1, *[1] * (weights.dim() - 1)))
+        for (values, weights), share in zip(targets, shares, strict=True)
+    ]
     return LoadedPart(len(part.samples), inputs, shares, weighted)
-
-
-def share_weights(weights: Terms | None, shares: Tensor) -> Terms:
-    if weights is None:
-        return shares
-    shared: Terms = map_leaves(lambda each: each * shares.view(-1, *[1] * (each.dim() - 1)), weights)
-    return shared
 
 
 def load_parts(
@@ -111,7 +106,7 @@ def load_parts(
     """Return the loaded slices of a step, and the sum of the weights of all losses of all slices and ranks.
 
     With an objective's weights all ranks must call it, and it loads all slices at once: the sum must be known before
-    the first backward pass. The weights of a term are scaled to the sum ``samples``.
+    the first backward pass.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
@@ -122,24 +117,6 @@ def load_parts(
         own = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, each in zip(parts, loaded, strict=True):
             for _, weights in each.targets:
-                own = own + part.has_samples * sum_weights(weights, each.samples)
-        total = sum_over_ranks(own)
-    return (iter(loaded), total) if not total.dim() else (scale_terms(loaded, samples / total), samples)
-
-
-def sum_weights(weights: Terms | None, samples: int) -> Tensor | int:
-    if isinstance(weights, dict):
-        return torch.stack([each.sum(dtype=torch.float64) for each in weights.values()])
-    return samples if weights is None else weights.sum(dtype=torch.float64)
-
-
-def scale_terms(loaded: Sequence[LoadedPart], factors: Tensor) -> Iterator[LoadedPart]:
-    """Yield the slices with the weights of each term times the term's factor, in fp64; infinite factors count as 0."""
-    used = factors.where(factors.isfinite(), 0.0)
-    for part in loaded:
-        targets = [
-            (values, {name: each.double() * factor for (name, each), factor in zip(weights.items(), used, strict=True)})
-            for values, weights in part.targets
-            if isinstance(weights, dict)  # as all of them are
-        ]
-        yield part._replace(targets=targets)
+                weight = each.samples if weights is None else weights.sum(dtype=torch.float64)
+                own = own + part.has_samples * weight
+        return iter(loaded), sum_over_ranks(own)

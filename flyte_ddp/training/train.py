@@ -160,7 +160,6 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             state.this_pass.finish_pass()
         # A copy, on the state's device: an own objective may have another, or compute in fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
-    state.refuse_late_parameters()
     loss_sum = reduce(torch.add, part_sums)
     if world_size() > 1:
         with state.clock("communication"):
@@ -260,7 +259,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     told = explain_device_memory(lambda: what, "lower test_batch_size")
     with state.clock("evaluation"), state.evaluation_mode(), told:
         validation, test = (
-            evaluate_split(state.predict, split, hp.test_batch_size, state.device, state.objective)
+            evaluate_split(state.predict, split, hp.test_batch_size, state.objective)
             for split in (state.validation, state.test)
         )
     return validation, test

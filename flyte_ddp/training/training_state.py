@@ -29,13 +29,12 @@ from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerSource
 from flyte_ddp.machine.clock import make_clock
 from flyte_ddp.models import zoo
-from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.models.initial_weights import load_initial_weights
+from flyte_ddp.models.initial_weights import freeze_parts, load_initial_weights, set_training_mode
 from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
 from flyte_ddp.objectives.by_name import make_objective, why_not_comparable
-from flyte_ddp.objectives.terms import require_weights
+from flyte_ddp.objectives.losses import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
@@ -104,7 +103,7 @@ class TrainingState:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
         set_training_mode(model, self.frozen_modules)
         self.model = model
-        self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+        self.trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizer = create_optimizer(model, hp)
@@ -169,26 +168,22 @@ class TrainingState:
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
-        try:
-            with self.buffers.saved_buffers_in_place(self.kept_model()):
-                yield
-        finally:
-            for module in modules:
-                set_training_mode(module, self.frozen_modules)
+        with self.buffers.saved_buffers_in_place(self.kept_model()):
+            yield
+        for module in modules:
+            set_training_mode(module, self.frozen_modules)
 
     def check_model(self) -> None:
-        """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""
+        """Raise UserError if no file can hold the model, its buffers changed, or a parameter is trained too late."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
-        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter not in trained:
-                raise late_parameter_error(name)
-
-    def refuse_late_parameters(self) -> None:
-        for name, parameter in self.frozen.items():
-            if parameter.requires_grad:
-                raise late_parameter_error(name)
+            if parameter.requires_grad and parameter not in self.trained:
+                raise UserError(
+                    f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; "
+                    "leave its requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be "
+                    "trained"
+                )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
         """Return the checked outputs of ``model``, by default the kept weights', for a batch of so many ``samples``.
@@ -209,13 +204,6 @@ class TrainingState:
     def update_average(self) -> None:
         if self.average is not None:
             self.average.update_parameters(self.model)
-
-
-def late_parameter_error(name: str) -> UserError:
-    return UserError(
-        f"parameter {name}: was frozen when the optimiser was made, so it is never trained; leave its "
-        "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
-    )
 
 
 TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training

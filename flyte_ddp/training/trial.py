@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.objective import Objective, convert_outputs
-from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import hide_process_group, rank
@@ -42,8 +42,11 @@ def try_evaluation(state: TrainingState) -> str:
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
         columns = try_samples(state, model, "test", first)
-        if rank() == 0 and not type(state.objective).measure.__module__.startswith("flyte_ddp."):
-            try_measure(state.objective, columns)
+        own = not type(state.objective).measure.__module__.startswith("flyte_ddp.")
+        if rank() == 0 and own:
+            with hide_process_group(), warnings.catch_warnings(), suppress(*UNDEFINED):
+                warnings.simplefilter("ignore")
+                measure_columns(state.objective, columns)
         for file, row in (data.not_finite if isinstance(data, SampleArrays) else {}).items():
             sample = np.array([row], np.int32)
             if file.startswith("test_"):
@@ -86,7 +89,7 @@ def try_samples(
     inputs, targets, _ = getattr(state, split_name).load_batch(samples, epoch)
     outputs = state.predict(inputs, targets, len(samples), model)
     found = compute_columns(state.objective, outputs, targets, len(samples))
-    columns = add_loss_of_terms({key: column.double().cpu() for key, column in found.items()})
+    columns = {name: column.double().cpu() for name, column in found.items()}
     if not bool(columns["loss"].isfinite().all()):
         refuse_non_finite(state, inputs, targets, samples, split_name)
     if ":" in state.hp.objective:
@@ -101,17 +104,6 @@ def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tens
         samples = split.order.samples(slice(place, place + 1))
         batch = split.load_batch(samples)
         refuse_non_finite(state, batch.inputs, batch.targets, samples, split_name)
-
-
-def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
-    with hide_process_group(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            measure_columns(objective, {**columns})
-        except UserError:
-            raise
-        except UNDEFINED:
-            pass
 
 
 def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
@@ -157,23 +149,16 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
 
 def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
     """Raise UserError if the loss depends on a parameter that is none of the model's, such as one of the objective."""
-    known = {id(parameter) for parameter in model.parameters()}
-    for parameter in list_parameters(loss):
-        if id(parameter) not in known:
-            raise UserError(
-                f"the loss depends on a parameter {list(parameter.shape)} that is none of the model's, and would never "
-                "be trained: make it a part of the model, whose outputs the objective gets; or requires_grad_(False)"
-            )
-
-
-def list_parameters(loss: Tensor) -> Iterator[nn.Parameter]:
-    waiting, seen = [loss.grad_fn], set()
+    known, waiting, seen = {*model.parameters()}, [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         waiting += [each for each, _ in node.next_functions]
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            yield variable
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, nn.Parameter) and parameter not in known:
+            raise UserError(
+                f"the loss depends on a parameter {list(parameter.shape)} that is none of the model's, and would never "
+                "be trained: make it a part of the model, whose outputs the objective gets; or requires_grad_(False)"
+            )

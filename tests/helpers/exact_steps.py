@@ -51,7 +51,7 @@ def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]
             apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})
         with state.evaluation_mode():
-            found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.device, state.objective)
+            found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.objective)
         if rank() == 0:
             torch.save((losses, states, found.measures["loss"]), folder / f"{name}-{strategy}.pt")
         state.splits.close()

@@ -1,4 +1,4 @@
-"""Pairs for losses that compare samples, and targets for losses of two terms; models and objectives of users."""
+"""Pairs for losses that compare samples, with a model and an objective of a user."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,6 @@ from torch.nn.functional import cross_entropy, normalize
 from flyte_ddp import across_ranks, arrays
 from flyte_ddp.datasets import SampleArrays
 from flyte_ddp.objectives import HIGHER, Objective
-
-TOKENS, PLACES = 5, 4
 
 
 def pairs(source: str) -> SampleArrays:
@@ -54,43 +52,3 @@ class Contrastive(Objective):
     def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
         nearest = (columns["image"] @ columns["text"].T).argmax(1)
         return {"recall_at_1": (nearest == torch.arange(len(nearest))).double().mean().item()}
-
-
-def two_terms(source: str) -> SampleArrays:
-    """Inputs [6]; tokens [4], most of them ignored, and a number that most samples do not have."""
-    random = np.random.default_rng(4)
-    inputs = random.normal(size=(TRAIN + TEST, 6))
-    tokens = random.integers(0, TOKENS, (TRAIN + TEST, PLACES))
-    tokens[random.random(tokens.shape) < random.random((TRAIN + TEST, 1)) * 2.5] = -100
-    numbers = random.normal(size=TRAIN + TEST)
-    numbers[random.random(TRAIN + TEST) < 0.7] = np.nan
-    targets = {"tokens": tokens, "numbers": numbers}
-    parts = slice(TRAIN), slice(TRAIN, None)
-    train, test = ((inputs[part], {name: each[part] for name, each in targets.items()}) for part in parts)
-    return arrays(train, test)
-
-
-class TwoHeads(nn.Module):
-    """Returns logits of each place, and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.logits, self.number = nn.Linear(6, 8), nn.Linear(8, PLACES * TOKENS), nn.Linear(8, 1)
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        hidden = self.first(inputs).tanh()
-        return {"logits": self.logits(hidden).view(-1, PLACES, TOKENS), "number": self.number(hidden)[:, 0]}
-
-
-class TwoTerms(Objective):
-    """The mean cross-entropy of a token, and the mean absolute error of a number."""
-
-    def weights(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"tokens": (targets["tokens"] >= 0).float(), "numbers": 2 * (~targets["numbers"].isnan()).float()}
-
-    def losses(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        logits = outputs["logits"].transpose(1, 2)
-        return {
-            "tokens": cross_entropy(logits, targets["tokens"], reduction="none", ignore_index=-100),
-            "numbers": (outputs["number"] - targets["numbers"].nan_to_num()).abs(),
-        }

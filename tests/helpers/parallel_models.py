@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from faults import OneLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -60,8 +59,7 @@ class Place(nn.Module):
 
 def with_dropout() -> nn.Module:
     twice = nn.Dropout(0.4)
-    alpha = (nn.AlphaDropout(0.1), nn.FeatureAlphaDropout(0.1))
-    return nn.Sequential(nn.Linear(16, 16), Place(twice), nn.ReLU(), nn.Linear(16, 16), Place(twice), *alpha)
+    return nn.Sequential(nn.Linear(16, 16), Place(twice), nn.ReLU(), nn.Linear(16, 16), Place(twice))
 
 
 def with_batch_norm() -> nn.Module:
@@ -171,11 +169,3 @@ class NoBias(Subclassed):
     def __init__(self, **_: object) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(4, bias=False)
-
-
-class NoisyGradient(OneLayer):
-    """Draws in the backward pass only."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.head.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))

@@ -95,16 +95,6 @@ class Uncertain(OneLayer):
         return x if self.training else nn.functional.dropout(x, 0.1, training=True)
 
 
-class Stages(OneLayer):
-    """Counts how often it is put into training mode."""
-
-    stage = 0
-
-    def train(self, mode: bool = True) -> nn.Module:
-        self.stage += mode
-        return super().train(mode)
-
-
 class Unscaled(OneLayer):
     """Divides by a number that each training pass changes, and that no file holds."""
 

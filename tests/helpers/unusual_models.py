@@ -194,17 +194,8 @@ def mask_least_likely(logits: Tensor) -> Tensor:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "lazy": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)),
-    "sparse_embedding": lambda: nn.Sequential(nn.Flatten(), nn.Embedding(17, 8, sparse=True)),
-    "nothing_to_train": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10).requires_grad_(False)),
-    "no_parameters": nn.Flatten,
     "extra_numpy": lambda: ExtraState({"version": 3, "temperatures": [np.float64(1.5)]}),
     "in_a_dict": lambda: Changed(lambda logits: {"logits": logits}),
-    "four_dimensions": lambda: Changed(lambda logits: logits[:, :, None, None]),
-    "whole_numbers": lambda: Changed(Tensor.long),
-    "complex_numbers": lambda: Changed(lambda logits: logits.to(torch.complex64)),
-    "detached": lambda: Changed(Tensor.detach),
-    "pair_in_evaluation": lambda: Changed(lambda logits: (logits, logits), in_training=False),
     "three_classes_in_evaluation": lambda: Changed(lambda logits: logits[:, :3], in_training=False),
     "masked": lambda: Changed(mask_least_likely, in_training=False),
 }

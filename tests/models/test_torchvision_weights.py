@@ -203,18 +203,6 @@ def test_a_file_is_fetched_once_and_replaced_where_it_is_damaged(
     assert [each.name for each in hub.iterdir()] == [name]
 
 
-def test_without_a_cache_folder_the_file_is_in_the_run_folder_only(
-    publish: Publish, server: FileServer, hub: Path, tmp_path: Path
-) -> None:
-    publish("resnet18", b"weights")
-    hub.parent.parent.write_text("no folder")
-    with fetching("resnet18", tmp_path / "run", server.url) as path:
-        assert path is not None
-        assert path.parent == tmp_path / "run"
-        assert path.read_bytes() == b"weights"
-    assert [*(tmp_path / "run").iterdir()] == []
-
-
 @pytest.mark.parametrize(
     ("faults", "words"),
     [

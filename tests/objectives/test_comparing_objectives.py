@@ -1,4 +1,4 @@
-"""Losses that compare the samples of a batch, and losses of several terms: what ranks exchange, and what is refused."""
+"""Losses that compare the samples of a batch: what ranks exchange, and what is refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from flyte_ddp.parallel.exchange import RankExchange
 
 OWN = "test_comparing_objectives:"
 PAIRS = replace(BASE, dataset="pair_tasks:pairs", model="pair_tasks:Towers", objective="pair_tasks:Contrastive")
-TERMS = replace(BASE, dataset="pair_tasks:two_terms", model="pair_tasks:TwoHeads", objective="pair_tasks:TwoTerms")
 
 
 def gather_in_ranks(folder: Path) -> None:
@@ -74,26 +73,6 @@ class Flat(Objective):
         return across_ranks(outputs[2])[0]
 
 
-class OneDict(tasks.TwoTerms):
-    """Weighs terms that it does not tell apart."""
-
-    def losses(self, outputs: Any, targets: Any) -> Any:
-        return super().losses(outputs, targets)["numbers"]
-
-
-class Unweighted(Objective):
-    """Has terms without weights."""
-
-    losses = tasks.TwoTerms.losses  # type: ignore[assignment]
-
-
-class Negative(tasks.TwoTerms):
-    """Has a term with weights below 0."""
-
-    def weights(self, targets: Any) -> Any:
-        return {"tokens": super().weights(targets)["tokens"], "numbers": -1 + 0 * targets["numbers"].nan_to_num()}
-
-
 COMPARES = "the objective compares the samples of a batch, and each part would have fewer to compare"
 
 
@@ -112,23 +91,6 @@ def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], words: str,
     """huggingface/sentence-transformers#1822, luyug/GradCache#7: accumulation loses negatives."""
     with pytest.raises(UserError, match=words):
         train(tmp_path, replace(PAIRS, num_ranks=1, **changes))
-
-
-@pytest.mark.parametrize(
-    ("objective", "words"),
-    [
-        (
-            "OneDict",
-            "losses have the terms none, and its weights tokens, numbers: return dicts with the same names",
-        ),
-        ("Unweighted", "the objective's losses have the terms tokens, numbers, and its weights none: return dicts"),
-        ("Negative", "the objective's weights go from -1 to -1: must be finite and at least 0"),
-    ],
-)
-@pytest.mark.usefixtures("user_models")
-def test_wrong_terms_are_refused(objective: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        train(tmp_path, replace(TERMS, num_ranks=1, objective=f"{OWN}{objective}"))
 
 
 def train(folder: Path, hp: Hyperparameters) -> None:

@@ -16,7 +16,6 @@ from exact_steps import BASE, SIZES, STRATEGIES, Steps, check_steps, step_in_ran
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
-from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays, open_prepared
@@ -24,14 +23,12 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import workers
-from flyte_ddp.machine import resources
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training import parts as loaded_parts
-from flyte_ddp.training import train
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import compute_gradients
 from flyte_ddp.training.training_state import TrainingState
@@ -325,58 +322,8 @@ def plain_pairs(hp: Hyperparameters, _: Path) -> Steps:
     )
 
 
-def mean_of_terms(outputs: dict[str, Tensor], targets: dict[str, Tensor], shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of losses and of weights, [2] each: tokens, numbers; each sample counts by its share."""
-    # Also a term without weight gives gradients, of 0, as on any number of ranks: momentum and decay go on.
-    sums = torch.stack([0 * outputs["logits"].sum(), 0 * outputs["number"].sum()])
-    weights = torch.zeros(2, dtype=torch.float64)
-    for sample, share in enumerate(shares.tolist()):
-        logs = outputs["logits"][sample].log_softmax(1)
-        found = [-logs[place, token] for place, token in enumerate(targets["tokens"][sample].tolist()) if token >= 0]
-        number = targets["numbers"][sample].double()
-        if found:
-            sums = sums + share * torch.stack([torch.stack(found).sum(), logs.new_zeros(())])
-            weights[0] += share * len(found)
-        if not number.isnan():
-            error = (outputs["number"][sample] - number).abs()
-            sums = sums + 2 * share * torch.stack([logs.new_zeros(()), error])
-            weights[1] += 2 * share
-    return sums, weights
-
-
-def plain_terms(hp: Hyperparameters, _: Path) -> Steps:
-    data = pair_tasks.two_terms("")
-    inputs, tests = (torch.tensor(part).double() for part in (data.train_inputs, data.test_inputs))
-    targets, truths = (
-        {name: torch.tensor(each) for name, each in part.items()} for part in (data.train_targets, data.test_targets)
-    )
-
-    def divide(sums: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-        return sum((total / weight for total, weight in zip(sums, weights, strict=True) if weight), 0 * sums.sum()), 1.0
-
-    def of_batch(model: nn.Module, batch: Indices, step: int) -> tuple[Tensor, float]:
-        chosen, own = [batch], [torch.ones(len(batch))]
-        mixed = inputs[batch]
-        if hp.mixup:
-            drawn = torch.from_numpy(draw_shares(batch, hp.mixup, hp.seed, step))
-            chosen, own = [batch, choose_partners(batch, hp.seed, step)], [drawn, 1 - drawn]
-            mixed = sum(share[:, None] * inputs[samples] for samples, share in zip(chosen, own, strict=True))
-        outputs = model(mixed)
-        parts = [
-            mean_of_terms(outputs, {name: each[samples] for name, each in targets.items()}, share)
-            for samples, share in zip(chosen, own, strict=True)
-        ]
-        return divide(sum(part[0] for part in parts), sum(part[1] for part in parts))
-
-    def of_tests(model: nn.Module) -> tuple[Tensor, float]:
-        return divide(*mean_of_terms(model(tests), truths, torch.ones(len(tests))))
-
-    return step_plainly(hp, pair_tasks.TwoHeads, of_batch, of_tests)
-
-
 PAIRS = replace(BASE, dataset="pair_tasks:pairs", model="pair_tasks:Towers", objective="pair_tasks:Contrastive")
-TERMS = replace(BASE, dataset="pair_tasks:two_terms", model="pair_tasks:TwoHeads", objective="pair_tasks:TwoTerms")
-MIXED = ("class weights and label smoothing", "multilabel", "terms")
+MIXED = ("class weights and label smoothing", "multilabel")
 ALSO_MIXED = ("class weights", "own function", "segmentation")
 REPEATING = {"class weights", "huber", "padded by keyword"} | {
     f"logits in {form}" for form in leaf_tasks.FORMS if form not in ("tensor", "dict")
@@ -385,14 +332,14 @@ REPEATING = {"class weights", "huber", "padded by keyword"} | {
 
 def list_cases(*, every: bool) -> dict[str, Case]:
     """Each case in three parts, some in batches of two, and some with mixup; or ``every`` case in all sizes."""
-    found = {"terms": Case(pair_tasks, "two_terms", TERMS, plain_terms)}
+    found = {}
     for name, (data, values, loss) in IMAGES.items():
         found[name] = Case(objective_tasks, data, replace(BASE, **values), partial(plain_images, loss_of=loss))
     for name, (data, values, sample_loss) in LEAVES.items():
         hp = replace(BASE, dataset=f"leaf_tasks:{data}", **values)
         found[name] = Case(leaf_tasks, data, hp, partial(plain_leaves, data=data, loss_of=sample_loss))
     pairs = Case(pair_tasks, "pairs", PAIRS, plain_pairs)
-    small, sizes = (found, SIZES) if every else (("texts", "multilabel", "terms"), ((2, 2),))
+    small, sizes = (found, SIZES) if every else (("texts", "multilabel"), ((2, 2),))
     mixed = (*MIXED, *ALSO_MIXED) if every else MIXED
     if not every:
         found = {name: case for name, case in found.items() if name not in REPEATING}
@@ -410,7 +357,7 @@ def evaluate_recall(folder: Path) -> float:
         PAIRS, replace(detect_hardware(PAIRS), threads=1), open_prepared(folder / "pair_tasks.pairs"), None
     )
     with state.evaluation_mode():
-        return evaluate_split(state.predict, state.test, 5, state.device, state.objective).measures["recall_at_1"]
+        return evaluate_split(state.predict, state.test, 5, state.objective).measures["recall_at_1"]
 
 
 def train_in_ranks(folder: Path, *, every: bool) -> None:
@@ -444,7 +391,7 @@ EVERY = [pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1
 @pytest.mark.parametrize(("ranks", "every"), [(2, False), *EVERY])
 @pytest.mark.usefixtures("user_models")
 def test_every_step_is_that_of_one_process(ranks: int, every: bool, folder: Path) -> None:
-    """Also where a rank, a part, a term or a whole step has no target, and where the last batch is ragged."""
+    """Also where a rank, a part or a whole step has no target, and where the last batch is ragged."""
     cases = list_cases(every=every)
     plain, done = {}, dict[Any, Steps]()
     for name, case in cases.items():
@@ -454,7 +401,7 @@ def test_every_step_is_that_of_one_process(ranks: int, every: bool, folder: Path
         plain[name] = done[key]
     assert run_ranks(partial(train_in_ranks, every=every), folder, ranks) == [0] * ranks
     check_steps(folder, plain, STRATEGIES[ranks] if every else ["shared_memory"])
-    for name in ("texts", "multilabel", "terms"):
+    for name in ("texts", "multilabel"):
         assert 0.0 in plain[f"{name} (2, 2)"][0], "some step has no target at all"
     check_recall(folder)
 
@@ -483,12 +430,3 @@ def test_a_step_exchanges_one_number_for_weights_and_none_without(
     monkeypatch.setattr(loaded_parts, "sum_over_ranks", lambda number: exchanged.append(number) or number)
     compute_gradients(state, np.arange(9))
     assert [tuple(number.shape) for number in exchanged] == [()] * exchanges
-
-
-@pytest.mark.usefixtures("user_models")
-def test_outputs_in_a_dataclass_come_through_a_whole_run(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    """In bf16, which losses and measures must not see, and to the check of the saved model, which compares outputs."""
-    monkeypatch.setattr(train, "bf16_support", lambda _: resources.Bf16.SLOWER)  # torch emulates it
-    case = list_cases(every=False)["outputs in a dataclass"]
-    hp = replace(case.hp, num_ranks=1, precision="bf16", accumulation_steps=1)
-    assert train_in(tmp_path, hp, folder / case.folder).model.exists()

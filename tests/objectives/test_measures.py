@@ -18,7 +18,6 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives import Facts, Objective, Regression
@@ -26,7 +25,7 @@ from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_loss, require_one_layout
+from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_loss
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5
@@ -156,11 +155,7 @@ def evaluate(case: Case, size: int) -> dict[str, Any]:
     source = ArrayImages(images, torch.from_numpy(case.targets[:size]), torch.device("cpu"))
     outputs = torch.from_numpy(case.outputs).double()
     split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
-    return vars(
-        evaluate_split(
-            lambda images, *_: outputs[images.flatten().long()], split, BATCH, torch.device("cpu"), case.make()
-        )
-    )
+    return vars(evaluate_split(lambda images, *_: outputs[images.flatten().long()], split, BATCH, case.make()))
 
 
 def leave_evaluations(folder: Path) -> None:
@@ -258,7 +253,7 @@ def test_outputs_that_are_not_finite_are_not_measured() -> None:
         Regression(Facts((), (1,))),
     )
     outputs = torch.tensor([[0.5], [torch.nan]])
-    found = evaluate_split(lambda *_: outputs, split, 2, torch.device("cpu"), objective).measures
+    found = evaluate_split(lambda *_: outputs, split, 2, objective).measures
     assert math.isnan(found.pop("loss"))
     assert [*found] == ["rmse", "mae", "r2"]
     assert all(math.isnan(value) for value in found.values())
@@ -301,11 +296,6 @@ def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images(dtype: torch.dt
     for losses in (found, expected):
         (losses * losses.detach()).sum().backward()
     assert torch.equal(own.grad, plain.grad)  # type: ignore[arg-type]
-
-
-def test_columns_of_two_shapes_are_refused() -> None:
-    with pytest.raises(UserError, match=r"columns are \{'a': \(2,\)\} in one batch and \{'a': \(3,\)\} in another"):
-        require_one_layout([{"a": (2,)}, {"a": (2,)}, {"a": (3,)}])
 
 
 def test_balanced_class_weights_are_scikit_learns() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import re
 
 import numpy as np
 import parallel_models
@@ -22,7 +21,7 @@ SAMPLES = np.arange(1000, dtype=np.int32)
 # torch's compiler looks at an attribute of all tensors.
 OF_THE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 RUNS = pytest.mark.parametrize("run", ["nested", "nested_reentrant"])
-KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def on_pass(
@@ -83,10 +82,6 @@ def test_a_mask_is_four_values_a_word(
         (nn.Dropout2d, (5, 3, 2), (5,)),
         (nn.Dropout3d, (5, 3, 2, 2), (5,)),
         (nn.Dropout3d, (5, 3, 2), ()),
-        (nn.AlphaDropout, (30,), (30,)),
-        (nn.AlphaDropout, (5, 3, 2), (5, 3, 2)),
-        (nn.FeatureAlphaDropout, (5,), (5,)),
-        (nn.FeatureAlphaDropout, (5, 3, 2), (5,)),
         (lambda p: StochasticDepth(p, "row"), (5, 3, 2), ()),
     ],
 )
@@ -127,15 +122,6 @@ def test_gradients_are_torchs(kind: type[nn.Module], inplace: bool, p: float) ->
     assert layer(values.detach().bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("p", [2**-18, 1e-3, 0.1])
-def test_the_share_is_p_also_below_the_resolution(p: float) -> None:
-    """A value has 16 random bits; a sample's threshold is rounded at random."""
-    states = torch.randint(-(2**63), 2**63 - 1, (4000,), generator=torch.Generator().manual_seed(0))
-    number = 4000 * 5000
-    dropped = number - draw_mask(states, torch.Size((5000,)), p).sum().item()
-    assert abs(dropped - p * number) < 5 * (p * number) ** 0.5
-
-
 def test_draws_are_independent() -> None:
     """Of other samples, positions, layers, epochs and seeds; and each position, of all samples, has its share."""
     model = nn.Sequential(nn.Dropout(0.5))
@@ -153,16 +139,6 @@ def test_draws_are_independent() -> None:
         deviations = (first.sum(along) - first.shape[along] / 2) / (first.shape[along] / 4) ** 0.5
         number = deviations.numel()  # chi-square, with mean n and variance 2 n
         assert abs(deviations.square().sum() - number) < 5 * (2 * number) ** 0.5
-
-
-def test_a_samples_draws_do_not_depend_on_its_batch() -> None:
-    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    this_pass = on_pass(model, SAMPLES[:8])
-    whole = model(torch.ones(8, 50))
-    this_pass.begin_pass(0, 0, SAMPLES[5:8], CPU)
-    assert torch.equal(model(torch.ones(3, 50)), whole[5:])
-    this_pass.begin_pass(1, 0, SAMPLES[5:8], CPU)
-    assert not torch.equal(model(torch.ones(3, 50)), whole[5:])
 
 
 class Own(nn.Dropout):
@@ -227,7 +203,7 @@ def test_compiled_layers_draw_the_same_in_one_graph() -> None:
     twice = nn.Dropout(0.2)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(6, 6), layer) for layer in (twice, StochasticDepth(0.2, "row"))),
-        *(nn.Linear(6, 6), twice, nn.FeatureAlphaDropout(0.2)),
+        *(nn.Linear(6, 6), twice),
     )
     this_pass = on_pass(model, SAMPLES[:8])
     values = torch.randn(8, 6)
@@ -314,7 +290,6 @@ def passes(layer: nn.Module, values: Tensor, fused_on: str) -> tuple[list[Tensor
         (nn.Dropout(0.3), (3, 5, 7), torch.float32),
         (nn.Dropout(0.3, inplace=True), (3, 35), torch.float64),
         (nn.Dropout2d(0.3), (3, 5, 2, 4), torch.bfloat16),
-        (nn.AlphaDropout(0.3), (3, 35), torch.float32),
         (StochasticDepth(0.3, "row"), (3, 5, 7), torch.float64),
     ],
 )
@@ -332,55 +307,6 @@ def test_a_compiled_kernel_drops_the_same(layer: nn.Module, shape: tuple[int, ..
             else:
                 assert torch.equal(bits_of(result), bits_of(wanted))
         assert [(saved.dtype, saved.shape) for saved in stored] == [(torch.int64, (3,))]
-
-
-@pytest.mark.slow
-@OF_THE_COMPILER
-def test_one_kernel_serves_all_rates_and_shapes(on_cpu) -> None:
-    """Its masks are those of plain integers."""
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    for p, shape in [(0.1, (3, 50)), (0.2, (4, 5, 7)), (0.3, (9, 2, 3, 8)), (0.5, (2, 1001)), (0.6, (2, 1001))]:
-        this_pass = on_pass(nn.Sequential(layer := nn.Dropout(p)), SAMPLES[: shape[0]], fused_on="cpu")
-        states = this_pass.states.tolist()
-        kept = layer(torch.ones(shape)).flatten(1) != 0
-        assert kept.tolist() == [plain_mask(state, kept.shape[1], layer.p) for state in states]
-    assert counters["stats"]["unique_graphs"] == len(dropout.COMPILED) == 1
-
-
-@pytest.mark.usefixtures("on_cpu")
-@OF_THE_COMPILER
-def test_there_may_be_more_layouts_than_torch_compiles_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_function = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **_: compile_function(function, fullgraph=True, backend="eager")
-    )
-    on_pass(nn.Sequential(layer := nn.Dropout(0.5)), SAMPLES[:2], fused_on="cpu")
-    with torch._dynamo.config.patch(recompile_limit=1):  # 8 by default
-        for order in [(0, 2, 1), (1, 0, 2), (1, 2, 0)]:
-            layer(torch.ones(2, 2, 2).permute(order))
-    assert len(dropout.COMPILED) == 3
-    assert not dropout.FAILED
-
-
-@pytest.mark.slow
-@OF_THE_COMPILER
-@pytest.mark.usefixtures("on_cpu")
-@RUNS
-def test_blocks_that_are_run_again_drop_the_same_in_a_kernel(run: str) -> None:
-    torch.manual_seed(0)
-    model = getattr(parallel_models, f"dropout_{run}")()
-    values, gradients = torch.randn(8, 1, 8, 8), []
-    for fused_on in ("", "cpu"):
-        one = copy.deepcopy(model)
-        this_pass = on_pass(one, SAMPLES[:8], fused_on=fused_on)
-        loss = one(values).square().sum()
-        this_pass.finish_forward()
-        loss.backward()
-        gradients.append([parameter.grad for parameter in one.parameters()])
-    assert dropout.COMPILED
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -406,25 +332,3 @@ def test_without_a_compiler_dropout_is_drawn_as_before(monkeypatch: pytest.Monke
         assert torch.equal(result, wanted)
         assert torch.equal(again, wanted)
     assert len(tries) == tried
-
-
-@pytest.mark.slow
-@OF_THE_COMPILER
-@pytest.mark.usefixtures("compiler")
-def test_compiled_code_has_no_number_beyond_64_bits_and_stores_no_mask() -> None:
-    """Triton refuses such a number."""
-    from torch._inductor.utils import run_fw_bw_and_get_code
-
-    model = nn.Sequential(
-        nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256), nn.Dropout(0.2), nn.Linear(256, 256)
-    )
-    this_pass = on_pass(model, SAMPLES[:16])
-    stored: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: stored.append(saved) or saved, lambda saved: saved):
-        _, codes = run_fw_bw_and_get_code(lambda: torch.compile(model)(torch.ones(16, 512, 256)).sum())
-    assert len(codes) == 2, "forward and backward"
-    numbers = [int(number) for code in codes for number in re.findall(r"\d{10,}", code)]
-    assert numbers
-    assert max(numbers) < 2**64
-    assert [saved.dtype for saved in stored if saved.dtype != torch.float32] == [torch.int64]
-    assert this_pass.has_compiled_calls

@@ -28,9 +28,7 @@ from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.order import sampling
-from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.moving_average import MovingAverage
@@ -80,36 +78,29 @@ MODELS = (
 )
 
 
-def strategies_for(model: str, ranks: int) -> tuple[str, ...]:
-    """All where a strategy may matter: for gradients that come again, in another order, or not from the loss."""
-    every = ranks == 2 and ("reentrant" in model or model in ("Tutorials", "Complex", "Penalised"))
-    return ("shared_memory", "ddp", "hooks") if every else ("shared_memory",)
+def strategies_for(model: str) -> tuple[str, ...]:
+    """All where a strategy may matter: for gradients in another order, or not from the loss."""
+    return ("shared_memory", "ddp", "hooks") if model in ("Complex", "Penalised") else ("shared_memory",)
 
 
 def weights_in_ranks(folder: Path) -> None:
     """Leave the weights of each model and strategy, from rank 0."""
     for model in MODELS:
-        for strategy in strategies_for(model, world_size()):
+        for strategy in strategies_for(model):
             hp = replace(BASE, model=f"parallel_models:{model}", strategy=strategy, num_ranks=world_size())
-            if model.endswith("reentrant") and strategy == "ddp":
-                with pytest.raises(UserError, match="use_reentrant=False, or set strategy='hooks'"):
-                    after_steps(hp, folder / "digits")
-                continue
             weights = after_steps(hp, folder / "digits").model.state_dict()
             if rank() == 0:
                 torch.save(weights, folder / f"{model}-{strategy}.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_ranks_compute_what_one_process_would(tmp_path: Path, ranks: int) -> None:
+def test_ranks_compute_what_one_process_would(tmp_path: Path) -> None:
     """Of dropout the reference keeps all activations, as autograd does by itself; else it is torch's own layers."""
     data = fetch("digits", "", tmp_path / "digits", progress="off")
-    assert run_ranks(weights_in_ranks, tmp_path, ranks) == [0] * ranks
+    assert run_ranks(weights_in_ranks, tmp_path, 2) == [0, 0]
     dropped = after_steps(replace(BASE, model="parallel_models:dropout_plain", num_ranks=1), data).model.state_dict()
     paths = sorted(tmp_path.glob("*.pt"))
-    refused = 2 if ranks == 2 else 0
-    assert len(paths) == sum(len(strategies_for(model, ranks)) for model in MODELS) - refused
+    assert len(paths) == sum(len(strategies_for(model)) for model in MODELS)
     for model, of_strategies in groupby(paths, lambda path: path.stem.rpartition("-")[0]):
         expected = dropped if model.startswith("dropout") else plain_loop(model, data)
         for path in of_strategies:
@@ -188,41 +179,6 @@ def plain_loop(name: str, data: Path) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("keep", ["last", "ema"])
-def test_each_evaluation_is_followed_by_one_call_of_train(digits: Path, keep: str) -> None:
-    hp = replace(BASE, model="stateful_models:Stages", num_ranks=1, validation_fraction=0.0, ema_decay=0.9, keep=keep)
-    state = new_state(hp, digits)
-    assert state.model.stage == 1
-    for evaluations in (1, 2):
-        evaluate_splits(state)
-        assert state.model.stage == 1 + evaluations
-        assert state.model.training
-
-
-@pytest.mark.parametrize("keep", ["last", "ema"])
-def test_an_evaluation_that_fails_leaves_no_trace(digits: Path, monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
-    hp = replace(BASE, model="stateful_models:Centred", num_ranks=1, ema_decay=0.9, keep=keep)
-    state = after_steps(hp, digits)
-    predict = state.predict
-
-    def predict_and_fail(images: Tensor, targets: Tensor, samples: int) -> Tensor:
-        predict(images, targets, samples)
-        raise ArithmeticError
-
-    before = {name: value.clone() for name, value in state.kept_model().named_buffers()}
-    monkeypatch.setattr(state, "predict", predict_and_fail)
-    with pytest.raises(ArithmeticError):
-        evaluate_splits(state)
-    assert state.kept_model().training
-    assert before["hidden"].any(), "which an evaluation takes from a new model"
-    assert all(torch.equal(value, before[name]) for name, value in state.kept_model().named_buffers())
-
-
-def test_draws_of_the_backward_pass_are_noticed(digits: Path) -> None:
-    state = after_steps(replace(BASE, model="parallel_models:NoisyGradient", num_ranks=1), digits)
-    assert state.this_pass.model_draws
-
-
 def test_a_model_is_made_the_same_whatever_it_draws_from(digits: Path) -> None:
     states = []
     for number in (1, 2):
@@ -230,40 +186,6 @@ def test_a_model_is_made_the_same_whatever_it_draws_from(digits: Path) -> None:
         np.random.seed(number)  # noqa: NPY002
         states.append(new_state(replace(ON_ONE, model="unusual_models:Drawn"), digits).model.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-
-
-def test_draws_that_begin_late_are_noticed_within_ten_passes() -> None:
-    """Also between those of an own optimiser, which are no passes of the model."""
-    this_pass = TrainingPass()
-    for number in range(PASSES_WATCHED + THEN_EVERY):
-        this_pass.begin_pass(1, 0, np.arange(1), torch.device("cpu"))
-        this_pass.begin_pass(0, 0, np.arange(number, number + 2), torch.device("cpu"))
-        if number >= PASSES_WATCHED:
-            np.random.random_sample()  # noqa: NPY002
-        this_pass.finish_pass()
-        assert not this_pass.model_draws or number >= PASSES_WATCHED
-    assert this_pass.model_draws
-
-
-def replace_tensor(model: torch.nn.Sequential, value: float) -> None:
-    model[0].running_mean = torch.full((2,), value)
-
-
-def replace_module(model: torch.nn.Sequential, value: float) -> None:
-    model[0] = torch.nn.BatchNorm1d(2)
-    model[0].running_mean.fill_(value)
-
-
-@pytest.mark.parametrize("replace_buffer", [replace_tensor, replace_module])
-def test_a_buffer_that_is_replaced_in_training_is_copied_after_steps(replace_buffer: Callable[..., None]) -> None:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    buffers = Buffers(model)
-    for value in (1.0, 2.0):
-        model[0].running_mean.fill_(value)
-        buffers.copy_after_step()
-    replace_buffer(model, 5.0)
-    buffers.copy_after_step()
-    assert buffers.after_last_step["0.running_mean"].tolist() == [5.0, 5.0]
 
 
 class Tied(torch.nn.Linear):
@@ -303,9 +225,7 @@ def test_models_may_keep_what_they_like(train: Train, digits: Path) -> None:
     assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), [("grows", "bank"), ("registers", "late"), ("removes", "bank"), ("sets", "none")]
-)
+@pytest.mark.parametrize(("model", "name"), [("grows", "bank"), ("registers", "late")])
 def test_registered_buffers_are_those_that_the_model_was_made_with(digits: Path, model: str, name: str) -> None:
     with pytest.raises(UserError, match=f"^buffer {name}: was registered, removed or resized"):
         after_steps(replace(BASE, model=f"stateful_models:{model}", num_ranks=1), digits)
@@ -314,18 +234,8 @@ def test_registered_buffers_are_those_that_the_model_was_made_with(digits: Path,
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("lazy", "has lazy layers: their sizes must be known"),
-        ("sparse_embedding", "has layer 1 with sparse=True: .* leave sparse=False"),
-        ("nothing_to_train", "has nothing to train"),
-        ("no_parameters", "has nothing to train"),
         ("extra_numpy", rf"has \{{.*{NUMBER}.*\}} in _extra_state: torch.load\(weights_only"),
-        ("data_parallel", "has a DataParallel in it; return it without: the ranks average its gradients anyway"),
         ("in_a_dict", r"returned dict: it must return .* = \(\d+, 10\); return nothing but the logits"),
-        ("four_dimensions", r"returned \(\d+, 10, 1, 1\): .*; flatten the logits of each sample"),
-        ("whole_numbers", "returned torch.int64: it must return floating-point logits"),
-        ("complex_numbers", "returned torch.complex64: it must return floating-point logits"),
-        ("detached", "returned logits without a gradient: .* leave out detach, torch.no_grad, NumPy"),
-        ("pair_in_evaluation", "returned tuple: it must return"),
         ("three_classes_in_evaluation", r"returned \(\d+, 3\): it must return"),
     ],
 )
@@ -358,9 +268,9 @@ def all_parameters(model: torch.nn.Module, hp: Hyperparameters) -> torch.optim.O
 
 @pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 1), ("test_stateful_models:all_parameters", 2)])
 def test_what_is_frozen_at_first_cannot_be_trained_later(train: Train, optimizer: str, ranks: int) -> None:
-    """Also if an own optimiser knows it: ranks exchange no gradients of it. It is told in the step itself."""
+    """Also if an own optimiser knows it: ranks exchange no gradients of it."""
     hp = replace(ON_ONE, model="unusual_models:Thawing", optimizer=optimizer, num_ranks=ranks, momentum=0.9, epochs=1)
-    with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen when the optimiser was made"):
+    with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen or missing when the optimiser was made"):
         train(hp)
 
 
@@ -398,7 +308,7 @@ RUN = Hyperparameters(
 CHANGES = [
     "The model changes centre, hidden, passes, replaced in",
     "hidden is not in the model's state_dict",
-    "bit for bit",
+    "as if it had not been cut off.",
 ]
 
 
@@ -407,10 +317,9 @@ CHANGES = [
     ("hp", "words"),
     [
         (RUN, CHANGES),
-        (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "bit for bit"]),
-        (ON_ONE, ["bit for bit"]),  # what stays frozen: a retry makes the model anew, and does not load init_from again
-        (replace(ON_ONE, model="unusual_models:Adapter"), ["bit for bit"]),
-        (replace(ON_ONE, model="unusual_models:Versioned", keep="ema", ema_decay=0.9), ["bit for bit"]),
+        (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "cut off."]),
+        (ON_ONE, ["cut off."]),  # what stays frozen: a retry makes the model anew, and does not load init_from again
+        (replace(ON_ONE, model="unusual_models:Versioned", keep="ema", ema_decay=0.9), ["cut off."]),
     ],
     ids=lambda value: value.model if isinstance(value, Hyperparameters) else "",
 )

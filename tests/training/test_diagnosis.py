@@ -14,11 +14,9 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.run import Result
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import training_state
-from flyte_ddp.training.diagnosis import LossWatch, nothing_learned_warning
+from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.optimisation import make_optimizer
 from flyte_ddp.training.recording import parameter_histograms
 
@@ -114,35 +112,6 @@ def test_complex_weights_are_checked_before_they_change(name: str) -> None:
     assert not torch.equal(model.weight, before)
     with pytest.raises(UserError, match="the loss is nan at epoch 0, step 2"):
         watch.check_loss(0, 2, torch.tensor(float("nan"), dtype=torch.float64), lambda: None)
-
-
-def notes(result: Result) -> list[str]:
-    return next(record["notes"] for record in read_records(result.metrics) if record["kind"] == "end")
-
-
-@pytest.mark.slow
-def test_a_run_that_has_learned_nothing_says_so(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
-    hp = Hyperparameters(epochs=3, learning_rate=1e-6, precision="fp32", num_ranks=1)
-    result = train(hp, progress="lines")
-    [said] = notes(result)
-    words = r"The training loss ended at 2\.\d+, and the best constant output has 2\.30\d: nothing was learned\."
-    assert re.match(words, said)
-    assert "Lower learning_rate (now 1e-06) or set grad_clip_norm" in said
-    assert said in capfd.readouterr().err
-    assert "nothing was learned" in result.report.read_text()
-
-
-def test_one_that_has_learned_or_was_a_trial_does_not(train: Train) -> None:
-    for name, values in {"learned": {"epochs": 3}, "trial": {"max_steps": 8, "learning_rate": 1e-6}}.items():
-        assert notes(train(Hyperparameters(num_ranks=1, **values), name)) == []
-
-
-def test_the_loss_is_compared_with_that_of_the_best_constant() -> None:
-    assert nothing_learned_warning(0.33, 0.34, 0.325, 0.1, 0.0)
-    assert not nothing_learned_warning(0.30, 0.34, 0.325, 0.1, 0.0), "it has learned the training samples"
-    assert not nothing_learned_warning(0.33, 0.30, 0.325, 0.1, 0.0), "the last batches happen to be hard"
-    for unknown in (0.0, None, float("nan")):  # of a single class; of an own loss; of targets that are all unknown
-        assert not nothing_learned_warning(0.0, 0.0, unknown, 0.1, 0.0)
 
 
 def test_histograms_leave_out_what_is_not_finite() -> None:

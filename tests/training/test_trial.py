@@ -1,6 +1,5 @@
 """What would fail only after an epoch fails before the first step, and the trial itself changes nothing."""
 
-import json
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -264,20 +263,6 @@ def test_the_same_parameters_in_the_model_are_trained(tmp_path: Path) -> None:
     case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": 2}
     weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
     assert not torch.equal(weights["points"], torch.ones(2, 2))
-
-
-class NoLabels(Classification):
-    """Cannot say its labels."""
-
-    def binary_labels(self, columns: Mapping[str, Tensor]) -> Any:
-        raise RuntimeError(f"no labels in {len(columns)} columns")
-
-
-def test_own_code_that_fails_at_the_end_costs_no_trained_model(tmp_path: Path) -> None:
-    result = train(tmp_path, table(positive), objective=f"{OWN}NoLabels", validation_fraction=0.4)
-    assert "thresholds" not in json.loads(result.sidecar.read_text())
-    *_, end = read_records(result.model.with_name("metrics.jsonl"))
-    assert any("could not choose thresholds" in note for note in end["notes"])
 
 
 def normalised(num_classes: int) -> nn.Module:
