@@ -45,8 +45,9 @@ def evaluate_split(
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             samples = place.stop - place.start
             found = compute_columns(objective, predict(inputs, targets, samples), targets, samples)
-            form = {"copy": True, "memory_format": torch.contiguous_format}
-            own.append((place.start, {name: column.to(torch.float64, **form) for name, column in found.items()}))
+            # Copies, because a model may write its next outputs into the same memory.
+            copies = {name: each.double().clone(memory_format=torch.contiguous_format) for name, each in found.items()}
+            own.append((place.start, copies))
     on_host = [(start, {name: column.cpu().numpy() for name, column in found.items()}) for start, found in own]
     parts = sorted(chain.from_iterable(gather_objects(on_host)), key=itemgetter(0))
     starts = accumulate((len(columns["loss"]) for _, columns in parts), initial=0)
