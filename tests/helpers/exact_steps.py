@@ -22,8 +22,6 @@ from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 7  # more than an epoch of batches of 8
-SIZES = ((8, 1), (8, 3), (2, 2))  # of a batch and its parts; 41 samples leave a ragged last batch of 1
-STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp")}
 BASE = Hyperparameters(
     epochs=1000, max_steps=STEPS, schedule="constant", learning_rate=0.05, precision="fp64", backend="gloo",
     validation_fraction=0.0, test_batch_size=5,
@@ -37,12 +35,12 @@ def batches(hp: Hyperparameters) -> Iterator[sampling.Indices]:
         yield from sampling.ListedOrder(np.arange(tasks.TRAIN), hp.seed).batches(epoch, hp.batch_size)
 
 
-def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]], strategies: Iterable[str]) -> None:
-    """Leave, from rank 0, the Steps of each case with each strategy; a case has a name, a prepared folder's, and hp."""
+def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]]) -> None:
+    """Leave, from rank 0, the Steps of each case, which has a name, a prepared folder's, and hyperparameters."""
     ranks = torch.distributed.get_world_size()
-    for (name, data, case), strategy in itertools.product(cases, strategies):
-        hp = replace(case, strategy=strategy)
-        hardware = replace(detect_hardware(replace(BASE, num_ranks=ranks, strategy=strategy)), threads=1)
+    for name, data, case in cases:
+        hp = replace(case, strategy="shared_memory")
+        hardware = replace(detect_hardware(replace(BASE, num_ranks=ranks, strategy=hp.strategy)), threads=1)
         state = TrainingState(hp, hardware, open_prepared(folder / data), None)
         losses, states = [], []
         for batch in itertools.islice(batches(hp), STEPS):
@@ -53,7 +51,7 @@ def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]
         with state.evaluation_mode():
             found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.objective)
         if rank() == 0:
-            torch.save((losses, states, found.measures["loss"]), folder / f"{name}-{strategy}.pt")
+            torch.save((losses, states, found.measures["loss"]), folder / f"{name}.pt")
         state.splits.close()
 
 
@@ -84,11 +82,11 @@ def step_plainly(
     return losses, states, float(total / weight)
 
 
-def check_steps(folder: Path, plain: dict[str, Steps], strategies: Iterable[str]) -> None:
+def check_steps(folder: Path, plain: dict[str, Steps]) -> None:
     """Assert that what the ranks have left is what the plain loop gives, to 1e-9."""
-    for (name, (losses, states, test_loss)), strategy in itertools.product(plain.items(), strategies):
-        found: Any = torch.load(folder / f"{name}-{strategy}.pt")
-        np.testing.assert_allclose(found[0], losses, rtol=0, atol=1e-9, err_msg=f"{name} {strategy}")
+    for name, (losses, states, test_loss) in plain.items():
+        found: Any = torch.load(folder / f"{name}.pt")
+        np.testing.assert_allclose(found[0], losses, rtol=0, atol=1e-9, err_msg=name)
         for state, other in zip(found[1], states, strict=True):
             torch.testing.assert_close(state, other, rtol=0, atol=1e-9)
         assert found[2] == pytest.approx(test_loss, abs=1e-9)

@@ -44,29 +44,6 @@ def precise(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     return Precise([{"params": [first], "lr": hp.learning_rate / 3}, {"params": others}], hp.learning_rate)
 
 
-class Counting(torch.optim.SGD):
-    """Saves its state in a form of its own."""
-
-    steps = 0
-
-    def step(self, closure: None = None) -> None:
-        self.steps += 1
-        for group in self.param_groups:
-            group["lr"] /= self.steps
-        super().step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": super().state_dict(), "steps": self.steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.steps = state_dict["steps"]
-        super().load_state_dict(state_dict["inner"])
-
-
-def counting_steps(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    return Counting(model.parameters(), hp.learning_rate, momentum=0.9)
-
-
 class Noisy(torch.optim.SGD):
     """Adds noise to the weights."""
 
@@ -90,34 +67,12 @@ def forgetful(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([*model.parameters()][:-1], hp.learning_rate)
 
 
-def of_another_library(model: nn.Module, hp: Hyperparameters) -> str:
-    return "adam"
-
-
-def lbfgs(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(model.parameters(), hp.learning_rate)
-
-
-def without_rate(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    optimizer = Precise(model.parameters(), hp.learning_rate)
-    del optimizer.param_groups[0]["lr"]
-    return optimizer
-
-
 def square(step: int, total_steps: int) -> float:
     return (1 - step / total_steps) ** 2
 
 
 def nan_in_step_7(step: int, total_steps: int) -> float:
     return float("nan") if step == 7 else 1.0
-
-
-def negative(step: int, total_steps: int) -> float:
-    return 1 - 2 * step / total_steps
-
-
-def tensor(step: int, total_steps: int) -> torch.Tensor:
-    return torch.ones(())
 
 
 def counting(step: int, total_steps: int) -> float:

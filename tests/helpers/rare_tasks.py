@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from flyte_ddp import arrays
 
@@ -25,15 +25,3 @@ def table(_: str) -> Any:
 
 def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
     return nn.Linear(*input_shape, num_classes)
-
-
-class TooOften(nn.Module):
-    """A linear model that names "yes" too often."""
-
-    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(*input_shape, num_classes)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.linear(rows)
-        return logits if self.training else logits + logits.new_tensor([0.0, 2.0])

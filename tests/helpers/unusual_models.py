@@ -93,17 +93,6 @@ class FrozenBody(OneLayer):
         return super().forward(self.body(images.flatten(1)))
 
 
-class Masked(OneLayer):
-    """Has a frozen infinite parameter, as a mask of attention may be."""
-
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(**arguments)
-        self.mask = nn.Parameter(torch.full((10,), float("-inf")), requires_grad=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) + self.mask.exp()
-
-
 class Versioned(FrozenBody):
     """Turns the weights of files that are older than it is, as torchvision's MNASNet does."""
 
@@ -115,22 +104,6 @@ class Versioned(FrozenBody):
         if local_metadata.get("version", 1) < 2:
             state_dict[f"{prefix}head.weight"] = -state_dict[f"{prefix}head.weight"]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # type: ignore[arg-type]
-
-
-class Adapter(FrozenBody):
-    """Keeps its frozen part, which is the same in each new model, out of its state_dict, as adapters (LoRA) do."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        nn.init.eye_(self.body.weight)
-        nn.init.zeros_(self.body.bias)
-
-    def state_dict(self, *arguments: object, **options: object) -> dict[str, Tensor]:
-        saved = super().state_dict(*arguments, **options)
-        return {name: value for name, value in saved.items() if not name.startswith("body.")}
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
 class ExtraState(OneLayer):
@@ -207,7 +180,3 @@ def _factory(make: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
 
 for _name, _make in MODELS.items():
     globals()[_name] = _factory(_make)
-
-
-def data_parallel(**_: object) -> nn.Module:
-    return nn.DataParallel(OneLayer())

@@ -86,10 +86,6 @@ def twelve_classes(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Mo
     return linear(12, input_shape)
 
 
-def not_a_module(num_classes: int, input_shape: tuple[int, int, int]) -> str:
-    return "model"
-
-
 def needs_width(num_classes: int, width: int) -> nn.Module:
     return nn.Linear(width, num_classes)
 
@@ -112,9 +108,3 @@ class HandingIn(nn.Flatten):
 
 def handing_in(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return nn.Sequential(HandingIn(), linear(num_classes, input_shape)[1])
-
-
-def of_torchvision(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    from torchvision.models import resnet18
-
-    return nn.Sequential(nn.Conv2d(input_shape[0], 3, 1), resnet18(num_classes=num_classes))

@@ -161,10 +161,7 @@ def fetching(model: str, folder: Path, mirror: str) -> AbstractContextManager[Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    ["mnasnet0_5", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("densenet121", "googlenet"))],
-)
+@pytest.mark.parametrize("model", ["mnasnet0_5", pytest.param("densenet121", marks=pytest.mark.exhaustive)])
 def test_a_model_computes_what_torchvisions_does(
     model: str, publish: Publish, server: FileServer, tmp_path: Path
 ) -> None:
@@ -208,7 +205,6 @@ def test_a_file_is_fetched_once_and_replaced_where_it_is_damaged(
     [
         ([404], "HTTP 404 .*; check the network, or set FLYTE_DDP_WEIGHTS to a folder or mirror that holds it"),
         (["alter", "alter"], r"sha256 [0-9a-f]{64} \(7 bytes\) instead of [0-9a-f]{8}; check the network"),
-        ([503] * 4, "HTTP 503"),
     ],
 )
 def test_a_file_that_cannot_be_fetched(
@@ -237,8 +233,6 @@ def test_the_cache_folder_is_torch_hubs(variables: dict[str, str], monkeypatch: 
         ("resnet50", "torchvision:DEFUALT", r"did you mean 'torchvision:DEFAULT'\? .*DEFAULT, .*_V1, .*_V2$"),
         ("resnet18", "torchvision:", r"choose one of torchvision:DEFAULT, torchvision:IMAGENET1K_V1$"),
         ("small_cnn", DEFAULT, "not with 'small_cnn'; set model to one of these, such as resnet18"),
-        ("mine:model", DEFAULT, "not with 'mine:model'; set model"),
-        ("resnet81", DEFAULT, r"unknown model 'resnet81': did you mean 'resnet18'\?"),
     ],
 )
 def test_what_has_no_such_weights_is_refused_before_anything_starts(model: str, init_from: str, words: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import objective_tasks as tasks
 import pytest
 import torch
-from cli import HELPERS, ROOT, pyflyte
+from cli import HELPERS
 from PIL import Image
 from report_page import Page
 from sklearn import metrics
@@ -294,20 +294,6 @@ def test_a_folder_of_images_is_predicted_with_masks_that_have_its_names(
         write_prediction_table(*files, **where, bad_samples=0, settings=QUIET)
     assert len([*(tmp_path / "out/table.csv.masks").rglob("*.png")]) == 3, "an error leaves the masks of before"
     assert len([*(tmp_path / "out").iterdir()]) == 3
-
-
-def test_the_prediction_workflow_returns_the_masks(finished: Callable[[str], Finished], tmp_path: Path) -> None:
-    run = finished("segmentation")
-    (tmp_path / "in").mkdir()
-    Image.fromarray(run.arrays.test_images[0, ..., 0]).save(tmp_path / "in/a.png")
-    given = {"model_state": run.result.model, "sidecar": run.result.sidecar, "images": tmp_path / "in"}
-    options = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    workflow = "run", str(ROOT / "workflows/prediction.py"), "predict_wf"
-    ended = pyflyte(*workflow, *options, home=tmp_path / "home", runs=tmp_path / "runs", directory=HELPERS)
-    assert ended.exit_code == 0, ended.output
-    [mask] = (tmp_path / "runs").rglob("predictions.csv.masks/a.png.png")
-    assert f"masks={mask.parent}" in ended.output
-    assert np.array_equal(read_mask(mask), run.outputs[0].argmax(0))
 
 
 def read_mask(path: Path) -> Floats:

@@ -12,7 +12,7 @@ import objective_tasks
 import pair_tasks
 import pytest
 import torch
-from exact_steps import BASE, SIZES, STRATEGIES, Steps, check_steps, step_in_ranks, step_plainly
+from exact_steps import BASE, Steps, check_steps, step_in_ranks, step_plainly
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,7 +27,7 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.training import parts as loaded_parts
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import compute_gradients
@@ -72,10 +72,6 @@ def squared(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return ((outputs[known] - targets[known].double()) ** 2).sum(), known.sum()
 
 
-def huber(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    return functional.huber_loss(outputs[:, 0], targets.double(), reduction="sum"), len(targets)
-
-
 def of_pixels(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = (outputs["out"] if isinstance(outputs, dict) else outputs).permute(0, 2, 3, 1)
     counts = targets != 255
@@ -87,12 +83,6 @@ def of_weighted_pixels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     classes = targets[counts].long()
     losses = functional.cross_entropy(outputs.permute(0, 2, 3, 1)[counts], classes, reduction="none")
     return (losses * WEIGHTS[classes]).sum(), WEIGHTS[classes].sum()
-
-
-def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """torch's own weighted mean, times its weight."""
-    total = WEIGHTS[targets].sum()
-    return functional.cross_entropy(outputs, targets, weight=WEIGHTS) * total, total
 
 
 def smoothed(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +107,6 @@ def focal(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 
 IMAGES: dict[str, tuple[str, dict[str, Any], BatchLoss]] = {
-    "class weights": ("classes", {"model": FLAT, "class_weights": "0.5,2,3.25"}, weighted),
     "class weights and label smoothing": (
         "classes",
         {"model": FLAT, "class_weights": "0.5,2,3.25", "label_smoothing": 0.2},
@@ -126,15 +115,6 @@ IMAGES: dict[str, tuple[str, dict[str, Any], BatchLoss]] = {
     "multilabel": ("labels", {"model": FLAT, "objective": "multilabel"}, binary),
     "own weights": ("labels", {"model": FLAT, "objective": "objective_tasks:Rare"}, rare),
     "regression": ("numbers", {"model": FLAT, "objective": "regression"}, squared),
-    "huber": (
-        "number",
-        {
-            "model": FLAT,
-            "objective": "regression",
-            "options": '{"objective": {"loss": "huber"}, "model": {"width": 3}}',
-        },
-        huber,
-    ),
     "segmentation": ("masks", {"model": "objective_tasks:InDict", "objective": "segmentation"}, of_pixels),
     "segmentation with class weights": (
         "masks",
@@ -244,15 +224,11 @@ LEAVES: dict[str, tuple[str, dict[str, Any], SampleLoss]] = {
         read_shifted,
     ),
     "rows of tokens": ("rows_of_tokens", {"objective": "language", "model": "leaf_tasks:Reader"}, read),
-    **{
-        f"logits in {form}": (
-            "texts",
-            {**LANGUAGE, "model": "leaf_tasks:Reader", "options": f'{{"model": {{"form": "{form}"}}}}'},
-            read,
-        )
-        for form in leaf_tasks.FORMS
-        if form != "tensor"
-    },
+    "logits in a dict": (
+        "texts",
+        {**LANGUAGE, "model": "leaf_tasks:Reader", "options": '{"model": {"form": "dict"}}'},
+        read,
+    ),
     "own weights of series": (
         "series",
         {"objective": "leaf_tasks:LargeCountMore", "collate": "padded", "model": "leaf_tasks:Follower"},
@@ -260,7 +236,6 @@ LEAVES: dict[str, tuple[str, dict[str, Any], SampleLoss]] = {
     ),
     "dict": ("table", {"objective": "regression", "model": "leaf_tasks:Tabular"}, squared),
     "tuple": ("pairs", {"objective": "leaf_tasks:NumberAndClass", "model": "leaf_tasks:TwoInputs"}, both),
-    "padded by keyword": ("reviews", {**REVIEWS, "collate": "padded"}, classify),
     "own collate": ("reviews", {**REVIEWS, "collate": "leaf_tasks:to_multiples_of_four"}, classify),
     "on demand": ("reviews_on_demand", {**REVIEWS, "collate": "leaf_tasks:to_multiples_of_four"}, classify),
 }
@@ -324,14 +299,11 @@ def plain_pairs(hp: Hyperparameters, _: Path) -> Steps:
 
 PAIRS = replace(BASE, dataset="pair_tasks:pairs", model="pair_tasks:Towers", objective="pair_tasks:Contrastive")
 MIXED = ("class weights and label smoothing", "multilabel")
-ALSO_MIXED = ("class weights", "own function", "segmentation")
-REPEATING = {"class weights", "huber", "padded by keyword"} | {
-    f"logits in {form}" for form in leaf_tasks.FORMS if form not in ("tensor", "dict")
-}
+IN_TWOS = ("texts", "multilabel")  # whose steps may have no target at all
 
 
-def list_cases(*, every: bool) -> dict[str, Case]:
-    """Each case in three parts, some in batches of two, and some with mixup; or ``every`` case in all sizes."""
+def list_cases() -> dict[str, Case]:
+    """Return each case in three parts, some in batches of two, and some with mixup."""
     found = {}
     for name, (data, values, loss) in IMAGES.items():
         found[name] = Case(objective_tasks, data, replace(BASE, **values), partial(plain_images, loss_of=loss))
@@ -339,14 +311,10 @@ def list_cases(*, every: bool) -> dict[str, Case]:
         hp = replace(BASE, dataset=f"leaf_tasks:{data}", **values)
         found[name] = Case(leaf_tasks, data, hp, partial(plain_leaves, data=data, loss_of=sample_loss))
     pairs = Case(pair_tasks, "pairs", PAIRS, plain_pairs)
-    small, sizes = (found, SIZES) if every else (("texts", "multilabel"), ((2, 2),))
-    mixed = (*MIXED, *ALSO_MIXED) if every else MIXED
-    if not every:
-        found = {name: case for name, case in found.items() if name not in REPEATING}
     return {
         **{name: case.sized(8, 3) for name, case in found.items()},
-        **{f"{name} {size}": found[name].sized(*size) for name in small for size in sizes},
-        **{f"{name} mixed": found[name].sized(8, 3, 0.4) for name in mixed},
+        **{f"{name} in twos": found[name].sized(2, 2) for name in IN_TWOS},
+        **{f"{name} mixed": found[name].sized(8, 3, 0.4) for name in MIXED},
         **{f"pairs {size}": pairs.sized(size, 1) for size in (8, 3)},
     }
 
@@ -360,10 +328,9 @@ def evaluate_recall(folder: Path) -> float:
         return evaluate_split(state.predict, state.test, 5, state.objective).measures["recall_at_1"]
 
 
-def train_in_ranks(folder: Path, *, every: bool) -> None:
+def train_in_ranks(folder: Path) -> None:
     workers.POSSIBLE = False  # loader processes take a second to start, and test_own_items.py has them
-    cases = [(name, case.folder, case.hp) for name, case in list_cases(every=every).items()]
-    step_in_ranks(folder, cases, STRATEGIES[world_size()] if every else ["shared_memory"])
+    step_in_ranks(folder, [(name, case.folder, case.hp) for name, case in list_cases().items()])
     recall = evaluate_recall(folder)
     if rank() == 0:
         (folder / "recall").write_text(repr(recall))
@@ -373,7 +340,7 @@ def train_in_ranks(folder: Path, *, every: bool) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the data sets."""
     folder = tmp_path_factory.mktemp("tasks")
-    for name, case in {case.folder: case for case in list_cases(every=True).values()}.items():
+    for name, case in {case.folder: case for case in list_cases().values()}.items():
         data = case.data
         (folder / name).mkdir()
         if data.endswith("on_demand"):
@@ -385,24 +352,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-EVERY = [pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(("ranks", "every"), [(2, False), *EVERY])
 @pytest.mark.usefixtures("user_models")
-def test_every_step_is_that_of_one_process(ranks: int, every: bool, folder: Path) -> None:
+def test_every_step_is_that_of_one_process(folder: Path) -> None:
     """Also where a rank, a part or a whole step has no target, and where the last batch is ragged."""
-    cases = list_cases(every=every)
     plain, done = {}, dict[Any, Steps]()
-    for name, case in cases.items():
+    for name, case in list_cases().items():
         key = repr(case.plain), case.hp.model, case.hp.batch_size, case.hp.mixup  # parts and collate change nothing
         if key not in done:
             done[key] = case.plain(case.hp, folder / case.folder)
         plain[name] = done[key]
-    assert run_ranks(partial(train_in_ranks, every=every), folder, ranks) == [0] * ranks
-    check_steps(folder, plain, STRATEGIES[ranks] if every else ["shared_memory"])
-    for name in ("texts", "multilabel"):
-        assert 0.0 in plain[f"{name} (2, 2)"][0], "some step has no target at all"
+    assert run_ranks(train_in_ranks, folder, 2) == [0, 0]
+    check_steps(folder, plain)
+    for name in IN_TWOS:
+        assert 0.0 in plain[f"{name} in twos"][0], "some step has no target at all"
     check_recall(folder)
 
 
@@ -415,15 +377,13 @@ def check_recall(folder: Path) -> None:
     assert float((folder / "recall").read_text()) == pytest.approx(np.mean(right), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "exchanges"), [("own function", 0), ("own collate", 0), ("segmentation", 1), ("texts", 1)]
-)
+@pytest.mark.parametrize(("name", "exchanges"), [("own function", 0), ("texts", 1)])
 @pytest.mark.usefixtures("user_models")
 def test_a_step_exchanges_one_number_for_weights_and_none_without(
     name: str, exchanges: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pytorch/torchtitan#2850, #4099: counting the targets of a step costs exchanges, or waits for the device."""
-    case = list_cases(every=False)[name]
+    case = list_cases()[name]
     hp = replace(case.hp, num_ranks=1, accumulation_steps=3, batch_size=9)
     state = TrainingState(hp, detect_hardware(hp), open_prepared(folder / case.folder), None)
     exchanged: list[Tensor] = []

@@ -167,14 +167,10 @@ def leave_evaluations(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_models")
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3))])
-def test_measures_are_scikit_learns_on_any_ranks(ranks: int, tmp_path: Path) -> None:
+def test_measures_are_scikit_learns_on_any_ranks(tmp_path: Path) -> None:
     """A batch or a rank without a positive sample, or without any, changes nothing; no sample is lost or repeated."""
-    if ranks == 1:
-        leave_evaluations(tmp_path)
-    else:
-        assert run_ranks(leave_evaluations, tmp_path, ranks) == [0] * ranks
-    found = torch.load(tmp_path / f"{ranks}.pt", weights_only=True)
+    assert run_ranks(leave_evaluations, tmp_path, 2) == [0, 0]
+    found = torch.load(tmp_path / "2.pt", weights_only=True)
     for (name, case), size in itertools.product(CASES.items(), SIZES):
         expected = case.expected(case.targets[:size], case.outputs[:size])
         plain = plain_columns(case, size)
@@ -225,10 +221,8 @@ PRECISELY = {"xatol": 1e-10, "fatol": 1e-13, "maxiter": 20_000, "maxfev": 20_000
 @pytest.mark.parametrize(
     ("name", "facts", "options"),
     [
-        ("classification", {}, {}),
         ("classification", {"class_weights": "0.5,2,3,1"}, {}),
         ("labels", {"class_weights": "0.5,2,3,1"}, {}),
-        ("some numbers", {}, {}),
         ("some numbers", {}, {"loss": "l1"}),
         ("segmentation", {}, {}),
     ],
@@ -282,13 +276,12 @@ def test_own_losses_of_regression_keep_their_weights() -> None:
     assert own(Facts((), (2,), no_nan_targets=True)).weights(torch.zeros(3, 2)).shape == (3, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images(dtype: torch.dtype) -> None:
+def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images() -> None:
     """Also their gradients: the rows of pixels that they are computed from change no rounding."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 4, (3, 9, 7), generator=generator)
     targets[0, :4] = targets[2] = 255
-    given = torch.randn(3, 4, 9, 7, generator=generator).to(dtype)
+    given = torch.randn(3, 4, 9, 7, generator=generator)
     own, plain = given.clone().requires_grad_(), given.clone().requires_grad_()
     found = make_objective("segmentation", Facts(CLASSES, (9, 7)), {}).losses(own, targets)
     expected = functional.cross_entropy(plain, targets, reduction="none", ignore_index=255)

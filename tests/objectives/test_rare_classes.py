@@ -68,23 +68,6 @@ def test_measures_of_two_classes_are_scikit_learns(weights: str) -> None:
     )
 
 
-@pytest.mark.parametrize("among", [5, 3])
-def test_measures_of_more_classes_are_scikit_learns(among: int) -> None:
-    """Also where a class occurs in predictions alone."""
-    objective = make_objective("classification", Facts(tuple("abcde")), {})
-    logits, truth = draw(5, among=among)
-    found = objective.measure(columns_of(objective, logits, truth))
-    recalls = metrics.recall_score(truth, logits.argmax(1), average=None, labels=range(among))
-    assert found == pytest.approx(
-        {
-            "accuracy": metrics.accuracy_score(truth, logits.argmax(1)),
-            "balanced_accuracy": recalls.mean(),
-            "f1": metrics.f1_score(truth, logits.argmax(1), average="macro"),
-        },
-        rel=1e-12,
-    )
-
-
 @pytest.mark.parametrize(("only", "defined"), [(0, {"accuracy"}), (1, {"accuracy", "f1", "average_precision"})])
 def test_a_split_of_one_class_leaves_measures_undefined(only: int, defined: set[str]) -> None:
     objective = make_objective("classification", Facts(("no", "yes"), thresholds=(math.nan,)), {})
@@ -196,14 +179,6 @@ def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path
     with table.open(newline="") as file:
         found = [float(row["score_yes"]) for row in csv.DictReader(file)]
     np.testing.assert_allclose(found, scores, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("user_models")
-def test_two_ranks_measure_what_one_does(tmp_path: Path) -> None:
-    hp = replace(HP, model="rare_tasks:TooOften", select_by="accuracy", epochs=2, precision="fp64")
-    results = [train(tmp_path / str(ranks), replace(hp, num_ranks=ranks)) for ranks in (1, 2)]
-    assert results[0].measures == pytest.approx(results[1].measures, rel=1e-9)
 
 
 @pytest.mark.usefixtures("user_models")

@@ -27,7 +27,6 @@ HP = Hyperparameters(
 RUNS = {
     "auroc": replace(HP, dataset="objective_tasks:labels", objective="multilabel", learning_rate=0.3),
     "rmse": replace(HP, dataset="objective_tasks:numbers", objective="regression"),
-    "f1": replace(HP, dataset="objective_tasks:classes", objective="objective_tasks:MacroF1", learning_rate=0.3),
 }
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -51,7 +50,7 @@ def best_epoch(result: Result, measure: str) -> int:
     return values.index(min(values) if measure == "rmse" else max(values)) + 1
 
 
-@pytest.mark.parametrize("measure", ["auroc", "rmse", pytest.param("f1", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("measure", ["auroc", "rmse"])
 def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_path: Path) -> None:
     """huggingface/transformers#31142, georgemilosh/Climate-Learning#86: the best by the wrong direction."""
     hp = replace(RUNS[measure], select_by=measure)
@@ -68,17 +67,15 @@ def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_pat
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("measure", "keep"), [pytest.param("auroc", "ema", marks=pytest.mark.exhaustive), ("rmse", "best")]
-)
 def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(
-    measure: str, keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume loses the best value, or the average: atomistic-machine-learning/schnetpack#785, roboflow/rf-detr#969.
 
     Also lightly-ai/lightly-train#892 and open-mmlab/mmcv#2195.
     """
-    hp = replace(RUNS[measure], select_by=measure, keep=keep, ema_decay=0.8)
+    measure = "rmse"
+    hp = replace(RUNS[measure], select_by=measure)
     expected = train(hp, tmp_path / "run")
     best, update = best_epoch(expected, measure), TrainingState.update_average
 

@@ -9,7 +9,7 @@ import leaf_tasks as tasks
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from training_runs import train_in
 
 from flyte_ddp import arrays
@@ -43,20 +43,6 @@ def with_token(data: SampleArrays, part: str, token: int) -> SampleArrays:
     return replace(data, **{part: Ragged(values, leaf.ends)})
 
 
-class ShorterRows(tasks.Reader):
-    """Leaves out the last place."""
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
-        return super().forward(tokens)[:, :-1]
-
-
-class WithoutLogits(tasks.Reader):
-    """Returns a dict with another name."""
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
-        return {"scores": super().forward(tokens)}
-
-
 class WithoutMask(tasks.Reader):
     """Takes tokens alone."""
 
@@ -79,16 +65,6 @@ class FewerLosses(tasks.NumberAndClass):
         return (outputs[0] - targets["amount"][1:]) ** 2
 
 
-class NoTensor(nn.Linear):
-    """Returns a list of numbers."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(4, num_classes)
-
-    def forward(self, numbers: Tensor, kind: Tensor) -> Any:  # type: ignore[override]
-        return super().forward(numbers).tolist()
-
-
 TABLE = {"collate": "stacked", "objective": "regression", "model": "leaf_tasks:Tabular"}
 PAIRS = {"collate": "stacked", "objective": "leaf_tasks:NumberAndClass", "model": "leaf_tasks:TwoInputs"}
 CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
@@ -102,25 +78,10 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         {},
         r"model 'leaf_tasks:Reader': an embedding has no row for one .* 0 0\.\.9; give it more rows, or correct",
     ),
-    "classes as texts": (
-        lambda: tasks.reviews(""),
-        {"model": "leaf_tasks:Bag"},
-        r"objective='language': the targets are int64 \[41\]; must be whole numbers \[samples, places\]",
-    ),
     "texts as classes": (
         lambda: tasks.texts(""),
         {"objective": "classification"},
         "objective='classification': the targets of dataset='own:data' have different lengths; take language",
-    ),
-    "fewer places": (
-        lambda: tasks.texts(""),
-        {"model": f"{OWN}ShorterRows"},
-        r"returned \(8, \d, 7\): .* of shape \(samples, places, classes\) = \(8, \d, 7\)",
-    ),
-    "no logits": (
-        lambda: tasks.texts(""),
-        {"model": f"{OWN}WithoutLogits"},
-        "returned NoneType: it must return",
     ),
     "no mask": (
         lambda: tasks.texts(""),
@@ -136,11 +97,6 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         lambda: tasks.pairs(""),
         {**PAIRS, "objective": "regression"},
         "takes targets that are one array, and dataset='own:data' has several, or none; name an objective of your own",
-    ),
-    "no tensor": (
-        lambda: tasks.table(""),
-        {**TABLE, "model": f"{OWN}NoTensor"},
-        "returned list: it must return",
     ),
     "mixup of whole numbers": (
         lambda: tasks.table(""),
@@ -174,22 +130,6 @@ def table_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_what_does_not_fit_is_told(kind: str, tmp_path: Path) -> None:
     make, changes, words = CASES[kind]
     refuse(tmp_path, make(), words, **changes)
-
-
-class MoreTokens(tasks.Reader):
-    """Also has a token that only inputs have, such as one that separates texts."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.embed = nn.Embedding(num_classes + 1, 4)
-
-
-def test_inputs_may_have_tokens_that_are_no_targets(tmp_path: Path) -> None:
-    """The vocabulary of the inputs is the model's own."""
-    (tmp_path / "data").mkdir()
-    data = with_token(tasks.texts(""), "train_inputs", tasks.TOKENS)
-    write_prepared_set(replace(data, name="own:data"), tmp_path / "data", {})
-    assert train_in(tmp_path / "run", replace(HP, model=f"{OWN}MoreTokens"), tmp_path / "data").model.exists()
 
 
 def test_a_step_without_any_target_is_no_mistake(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from flyte_ddp.datasets import ImageArrays, image_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
+from flyte_ddp.objectives import HIGHER, Classification, Facts
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 
@@ -54,7 +54,6 @@ NUMBERS = np.arange(4.0)
     ("targets", "test_targets", "classes", "words"),
     [
         (NUMBERS, NUMBERS, "abcd", "train_labels: must be whole numbers, got float64; .* leave out classes to predict"),
-        ([0, 1, 2, 3], [0, 1, 2, 3], "", r"classes=\(\): there must be a name for each class; numbers .* be float"),
         ([0, 1, 2, 3], [0, -1, 2, 3], "abcd", r"test_labels: label -1 of sample 1 .*must be 0\.\.3"),
         (
             np.zeros((4, 7, 8), int),
@@ -62,12 +61,8 @@ NUMBERS = np.arange(4.0)
             "ab",
             r"the masks are \[4, 7, 8\], and the images are \[4, 8, 8\]",
         ),
-        (IMAGES[..., 0] / 255, IMAGES[..., 0], "ab", "train_labels: masks must be whole numbers, got float64; convert"),
         (NUMBERS[:3], NUMBERS, "", r"must be one label for each of the 4 images, got shape \[3\]"),
-        (["cat"] * 4, ["cat"] * 4, "ab", "train_labels: must be numbers, got <U3"),
-        ([[0, 1], [1], [1, 0], [0, 0]], NUMBERS, "ab", "train_labels: is no array .*equal parts"),
         (np.eye(4), np.eye(4)[:, :2], "abcd", "train_labels are 4 and test_labels 2: both must have one size"),
-        (IMAGES[..., 0], IMAGES[..., 0].astype(int), "ab", "train_labels are uint8 and test_labels int64: .*one type"),
     ],
 )
 def test_wrong_targets_are_refused_when_the_arrays_are_made(
@@ -92,14 +87,12 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
     ("objective", "arrays", "words"),
     [
         ("classification", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a class number .*choose another"),
-        ("multilabel", tasks.classes(""), r"\[41\]; .* convert them \(astype\('float32'\)\), or"),
         (
             "multilabel",
             with_value(tasks.labels(""), -1),
             "label 2 of row 22 is -1: must be 0, 1, or NaN",
         ),
         ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
-        ("regression", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples\]"),
         ("regression", with_value(tasks.number(""), np.inf), "a target is infinite; must be a number, or NaN"),
         ("segmentation", tasks.classes(""), r"targets are int64 \[41\]; must be a mask \[height, width\]"),
         (
@@ -127,10 +120,6 @@ class Other:
         self.facts = facts
 
 
-class WithoutLosses(Objective):
-    """Forgets what to minimise."""
-
-
 class Directionless(Classification):
     """Says the direction in a word of another library."""
 
@@ -150,7 +139,7 @@ class Weighted(Classification):
         values = torch.ones(len(targets))
         if self.kind == "mean":
             return values.mean().view(1)
-        values[targets == 2] = {"negative": -2.0, "nan": float("nan")}[self.kind]
+        values[targets == 2] = -2.0
         return values
 
 
@@ -158,9 +147,7 @@ class Weighted(Classification):
     ("changes", "words"),
     [
         ({"objective": "objective_tasks:focsl"}, "objective_tasks .* has no 'focsl'; name a function or class"),
-        ({"objective": "objective_tasks:CLASSES"}, "is a tuple, not callable; name a function or class"),
         ({"objective": f"{OWN}Other"}, r"is no flyte_ddp.objectives.Objective; derive it from that"),
-        ({"objective": f"{OWN}WithoutLosses"}, r"has no losses; define losses\(self, outputs, targets\)"),
         ({"objective": f"{OWN}Directionless"}, "measure 'accuracy' has 'max': must be 'lower' or 'higher'"),
         ({"select_by": "acuracy"}, "unknown select_by 'acuracy': did you mean 'accuracy'.* accuracy, .*f1, loss"),
         ({"objective": "objective_tasks:focal", "label_smoothing": 0.1}, "label_smoothing=0.1: objective=.* no use"),
@@ -170,14 +157,10 @@ class Weighted(Classification):
         ),
         ({"class_weights": "1,2"}, "class_weights='1,2': has 2 numbers; there are 3 classes"),
         ({"options": '{"objective": {"gamma": 2}}'}, "options of objective 'classification': .*'gamma'; correct"),
-        ({"options": '{"model": {"depth": 2}}'}, "options of model 'objective_tasks:flat': .*'depth'"),
-        ({"model": "small_cnn", "options": '{"model": {"width": 2}}'}, "options of model 'small_cnn': takes none"),
-        ({"model": "resnet18", "options": '{"model": {"dropuot": 2}}'}, "options of model 'resnet18': .*'dropuot'"),
         *(
             ({"objective": f"{OWN}Weighted", "options": f'{{"objective": {{"kind": "{kind}"}}}}'}, words)
             for kind, words in (
                 ("negative", "weights go from -2 to 1: must be finite and at least 0"),
-                ("nan", "weights go from nan to nan: must be finite"),
                 ("mean", r"weights have shape \[1\]: must be one or more for each of the 41 samples; do not reduce"),
             )
         ),
@@ -190,7 +173,6 @@ def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_p
 @pytest.mark.parametrize(
     ("arrays", "changes", "words"),
     [
-        (tasks.number(""), {"options": '{"objective": {"loss": "mae"}}'}, "unknown loss 'mae': .*huber, l1, mse"),
         (tasks.numbers(""), {"select_by": "accuracy"}, "unknown select_by 'accuracy': .*loss, mae, r2, rmse"),
         (
             without_names(tasks.labels("")),
@@ -210,11 +192,6 @@ def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_p
             {"objective": "classification", "class_weights": "balanced"},
             "class_weights='balanced': a class has no training sample",
         ),
-        (
-            with_value(tasks.masks(""), 200),
-            {"objective": "segmentation", "class_weights": "balanced", "model": "objective_tasks:pixels"},
-            "mask of row 22 has 200",
-        ),
     ],
 )
 def test_options_that_do_not_fit_the_targets(
@@ -227,16 +204,8 @@ def too_few(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none")[:-1]
 
 
-def in_a_column(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs, targets, reduction="none")[:, None]
-
-
 def not_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction="none") * float("nan")
-
-
-def nothing(outputs: Tensor, targets: Tensor) -> Any:
-    return None
 
 
 def reduced(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -249,13 +218,6 @@ class OtherNames(Classification):
     measures: Mapping[str, str] = {"kappa": HIGHER}
 
 
-class NoNumber(Classification):
-    """Has a value for each sample as a measure."""
-
-    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {"accuracy": columns["loss"]}
-
-
 class NoRows(Classification):
     """Has one value of a whole batch in a column."""
 
@@ -263,20 +225,10 @@ class NoRows(Classification):
         return {**super().columns(outputs, targets), "mean": outputs.mean()}
 
 
-class Tensors(Classification):
-    """Has its measure as a tensor, as metrics of torchmetrics have."""
-
-    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {name: torch.tensor(value) for name, value in super().measure(columns).items()}
-
-
 IN_TRAINING = {
     "too_few": r"losses have shape \[7\]: must be \[8\], one for each sample; do not reduce them",
-    "in_a_column": r"losses have shape \[8, 1\]: must be \[8\], one for each sample",
     "not_a_number": r"the loss is nan at epoch 0, step 1.*must be finite",
-    "nothing": "objective='test_wrong_objectives:nothing' returned a NoneType: must be a tensor of losses",
     "OtherNames": "OtherNames.measure returned nothing: must be what its measures names: kappa",
-    "NoNumber": "NoNumber.measure returned what is no number .*: return one for each name",
     "NoRows": r"column 'mean' of the objective has shape \[\]: must have a row for each of the \d+ samples",
 }
 
@@ -285,13 +237,6 @@ IN_TRAINING = {
 def test_wrong_results_of_an_objective(name: str, tmp_path: Path) -> None:
     """What can be known in the first step, or in the first evaluation."""
     refuse(tmp_path, tasks.classes(""), IN_TRAINING[name], before_training=False, objective=f"{OWN}{name}")
-
-
-@pytest.mark.slow
-def test_other_ranks_do_not_wait_for_one_with_a_wrong_result(tmp_path: Path) -> None:
-    """Measures are taken on rank 0 alone."""
-    case = {"objective": f"{OWN}OtherNames", "num_ranks": 2}
-    refuse(tmp_path, tasks.classes(""), IN_TRAINING["OtherNames"], before_training=False, **case)
 
 
 def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
@@ -306,12 +251,6 @@ def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modu
             f"{OWN}one_too_many",
             tasks.labels(""),
             r"\(8, 4\): .*\(samples, classes\) = \(8, 3\); size",
-        ),
-        (
-            "regression",
-            f"{OWN}one_too_many",
-            tasks.number(""),
-            r"\(8, 2\): .*\(samples, numbers\) = \(8, 1\); size",
         ),
         (
             "regression",
@@ -334,7 +273,6 @@ def test_outputs_that_do_not_fit_the_targets(
     ("change", "words"),
     [
         (lambda masks: masks, ""),
-        (lambda masks: np.where(masks == 1, 255, masks), "has the class 'b'$"),
         (lambda masks: np.where(masks == 0, 0, 255), "class 'b', 'c', and pixels that are 255 are .* // 255"),
         (lambda masks: masks * 0 + 1, "has the class 'a', 'c'$"),
     ],
@@ -351,11 +289,10 @@ def test_classes_without_any_pixel_are_said_before_training(change: Any, words: 
 FIGURES = tuple(itertools.product(("validation", "test"), ("loss", "accuracy")))
 
 
-@pytest.mark.parametrize("name", ["reduced", "Tensors"])
-def test_a_mean_and_measures_as_tensors_are_taken(name: str, tmp_path: Path) -> None:
+def test_a_mean_is_taken(tmp_path: Path) -> None:
     """As classification by its name: a mean counts as the loss of each sample."""
     folders = [tmp_path / "own", tmp_path / "named"]
-    for folder, objective in zip(folders, (f"{OWN}{name}", "classification"), strict=True):
+    for folder, objective in zip(folders, (f"{OWN}reduced", "classification"), strict=True):
         folder.mkdir()
         train(folder, tasks.classes(""), objective=objective, epochs=2)
     own, named = ([*read_records(folder / "run/metrics.jsonl")] for folder in folders)

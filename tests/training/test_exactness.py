@@ -28,7 +28,7 @@ from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
 STEPS = 10
-STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp")}
+STRATEGIES = ("shared_memory", "ddp", "hooks")
 ALL_STRATEGIES = ("small_cnn-13-3", "user_models:batch_norm-30-3", "own")  # the other cases have the first one alone
 BASE = Hyperparameters(epochs=1000, max_steps=STEPS, schedule="cosine", precision="fp64", backend="gloo")
 BASE = replace(BASE, validation_fraction=0.93)  # 105 of the 1,500 training samples of digits are left
@@ -91,14 +91,12 @@ CASES = {
         for batch_size, parts in sizes
     },
     "own": Case(replace(COSINE, **OWN), own_groups, square),
-    "own, in parts": Case(replace(COSINE, **OWN, accumulation_steps=3), own_groups, square),
     "sgd": Case(NO_DECAY, decayed_matrices(SGD, momentum=0.9, nesterov=True, weight_decay=0.0)),
     # AdamW divides the gradient of the convolution's bias, which is rounding alone before BatchNorm, by 1e-8.
     "adamw": Case(replace(NO_DECAY, optimizer="adamw"), decayed_matrices(ADAMW, weight_decay=0.0), tolerance=1e-8),
-    "frozen convolution": Case(replace(COSINE, freeze="0"), frozen=(0,)),
-    "frozen normalisation": Case(replace(COSINE, freeze=" 1 ,"), frozen=(1,)),
     "frozen but the head": Case(replace(COSINE, freeze="0,1"), frozen=(0, 1)),
 }
+RUNS = [(name, each) for name in CASES for each in STRATEGIES[: None if name in ALL_STRATEGIES else 1]]
 
 
 def first_batches(hp: Hyperparameters, samples: sampling.Indices) -> Iterator[sampling.Indices]:
@@ -106,15 +104,10 @@ def first_batches(hp: Hyperparameters, samples: sampling.Indices) -> Iterator[sa
     return islice((batch for epoch in count() for batch in order.batches(epoch, hp.batch_size)), STEPS)
 
 
-def list_runs(ranks: int) -> list[tuple[str, str]]:
-    """Return the names of cases, each with a strategy."""
-    return [(name, each) for name in CASES for each in STRATEGIES[ranks][: None if name in ALL_STRATEGIES else 1]]
-
-
 def train_in_ranks(folder: Path) -> None:
     """Leave, from rank 0, every case's losses and parameters after each step."""
     arrays, ranks = open_arrays(folder / "digits"), world_size()
-    for name, strategy in list_runs(ranks):
+    for name, strategy in RUNS:
         case = CASES[name]
         hp = replace(case.hp, strategy=strategy, num_ranks=ranks)
         state = TrainingState(hp, detect_hardware(hp), arrays, None)
@@ -162,14 +155,13 @@ def expected(digits: Path) -> dict[str, tuple[list[float], list[dict[str, Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3))])
-def test_every_step_of_any_number_of_ranks_is_that_of_one_process(
-    ranks: int, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_step_of_two_ranks_is_that_of_one_process(
+    expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(HELPERS)
     fetch("digits", "", tmp_path / "digits", progress="off")
-    assert run_ranks(train_in_ranks, tmp_path, ranks) == [0] * ranks
-    for name, strategy in list_runs(ranks):
+    assert run_ranks(train_in_ranks, tmp_path, 2) == [0, 0]
+    for name, strategy in RUNS:
         (expected_losses, expected_states), tolerance = expected[name], CASES[name].tolerance
         losses, states = torch.load(tmp_path / f"{name}-{strategy}.pt")
         assert len(losses) == STEPS

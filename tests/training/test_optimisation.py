@@ -28,10 +28,7 @@ def weights(result: Result) -> dict[str, Tensor]:
     return torch.load(result.model, weights_only=True)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "at"),
-    [("precise", 6), ("two_groups", 1), pytest.param("counting_steps", 6, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize(("optimizer", "at"), [("precise", 6), ("two_groups", 1)])
 def test_state_and_groups_survive_a_resume_bit_for_bit(
     train: Train, tmp_path: Path, digits: Path, optimizer: str, at: int
 ) -> None:
@@ -58,15 +55,9 @@ def test_an_optimiser_that_draws_draws_the_same_on_all_ranks(train: Train) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimizer": "of_another_library"}, "returned a str: must return a torch.optim.Optimizer"),
         ({"optimizer": "forgetful"}, r"parameter 3\.bias is in none of its groups.*set freeze='3\.bias'"),
-        ({"optimizer": "lbfgs"}, "its step cannot be called alone"),
-        ({"optimizer": "without_rate"}, "a parameter group without 'lr'"),
         ({"optimizer": "not_saved"}, r"keeps a Fraction in state\[0\]\['note'\]: torch.load\(weights_only=True\)"),
-        ({"optimizer": "missing"}, "has no 'missing'"),
         ({"schedule": "nan_in_step_7"}, "returned nan for step 7 of 8: must be a finite number of at least 0"),
-        ({"schedule": "negative"}, r"returned -0\.25 for step 5 of 8"),
-        ({"schedule": "tensor"}, r"returned tensor\(1\.\) for step 0 of 8"),
         ({"schedule": "counting"}, "returned .* and then .* for step 0 of 8: must be a function of the two"),
     ],
 )

@@ -57,21 +57,18 @@ def figures(result: Result) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    "fault",
     [
         # Rank 0, which is still there, saves the last step that was finished, in the middle of an epoch.
-        ({}, {"rank": 1, "at": "training", "pass": 35}),
-        pytest.param({"keep": "best"}, {"rank": 1, "at": "evaluation", "pass": 1}, marks=pytest.mark.exhaustive),
-        # Rank 0 itself: the end of the epoch before is what is left.
-        pytest.param({"keep": "last"}, {"rank": 0, "at": "training", "pass": 35}, marks=pytest.mark.exhaustive),
-        ({}, {"rank": 0, "at": "checkpoint", "pass": 1}),
-        ({}, {"rank": 0, "at": "results", "pass": 0}),
+        {"rank": 1, "at": "training", "pass": 35},
+        {"rank": 0, "at": "checkpoint", "pass": 1},
+        {"rank": 0, "at": "results", "pass": 0},
     ],
 )
 def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Train, change: dict, fault: dict
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Train, fault: dict
 ) -> None:
-    hp = replace(BASE, **change)
+    hp = BASE
     expected = undisturbed(hp)
     faults.inject(monkeypatch, tmp_path / "marker", kind="SIGKILL", **fault)
     with pytest.raises(RankError, match=f"rank {fault['rank']} was killed by SIGKILL"):
@@ -119,7 +116,6 @@ def went_on(result: Result) -> str:
         ([PLAIN], PLAIN, ""),
         ([replace(PLAIN, num_ranks=2, strategy="ddp")], PLAIN, "ranks 2, now 1"),
         ([PLAIN, replace(PLAIN, precision="bf16")], PLAIN, "precision fp32 and bf16, now fp32"),
-        ([replace(PLAIN, devices="A, B")], replace(PLAIN, devices="B, A"), "devices A, B, now B, A"),
         ([PLAIN], replace(PLAIN, threads=2, channels_last="on"), f"{THREADS}; channels last off, now on"),
     ],
 )
@@ -128,12 +124,11 @@ def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["small_cnn", pytest.param("unusual_models:Masked", marks=pytest.mark.exhaustive)])
 def test_a_step_that_failed_half_way_is_not_saved(
-    train: Train, monkeypatch: pytest.MonkeyPatch, undisturbed: Train, model: str
+    train: Train, monkeypatch: pytest.MonkeyPatch, undisturbed: Train
 ) -> None:
     """Memory ran out between the weights and their average, say: the end of the epoch before is what is left."""
-    hp = replace(BASE, model=model, num_ranks=1, keep="last")
+    hp = replace(BASE, model="small_cnn", num_ranks=1, keep="last")
     expected = undisturbed(hp)
     update = TrainingState.update_average
 
@@ -161,7 +156,6 @@ def write(path: Path, step: int) -> None:
     ("change", "words"),
     [
         ({"hyperparameters": {"epochs": 2}}, "epochs=1, now 2"),
-        ({"hyperparameters": {"epochs": 1, "seed": 0}}, "seed=None, now 0"),
         ({"data": "e"}, "other data (d, now e)"),
         ({"code": "e"}, "other code of flyte_ddp (c, now e)"),
         ({"user_code": "e"}, "other code of your own (, now e)"),
