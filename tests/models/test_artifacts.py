@@ -130,16 +130,6 @@ def test_a_run_of_a_model_whose_modules_have_versions(digits: Path, tmp_path: Pa
     assert sum(right) / len(right) == pytest.approx(result.test_accuracy)
 
 
-def test_a_state_dict_that_was_loaded_is_the_same_file_again(tmp_path: Path) -> None:
-    """With the versions of its modules, as that of a run that went on from a checkpoint."""
-    original = zoo.build_model("mnasnet0_5", 10, InputSpec(3, 32, 32, (0.0,) * 3, (1.0,) * 3))
-    first, _ = artifacts.save_model(tmp_path / "first", original.state_dict(), sidecar())
-    weights = torch.load(first, weights_only=True)
-    second, _ = artifacts.save_model(tmp_path / "second", weights, sidecar())
-    assert weights._metadata == original.state_dict()._metadata  # type: ignore[attr-defined]
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_flyte_takes_the_file_for_a_pickle(saved: tuple[Path, Path]) -> None:
     """By its contents, where python-magic is installed; what flytekit refuses is still refused."""
     pytest.importorskip("magic", exc_type=ImportError)

@@ -304,15 +304,3 @@ def test_a_mean_is_taken(tmp_path: Path) -> None:
     weights, expected = (torch.load(folder / "run/model.pt", weights_only=True) for folder in folders)
     for key, value in weights.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_metrics_of_torchmetrics_wait_for_no_other_rank(tmp_path: Path) -> None:
-    """Neither in an evaluation nor in what the report shows: both are of rank 0 alone.
-
-    Lightning-AI/torchmetrics#2170, #2463, #3199, #3503.
-    """
-    result = train(tmp_path, tasks.classes(""), objective="objective_tasks:SyncingF1", num_ranks=2)
-    end = read_records(result.metrics)[-1]
-    assert 0 < end["test_f1"] < 1
-    assert not any("could not describe" in note for note in end["notes"])

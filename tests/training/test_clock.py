@@ -108,14 +108,6 @@ def check_parts(device: Device, clock: Clock, seconds: float) -> dict[str, float
     return found
 
 
-def test_a_device_that_is_the_limit_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, clock = make_device(monkeypatch)
-    seconds = train(device, clock, 200, host=1e-4, kernel=1e-3)
-    found = check_parts(device, clock, seconds)
-    assert sum(found[name] for name in WAITS) < 0.01 * seconds
-    assert not device.spun
-
-
 @pytest.mark.parametrize("load", [0.0, 0.5])
 def test_busy_time_is_told_from_waits_for_launches_and_for_data(monkeypatch: pytest.MonkeyPatch, load: float) -> None:
     """The spins take next to no time: the device had nothing to do."""

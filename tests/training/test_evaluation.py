@@ -2,51 +2,17 @@
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from ranks import run_ranks
 from torch import nn
 from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
+from flyte_ddp.parallel.distributed import broadcast_object, rank
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import evaluate as evaluation
-from flyte_ddp.training.train import evaluate_splits
-from flyte_ddp.training.training_state import TrainingState
 
 HP = Hyperparameters(backend="gloo", precision="fp32", validation_fraction=0.1)
-SIZES = (64, 1000)  # of test batches; 297 samples, so that some ranks get none
-
-
-def leave_evaluations(folder: Path) -> None:
-    """Leave, from rank 0, the evaluations of both splits for each size."""
-    found = {}
-    for size in SIZES:
-        hp = replace(HP, test_batch_size=size, num_ranks=world_size())
-        state = TrainingState(hp, detect_hardware(hp), open_arrays(folder / "digits"), None)
-        found[size] = [vars(split) for split in evaluate_splits(state)]
-    if rank() == 0:
-        torch.save(found, folder / f"{world_size()}.pt")
-
-
-@pytest.mark.slow
-def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Each sample counts once and in its place, and figures of three ranks are those of one to the last bit."""
-    data = fetch("digits", "", tmp_path / "digits", progress="off")
-    assert run_ranks(leave_evaluations, tmp_path, 3) == [0, 0, 0]
-    leave_evaluations(tmp_path)
-    on_one, on_three = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 3))
-    for size in SIZES:
-        for one, other in zip(on_one[size], on_three[size], strict=True):
-            assert one["measures"] == other["measures"]
-            assert one["columns"].keys() == other["columns"].keys() == {"loss", "prediction", "truth"}
-            assert all(torch.equal(column, other["columns"][name]) for name, column in one["columns"].items())
-        assert torch.equal(one["columns"]["truth"], torch.tensor(open_arrays(data).test_labels).double())
 
 
 def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

@@ -112,18 +112,6 @@ def test_an_objective_that_fails_only_in_evaluations_fails_before_the_first_step
     assert {record["kind"] for record in read_records(tmp_path / "run/unfinished/metrics.jsonl")} == {"start"}
 
 
-class FewUndefined(Misspelt):
-    """Has a measure that eight samples do not define."""
-
-    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"share": columns["loss"].topk(11).values.mean().item()}
-
-
-def test_a_measure_that_few_samples_do_not_define_is_no_mistake(tmp_path: Path) -> None:
-    result = train(tmp_path, table(positive), objective=f"{OWN}FewUndefined", validation_fraction=0.6)
-    assert result.measures["share"] > 0
-
-
 class Changing(nn.Module):
     """Draws, and changes attributes, a buffer and a weight, also in evaluations."""
 
@@ -217,41 +205,10 @@ class Centres(Objective):
         return functional.cross_entropy(outputs @ self.points.to(outputs), targets, reduction="none")
 
 
-class Margin(Classification):
-    """Takes the points from the model."""
-
-    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        pass
-
-    def losses(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        return super().losses(outputs[0] @ outputs[1], targets)
-
-    def columns(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> dict[str, Tensor]:
-        return super().columns(outputs[0] @ outputs[1], targets)
-
-
-class WithPoints(nn.Linear):
-    """Returns a point for each class beside the samples' own."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(3, 2)
-        self.points = nn.Parameter(torch.ones(2, num_classes))
-
-    def forward(self, rows: Tensor) -> Any:
-        return super().forward(rows), self.points
-
-
 def test_parameters_of_an_objective_are_refused(tmp_path: Path) -> None:
     """They would never be trained."""
     words = r"depends on a parameter \[2, 2\] that is none of the model's, and would never be trained: make it a part"
     refuse(tmp_path, table(positive), words, objective=f"{OWN}Centres")
-
-
-@pytest.mark.slow
-def test_the_same_parameters_in_the_model_are_trained(tmp_path: Path) -> None:
-    case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": 2}
-    weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
-    assert not torch.equal(weights["points"], torch.ones(2, 2))
 
 
 def normalised(num_classes: int) -> nn.Module:
