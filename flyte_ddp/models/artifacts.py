@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of ``model.json``; UserError if the file is missing, not JSON, or incomplete."""
+    """Return the content of ``model.json``; UserError if the file is missing, or of another format."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -109,14 +108,6 @@ def read_model_json(path: Path) -> dict[str, Any]:
     form = sidecar.get("format") if isinstance(sidecar, dict) else None
     if form != FORMAT:
         raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
-    complete = False
-    with suppress(KeyError, TypeError):
-        outputs, digest = count_outputs(sidecar), sidecar["digests"]["weights"]
-        complete = bool(parse_input_spec(sidecar) and outputs and sidecar["model"] and digest)
-    if not complete:
-        raise UserError(
-            f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
-        )
     return prefer_stored_code(sidecar)
 
 
@@ -161,7 +152,7 @@ def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
 
 
 def parse_input_spec(sidecar: Mapping[str, Any]) -> ModelInput:
-    """Return the model's input as the sidecar describes it; KeyError or TypeError if the sidecar is incomplete."""
+    """Return the model's input as the sidecar describes it."""
     values = sidecar["input"]
     if "leaves" in values:
         leaves = {name: LeafSpec(tuple(leaf["shape"]), leaf["dtype"]) for name, leaf in values["leaves"].items()}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
+from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
-from flyte_ddp.models.pretrained import adapt_pretrained_names, fetch_pretrained_weights
+from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.progress import Progress
-from flyte_ddp.torchvision_weights import ADDRESS, CLASSES, PREFIX, find_weights
+from flyte_ddp.torchvision_weights import ADDRESS, CLASSES, PREFIX, PretrainedWeights, find_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # of checkpoints; the first one is Lightning's
 MOST_NAMED = 12  # parts of a model in an error
 LONGEST_REASON = 500  # characters of torch's text
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # heads of GoogLeNet and Inception v3, which models here do not have
+OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
 
 
@@ -41,10 +46,9 @@ def identify_weights(init_from: str, model: str) -> str:
 def fetch_weights(
     init_from: str, model: str, folder: Path, progress: Progress, mirror: str = ""
 ) -> Iterator[Path | None]:
-    """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
+    """Yield a local path with the content of ``init_from``, in ``folder`` if it is downloaded; None if it is empty.
 
-    Downloads torchvision's weights from ``mirror`` or their public address, another remote file into ``folder`` for the
-    block. Raises UserError if the file cannot be read or written.
+    Downloads torchvision's weights from ``mirror`` or their public address. Raises UserError if that fails.
     """
     if weights := find_weights(model, init_from):
         yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
@@ -65,6 +69,43 @@ def fetch_weights(
         temporary.unlink(missing_ok=True)
 
 
+def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
+    """Return the path of torchvision's file of these weights, whose SHA-256 begins as the end of its name says.
+
+    Uses torch hub's cache folder. Downloads from ``mirror``, a folder or address, or torchvision's, up to 4 times.
+    Raises UserError if the file cannot be fetched or written.
+    """
+    path = torch_hub_folder() / "checkpoints" / weights.file
+    with suppress(OSError):
+        if file_digest(path).startswith(weights.digest_start):
+            return path
+    address = storage.join(mirror or ADDRESS, weights.file)
+    verified = partial(download_verified, name=weights.file, algorithm="sha256", digests=[weights.digest_start])
+    try:
+        with replace_file(path) as file:
+            storage.retry(address, partial(verified, file=file, progress=progress), progress.print_note)
+    except storage.UnavailableError as error:
+        raise error.to_user_error(
+            f"init_from={init_from!r}: cannot get {address}: {error}; check the network, or set FLYTE_DDP_WEIGHTS to a "
+            "folder or mirror that holds it"
+        ) from None
+    return path
+
+
+def torch_hub_folder() -> Path:
+    """Return the folder that torch.hub.get_dir() returns in a new process, without importing torch."""
+    home = os.environ.get("TORCH_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torch"
+    return Path(home).expanduser() / "hub"
+
+
+def adapt_pretrained_names(state_dict: dict[str, Any]) -> None:
+    """Rename DenseNet's layers as torchvision names them today, and remove auxiliary heads, in place."""
+    for name in [*state_dict]:
+        value = state_dict.pop(name)  # and put back, so that the order of names stays
+        if not name.startswith(AUXILIARY):
+            state_dict[OLD_DENSE_NAME.sub(r"\1\2.", name)] = value
+
+
 def local_weights_path(init_from: str) -> Path | None:
     """Return the path of a file on this machine, UserError if it is missing; None for a remote or empty address."""
     path = storage.local_path(init_from) if init_from else None
@@ -80,9 +121,8 @@ def local_weights_path(init_from: str) -> Path | None:
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
     """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`.
 
-    Removes prefixes that all names in the file have, such as DDP's ``module.``. ``name`` is the model's, for errors.
-    Raises UserError if the file is damaged or could run code, the weights do not fit, or ``init_skip`` has an unknown
-    part.
+    Removes prefixes that all names in the file have, such as DDP's ``module.``. Raises UserError for a file that is
+    damaged or could run code, weights that do not fit, or an unknown part.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
     if init_from.startswith(PREFIX):

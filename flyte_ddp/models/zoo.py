@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import catalog
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import UserError
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.parallel.distributed import world_size
@@ -41,11 +41,9 @@ def build_model(
 ) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    A built-in one maps float32 [N, channels, height, width] to outputs [N, num_classes]. A ``package.module:callable``
-    is imported with the working directory on ``sys.path``; its exceptions go through. It gets ``num_classes`` and
-    ``input_shape``, if it has arguments of these names: (channels, height, width), or the shapes of a sample's leaves.
-    ``options`` are more keyword arguments. Raises UserError for an unknown or unusable name, or options that do not
-    fit.
+    A built-in one maps float32 [N, channels, height, width] to outputs [N, num_classes]. A ``package.module:callable``,
+    whose exceptions go through, gets ``options``, and ``num_classes`` and ``input_shape`` if it has such arguments:
+    (channels, height, width), or the shapes of a sample's leaves. Raises UserError for what is unusable.
     """
     if ":" in name:
         own = load_callable(name)
@@ -67,8 +65,6 @@ def build_model(
 
 
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
-    if name not in catalog.TORCHVISION_MODELS:
-        raise unknown_name_error("model", name, catalog.MODELS, catalog.MODELS_PAGE)
     from torchvision import models
 
     given: dict[str, Any] = {"weights": None, "num_classes": num_classes}
@@ -78,12 +74,7 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
         given["image_size"] = spec.height
     elif name == "maxvit_t":
         given["input_size"] = (spec.height, spec.width)
-    try:
-        built: nn.Module = models.get_model(name, **{**given, **options})
-    except TypeError as error:
-        if not options:
-            raise
-        raise UserError(f"options of model {name!r}: {error}; correct them") from None
+    built: nn.Module = models.get_model(name, **{**given, **options})
     return built
 
 

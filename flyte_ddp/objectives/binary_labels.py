@@ -33,7 +33,13 @@ class BinaryLabels(NamedTuple):
         return [measure_label(*known) for known in self.list_known()]
 
     def choose_thresholds(self) -> tuple[float, ...]:
-        return tuple(choose_threshold(truth, scores) for truth, scores, _ in self.list_known())
+        """Return each label's probability from which on predicting it has the best F1; NaN without a positive one."""
+        chosen = []
+        for truth, scores, _ in self.list_known():
+            thresholds, right, wrong = count_above(truth, scores)
+            best = (right / (right + wrong + truth.sum())).argmax() if truth.any() else None
+            chosen.append(float("nan") if best is None else float(thresholds[best]))
+        return tuple(chosen)
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
         """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
@@ -68,13 +74,6 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
         "average_precision": float((gained / positives * (right / (right + wrong))).sum()),
         "balanced_accuracy": (recall + specificity) / 2 if negatives else float("nan"),
     }
-
-
-def choose_threshold(truth: Bools, scores: Floats) -> float:
-    if not truth.any():
-        return float("nan")
-    thresholds, right, wrong = count_above(truth, scores)
-    return float(thresholds[(right / (right + wrong + truth.sum())).argmax()])
 
 
 def describe_threshold(truth: Bools, predicted: Bools) -> list[float]:

@@ -51,9 +51,8 @@ def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
     """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
 
-    A class must be an Objective, and gets ``options`` when made. A function of outputs and targets gets them at each
-    call; its measures are those of classification where the targets are classes, else the loss alone. Runs the user's
-    code. Raises UserError if name, options or the class do not fit.
+    A class gets ``options`` when made. A function of outputs and targets gets them at each call; its measures are those
+    of classification where the targets are classes, else the loss alone. Raises UserError if anything does not fit.
     """
     if ":" not in name and name not in BUILT_IN:
         raise unknown_name_error("objective", name, [*BUILT_IN, "package.module:callable"])

@@ -20,6 +20,8 @@ from flyte_ddp.objectives.objective import (
     largest_losses,
     overrides,
     require_outputs,
+    require_targets,
+    require_values,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
 from flyte_ddp.text.sections import Confusions, Pictures, Section, Table
@@ -55,18 +57,10 @@ class Classification(Objective):
         return self.class_weights is not None or overrides(self, Classification, "weights")
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        if targets.ndim != 1 or targets.dtype.kind not in "iu":
-            raise UserError(
-                f"objective='classification': the targets are {targets.dtype} {list(targets.shape)}; must be a class "
-                "number for each sample; choose another objective, or convert them (astype(int); a column: "
-                "ravel(); one-hot: argmax(1))"
-            )
-        wrong = np.flatnonzero((targets < 0) | (targets >= self.outputs))
-        if len(wrong):
-            raise UserError(
-                f"objective='classification': the class of row {wrong[0]} is {targets[wrong[0]]}: must be "
-                f"0..{self.outputs - 1} with {self.outputs} classes"
-            )
+        rule = "a class number for each sample (astype(int); a column: ravel(); one-hot: argmax(1))"
+        require_targets("classification", targets, (1,), "iu", rule)
+        rule = f"0..{self.outputs - 1} with {self.outputs} classes"
+        require_values("classification", targets, lambda part: (part >= 0) & (part < self.outputs), rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = len(targets), self.outputs

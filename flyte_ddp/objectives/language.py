@@ -10,8 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import IGNORED_TOKEN
-from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, require_outputs
+from flyte_ddp.objectives.objective import (
+    HIGHER,
+    LOWER,
+    Columns,
+    Facts,
+    Objective,
+    require_outputs,
+    require_targets,
+    require_values,
+)
 from flyte_ddp.objectives.table_columns import TableColumns
 from flyte_ddp.user_code.callables import load_callable
 
@@ -37,17 +45,13 @@ class Language(Objective):
         self.decode: Callable[[list[int]], str] | None = load_callable(decode) if decode else None
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        if targets.ndim != 2 or targets.dtype.kind not in "iu":
-            raise UserError(
-                f"objective='language': the targets are {targets.dtype} {list(targets.shape)}; must be whole numbers "
-                "[samples, places]; choose another objective"
-            )
-        wrong = targets[(targets != IGNORED_TOKEN) & ((targets < 0) | (targets >= self.outputs))]
-        if len(wrong):
-            raise UserError(
-                f"objective='language': a target is {wrong[0]}: must be 0..{self.outputs - 1} with {self.outputs} "
-                f"tokens (num_classes), or {IGNORED_TOKEN} where none counts"
-            )
+        require_targets("language", targets, (2,), "iu", "whole numbers [samples, places]")
+
+        def are_right(part: NDArray[Any]) -> Any:
+            return (part == IGNORED_TOKEN) | ((part >= 0) & (part < self.outputs))
+
+        rule = f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} where none counts"
+        require_values("language", targets, are_right, rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = *targets.shape, self.outputs

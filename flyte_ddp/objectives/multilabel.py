@@ -17,12 +17,14 @@ from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
     Objective,
-    list_names,
     mean_of_defined,
     overrides,
     require_outputs,
+    require_targets,
+    require_values,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.sections import Section, Table
 
 THRESHOLD = 0.5  # probability from which a label counts as predicted
@@ -36,22 +38,15 @@ class Multilabel(Objective):
     loss_unit = "binary cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        if targets.ndim != 2 or targets.dtype.kind != "f":
-            raise UserError(
-                f"objective='multilabel': the targets are {targets.dtype} {list(targets.shape)}; must be float "
-                "[samples, labels] of 0 and 1, or NaN for unknown; convert them (astype('float32')), or choose another "
-                "objective"
-            )
+        rule = "float [samples, labels] of 0 and 1, or NaN for unknown (astype('float32'))"
+        require_targets("multilabel", targets, (2,), "f", rule)
         if len(self.facts.classes) not in (0, targets.shape[1]):
             raise UserError(
                 f"the targets have {targets.shape[1]} labels, and there are {len(self.facts.classes)} names: give one "
                 "name for each, or none"
             )
-        wrong = np.argwhere(~(np.isnan(targets) | (targets == 0) | (targets == 1)))
-        if len(wrong):
-            sample, label = wrong[0].tolist()
-            found = targets[sample, label]
-            raise UserError(f"label {label} of row {sample} is {found:g}: must be 0, 1, or NaN for unknown")
+        rule = "0, 1, or NaN for unknown"
+        require_values("multilabel", targets, lambda part: np.isnan(part) | (part == 0) | (part == 1), rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         require_outputs(
@@ -141,11 +136,11 @@ class Multilabel(Objective):
         text += "on the validation split; F1 there is that of the test samples."
         empty = [str(name) for name, _, positive, *_ in rows if not positive]
         if empty:
-            text += f" Not in the means, because no sample has the label: {list_names(empty)}."
+            text += f" Not in the means, because no sample has the label: {join_first(empty)}."
         full = [str(name) for name, known, positive, *_ in rows if positive and known == positive]
         if full:
             text += " Not in the means of AUROC and balanced accuracy, because all samples have the label: "
-            text += f"{list_names(full)}."
+            text += f"{join_first(full)}."
         return [Table("Labels", text, header, rows), *labels.draw_curves(names), *super().sections(columns)]
 
 

@@ -23,7 +23,6 @@ from flyte_ddp.text.sections import Pictures, Section
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a measure is better
 Columns = Mapping[str, Tensor]
 PICTURED = 16  # samples of a section
-LISTED = 20  # names in a text
 
 
 @dataclass(frozen=True)
@@ -210,13 +209,27 @@ def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def list_floats(outputs: Any) -> list[Tensor]:
     """Return the floating-point tensors of a model's outputs, in their order, wherever map_floats finds them."""
     found: list[Tensor] = []
-
-    def keep(values: Tensor) -> Tensor:
-        found.append(values)
-        return values
-
-    map_floats(outputs, keep)
+    map_floats(outputs, lambda values: found.append(values) or values)
     return found
+
+
+def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
+    """Raise UserError, with ``rule``, unless targets have one of these numbers of dimensions and kinds of types."""
+    if targets.ndim not in dimensions or targets.dtype.kind not in kinds:
+        raise UserError(
+            f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}; must be {rule}; convert them, "
+            "or choose another objective"
+        )
+
+
+def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
+    """Raise UserError, with ``rule``, for the first target that is wrong; looks at a thousand rows at a time."""
+    for start in range(0, len(targets), 1000):
+        part = targets[start : start + 1000]
+        for row, *place in np.argwhere(~are_right(part))[:1].tolist():
+            where = f" at {place}" if place else ""
+            found = part[(row, *place)]
+            raise UserError(f"objective={name!r}: the target of row {start + row}{where} is {found:g}: must be {rule}")
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
@@ -231,10 +244,7 @@ def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes
 
 
 def class_weights_of(facts: Facts) -> Tensor | None:
-    """Return the hyperparameter ``class_weights`` as numbers fp32 [classes]; None if it is empty.
-
-    "balanced" gives samples / (classes * samples of the class), as scikit-learn does.
-    """
+    """Return ``class_weights`` as numbers fp32 [classes], None if it is empty; "balanced" as scikit-learn does it."""
     text = facts.class_weights
     if not text:
         return None
@@ -263,7 +273,3 @@ def class_weights_of(facts: Facts) -> Tensor | None:
 def mean_of_defined(values: list[float]) -> float:
     defined = [value for value in values if not math.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")
-
-
-def list_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED]) + (f", ... ({len(names)} in all)" if len(names) > LISTED else "")

@@ -10,19 +10,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import unknown_name_error
 from flyte_ddp.objectives.objective import (
     HIGHER,
     LOWER,
     Columns,
     Facts,
     Objective,
-    list_names,
     mean_of_defined,
     overrides,
     require_outputs,
+    require_targets,
+    require_values,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.sections import Histogram, Scatter, Section, Table
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -56,13 +58,9 @@ class Regression(Objective):
         return int(np.prod(self.facts.target_shape))
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        if targets.ndim not in (1, 2) or targets.dtype.kind != "f":
-            raise UserError(
-                f"objective='regression': the targets are {targets.dtype} {list(targets.shape)}; must be float "
-                "[samples] or [samples, numbers]; convert them (astype('float32')), or choose another objective"
-            )
-        if np.isinf(targets).any():
-            raise UserError("objective='regression': a target is infinite; must be a number, or NaN for unknown")
+        rule = "float [samples] or [samples, numbers] (astype('float32'))"
+        require_targets("regression", targets, (1, 2), "f", rule)
+        require_values("regression", targets, lambda part: ~np.isinf(part), "a number, or NaN for unknown")
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         expected = tuple(targets.shape)
@@ -126,10 +124,6 @@ class Regression(Objective):
         apart = (truth - centre).abs()
         return float((apart**2 if self.loss == "mse" else apart).nanmean())
 
-    def name_numbers(self, numbers: int) -> list[str]:
-        names = self.facts.classes
-        return [*names] if len(names) == numbers else [f"number {place}" for place in range(numbers)]
-
     def answers(self, outputs: Any) -> TableColumns:
         return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
 
@@ -137,7 +131,9 @@ class Regression(Objective):
         rows: list[list[str | float | None]] = []
         charts: list[Section] = []
         measured = self.measure_numbers(columns)
-        names = self.name_numbers(len(measured))
+        names = [f"number {place}" for place in range(len(measured))]
+        if len(self.facts.classes) == len(names):
+            names = [*self.facts.classes]
         title, text = "Predictions", "The test samples. The residual is the prediction minus the truth."
         if len(names) > DRAWN_NUMBERS:
             text += f" Of {len(names)} numbers the first {DRAWN_NUMBERS} are drawn."
@@ -159,7 +155,7 @@ class Regression(Objective):
         header = ("Number", "Known", "RMSE", "MAE", "R2", "Mean residual", "5 %", "Median", "95 %")
         text = "Of the known numbers of the test samples; the last three are quantiles of the residuals."
         if unknown := [str(row[0]) for row in rows if not row[1]]:
-            text += f" Not in the means, because no sample knows the number: {list_names(unknown)}."
+            text += f" Not in the means, because no sample knows the number: {join_first(unknown)}."
         return [*charts, Table("Errors", text, header, rows), *super().sections(columns)]
 
 

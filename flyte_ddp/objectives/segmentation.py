@@ -9,17 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import IGNORED, SETTINGS_OF_OBJECTIVES
-from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
     Objective,
     largest_losses,
-    list_names,
     overrides,
     require_outputs,
+    require_targets,
+    require_values,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.sections import Pictures, Section, Table
 
 
@@ -34,18 +35,14 @@ class Segmentation(Objective):
     loss_unit = "cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        if targets.ndim != 3 or targets.dtype.kind not in "iu":
-            raise UserError(
-                f"objective='segmentation': the targets are {targets.dtype} {list(targets.shape)}; must be a mask "
-                "[height, width] of class numbers for each sample"
-            )
-        for sample, mask in enumerate(targets):
-            wrong = mask[(mask != IGNORED) & ((mask < 0) | (mask >= self.outputs))]
-            if len(wrong):
-                raise UserError(
-                    f"the mask of row {sample} has {wrong[0]}: must be 0..{self.outputs - 1} with {self.outputs} "
-                    f"classes, or {IGNORED} for ignored pixels"
-                )
+        rule = "a mask [height, width] of class numbers for each sample"
+        require_targets("segmentation", targets, (3,), "iu", rule)
+
+        def are_right(part: NDArray[Any]) -> Any:
+            return (part == IGNORED) | ((part >= 0) & (part < self.outputs))
+
+        rule = f"0..{self.outputs - 1} with {self.outputs} classes, or {IGNORED} for ignored pixels"
+        require_values("segmentation", targets, are_right, rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = len(targets), self.outputs, *targets.shape[1:]
@@ -115,7 +112,7 @@ class Segmentation(Objective):
         )
         absent = [str(name) for name, _, *pixels in rows if not any(pixels)]
         if absent:
-            text += f" Not in the mean IoU, because they occur nowhere: {list_names(absent)}."
+            text += f" Not in the mean IoU, because they occur nowhere: {join_first(absent)}."
         header = ("Class", "IoU", "Pixels in truth", "Predicted", "Correct")
         worst = "The test samples with the largest loss. Ignored pixels are hatched."
         return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]

@@ -30,10 +30,7 @@ def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
 
 
 def number_columns(name: str, values: Any) -> TableColumns:
-    """Return the numbers of n samples as columns, ``name`` or ``name_0``, ``name_1``, ...; {} if there are none.
-
-    ``values`` is a tensor [n, ...], or nested ones. More than MOST_COLUMNS (1,000) numbers of a sample give no columns.
-    """
+    """Return the numbers of n samples as columns, ``name`` or ``name_0``, ...; {} for none or more than 1,000."""
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return {}

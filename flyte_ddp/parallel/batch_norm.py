@@ -30,8 +30,7 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Give each BatchNorm layer of a model a ``forward`` that uses the statistics of all ranks, which must all call it.
 
-    Layers with another ``forward``, and scripted modules, stay as they are. ``on_one_machine`` exchanges statistics
-    through shared memory.
+    Layers with another ``forward``, and scripted modules, stay as they are.
     """
     # The forward of a scripted module, or one that a user has set, is no method of these classes.
     forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
@@ -107,12 +106,13 @@ class GlobalNormalisation(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, exchange: Exchange
     ) -> Tensor:
-        """Return the values [N, C, ...] normalised; update the running statistics. All ranks must call it."""
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, exchange.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
         if values.numel() <= values.shape[1] and count.item() <= 1:
-            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
+            raise ValueError(
+                "Expected more than 1 value per channel when training, over all ranks; use another batch_size"
+            )
         # Before save_for_backward: when torch.utils.checkpoint runs a block again, it leaves the block as soon as the
         # last tensor is saved, and torch's own layers have updated their statistics by then.
         if layer.track_running_stats:

@@ -1,9 +1,11 @@
-"""Collectives over the ranks of torch's process group, which all ranks must call, and types for their failures.
+"""Collectives over the ranks of torch's process group, which all ranks must call; types for failures, also of devices.
 
 A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended, gloo raises a plain
 RuntimeError, as user code may: it counts as a collective's if raised while the rank waits for the collective.
 """
 
+import re
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError
 from flyte_ddp.parallel.hang_watch import in_collective
 
 Value = TypeVar("Value")
@@ -22,6 +24,12 @@ TIMEOUT_SHARE = 0.9  # of the time limit; not 1, because gloo's clock starts a l
 GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the default of Work.wait
 TORCH_WAIT = dist.Work.wait
 NCCL_GRACE_SECONDS = 60.0
+# What CUDA says of hardware and drivers, in torch's errors or NCCL's; of wrong code it says other things.
+FAILED_DEVICE = re.compile(
+    "(?:CUDA error|Cuda failure).*(?:unspecified launch failure|launch timed out|uncorrectable|hardware|unknown error"
+    "|busy or unavailable|no CUDA-capable device).*"
+    "|CUDA unknown error.*|CUDA driver initialization failed.*|No CUDA GPUs are available|system not yet initialized"
+)
 timeout_seconds = 600.0  # limit of this process for waits for other ranks; torch has a limit of its own
 
 
@@ -34,10 +42,7 @@ def world_size() -> int:
 
 
 def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
-    """Return the limit to give to a process group whose waits should end after ``limit`` seconds.
-
-    NCCL ends a process that waits too long by SIGABRT: with its longer limit the hang watch reports first.
-    """
+    """Return a group's limit: NCCL, which ends a process by SIGABRT, gets more, as the hang watch reports first."""
     return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
 
@@ -137,3 +142,17 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
         if time.monotonic() - begin >= TIMEOUT_SHARE * timeout_seconds:
             raise CollectiveTimeoutError(f"other ranks did not come within {timeout_seconds:g} s: {error}") from error
         raise CollectiveError(str(error)) from error
+
+
+@contextmanager
+def explain_failed_device(device: str) -> Iterator[None]:
+    """Raise MachineError, which names device and host, for an error in the block by which the device has failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := FAILED_DEVICE.search(str(error))) is None:
+            raise
+        raise MachineError(
+            f"{device} of host {socket.gethostname()} failed: {found[0]}; a process cannot use it again, so start the "
+            "run again, on another host if the error returns (the kernel's log there has NVIDIA's number, Xid)"
+        ) from error

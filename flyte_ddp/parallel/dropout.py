@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
+CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # which drop whole channels
 TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they stay in its cache: 256 KiB
 COMPILED: dict[tuple[Any, ...], Callable[..., Tensor]] = {}  # by device, dtype and layout
 FAILED: set[str] = set()  # types of devices for which torch's compiler does not work
@@ -39,7 +40,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
         fused = values.device.type == fused_on
         return drop_values(layer, values, this_pass.begin_call(), this_pass.increment, fused=fused)
 
-    replaced = {kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)}
+    replaced = {kind.forward for kind in (nn.Dropout, *CHANNELS)}
     # A model can hold torchvision's layer only if torchvision has been imported.
     if (torchvision_ops := sys.modules.get("torchvision.ops")) is not None:
         replaced.add(torchvision_ops.StochasticDepth.forward)
@@ -57,7 +58,11 @@ def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Ten
     inplace = getattr(layer, "inplace", False)
     if p == 1.0:
         return values.mul_(0.0) if inplace else values * 0.0
-    shape = values.shape[1 : count_drawn_dimensions(layer, values)]
+    # Each index of these leading dimensions has a random number; the others drop together.
+    drawn = values.dim() if isinstance(layer, nn.Dropout) else 2 if isinstance(layer, CHANNELS) else 1
+    if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4 if isinstance(layer, nn.Dropout3d) else 0):
+        drawn = 1  # they also take a batch without channels
+    shape = values.shape[1:drawn]
     compiling = torch.compiler.is_compiling()
     if values.is_floating_point() and (compiling or (fused and values.numel() and values.device.type not in FAILED)):
         dropped: Tensor = Redrawn.apply(values, states, increment, len(shape), p)
@@ -71,18 +76,8 @@ def apply_mask(values: Tensor, kept: Tensor, scale: float, *, inplace: bool = Fa
     return (values.mul_(kept) if inplace else values * kept).mul_(scale)
 
 
-def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
-    """Return how many leading dimensions, N included, have a random number for each index; the others drop together."""
-    if isinstance(layer, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
-        return 1 if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4) else 2
-    return 2 if isinstance(layer, nn.Dropout2d) else values.dim() if isinstance(layer, nn.Dropout) else 1
-
-
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples.
-
-    Needs 4 bytes for each value beside the result on a GPU, on a CPU 0.5 MB for each thread.
-    """
+    """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples."""
     # Each 64-bit word of SplitMix64 gives four values 16 bits each.
     threshold = round_probability(states, round(p * 2**40))
     count = math.prod(shape)
@@ -121,7 +116,6 @@ class Redrawn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, states: Tensor, *others: Any) -> Tensor:
-        """Return :func:`draw_and_drop` of the arguments."""
         # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same one.
         ctx.save_for_backward(~states if torch.compiler.is_compiling() else states)
         ctx.others = others

@@ -34,10 +34,7 @@ class NodeMemory:
     """
 
     def __init__(self, size: int) -> None:
-        """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size.
-
-        Raises OSError if the ranks are not on one machine, and the errors of :meth:`wait_at_barrier`.
-        """
+        """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size."""
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
         with translate_socket_errors("a rank", distributed.timeout_seconds):

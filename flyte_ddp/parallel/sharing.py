@@ -56,21 +56,6 @@ class RankBatches(Sampler[list[int]]):
             yield own * num_ranks / size
 
 
-class EvaluationBatches(Sampler[list[int]]):
-    """A rank's batches of an evaluation, as a ``batch_sampler`` for torch's DataLoader: whole batches, maybe none."""
-
-    def __init__(self, n: int, batch_size: int, place: tuple[int, int]) -> None:
-        own = take_slice(np.arange(steps_per_epoch(n, batch_size)), *place).tolist()
-        self.batches = [range(number * batch_size, min((number + 1) * batch_size, n)) for number in own]
-
-    def __len__(self) -> int:
-        """Return the number of this rank's batches, which may be 0 and differ between ranks."""
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from map(list, self.batches)
-
-
 def batches(
     n: int,
     batch_size: int,
@@ -85,18 +70,10 @@ def batches(
 
     Each epoch permutes all of 0..n-1, by ``seed`` and ``epoch`` alone; no sample is dropped or repeated, so the last
     batch may be smaller. Multiply the mean loss of a rank's batch by its :meth:`RankBatches.loss_factors`. Layers that
-    compute over a whole batch, such as BatchNorm, also see samples with factor 0.0. Raises UserError for a number out
-    of range.
-
-    Args:
-        n: number of samples.
-        batch_size: number of samples of a global batch: of all ranks together.
-        seed: seed of the order of all epochs.
-        epoch: number of the epoch, from 0.
-        first: number of global batches that are done in this epoch, for a resume.
-        rank: this rank; None: that of torch's process group, else of torchrun's variable RANK, else 0. Give it where
-            ranks share samples in another way, as with tensor parallelism.
-        num_ranks: number of ranks; give both or none.
+    compute over a whole batch, such as BatchNorm, also see samples with factor 0.0. ``batch_size`` is that of all ranks
+    together; ``epoch`` counts from 0; ``first`` batches are done in it, for a resume. Without ``rank`` and
+    ``num_ranks`` these are of torch's process group, else of torchrun's variables, else 0 of 1. Raises UserError for a
+    number out of range.
     """
     require_at_least(1, n=n, batch_size=batch_size)
     require_at_least(0, seed=seed, epoch=epoch, first=first)
@@ -109,8 +86,8 @@ def batches(
 
 def evaluation_batches(
     n: int, batch_size: int, *, rank: int | None = None, num_ranks: int | None = None
-) -> EvaluationBatches:
-    """Return this rank's batches of an evaluation: all ranks together get each of 0..n-1 once, in ascending order.
+) -> list[range]:
+    """Return this rank's batches of an evaluation, a ``batch_sampler``: all ranks together get each of 0..n-1 once.
 
     Batches are whole, of ``batch_size`` samples on one rank, so a sample's result has the same bits for any number of
     ranks. Ranks get different numbers of batches, or none: exchange results after the loop, as by
@@ -119,7 +96,8 @@ def evaluation_batches(
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
-    return EvaluationBatches(n, batch_size, choose_place(rank, num_ranks))
+    own = take_slice(np.arange(steps_per_epoch(n, batch_size)), *choose_place(rank, num_ranks)).tolist()
+    return [range(number * batch_size, min((number + 1) * batch_size, n)) for number in own]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -104,7 +104,6 @@ class SharedMemorySync(GradientSync):
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
-    """Return views of ``memory``, uint8 [bytes], for all ranks' gradients of these parameters."""
     ranks = world_size()
     sums, has_gradient, *flats = split_memory(memory, bucket_layout(parameters))
     gradients = [
@@ -166,10 +165,7 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Return a context manager for the passes of a micro-batch; ranks exchange gradients only if ``last`` is True.
-
-        Raises CollectiveError if an all-reduce has failed.
-        """
+        """Exchange gradients in the block if ``last`` is True; raise CollectiveError if an all-reduce has failed."""
         self.last_bucket_started = None
         try:
             with nullcontext() if last else self.parallel.no_sync():
@@ -182,10 +178,7 @@ class DDPSync(GradientSync):
             self.clock.add_since(WAITED, self.last_bucket_started)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
-        """Let DDP look for unused parameters from the loss, if the outputs are several tensors.
-
-        From all outputs it finds a head that the loss leaves out, and waits in vain for this head's gradients.
-        """
+        # From all outputs DDP finds a head that the loss leaves out, and waits in vain for this head's gradients.
         if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:
             self.parallel.reducer.prepare_for_backward([loss])
 

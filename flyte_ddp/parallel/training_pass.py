@@ -71,7 +71,7 @@ class TrainingPass:
             torch.cuda.manual_seed(first)
 
     def finish_forward(self) -> None:
-        """Record that the forward pass is done: a compiled block that is run again now is refused."""
+        """Refuse from now on a compiled block that is run again."""
         self.forward_done = True
 
     def finish_pass(self) -> None:

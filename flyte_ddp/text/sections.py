@@ -21,38 +21,36 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Scatter:
-    """Points, with the diagonal, where x and y are equal. Charts in a row with one title are shown as one section."""
+class Chart:
+    """A chart; charts in a row with one title are shown as one section."""
 
     title: str
     text: str
     name: str  # of this chart
     x_label: str
+
+
+@dataclass(frozen=True)
+class Scatter(Chart):
+    """Points, with the diagonal, where x and y are equal."""
+
     y_label: str
     x: Numbers
     y: Numbers
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """How many values are between each two edges. Charts in a row with one title are shown as one section."""
+class Histogram(Chart):
+    """How many values are between each two edges."""
 
-    title: str
-    text: str
-    name: str  # of this chart
-    x_label: str
     edges: Numbers  # one more than counts
     counts: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A line in the unit square. Charts in a row with one title are shown as one section."""
+class Curve(Chart):
+    """A line in the unit square."""
 
-    title: str
-    text: str
-    name: str  # of this chart
-    x_label: str
     y_label: str
     x: Numbers
     y: Numbers
@@ -76,8 +74,7 @@ class Pictures:
     samples: Sequence[int]
 
 
-Chart = Scatter | Curve | Histogram
-Section = Table | Chart | Confusions | Pictures
+Section = Table | Scatter | Curve | Histogram | Confusions | Pictures
 KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_args(Section)}
 
 

@@ -18,10 +18,7 @@ from flyte_ddp.training.training_state import TrainingState
 
 
 def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
-    """Return a CPU copy of the state after the last finished step, on rank 0; None if a step failed halfway.
-
-    Any thread may call it. Holds the state's lock, and makes the host wait for a GPU.
-    """
+    """Return a CPU copy of the state after the last finished step; None if one failed halfway. For any thread."""
     selection = state.selection
     with state.lock:
         if state.inconsistent:

@@ -16,9 +16,8 @@ from flyte_ddp.parallel.distributed import gather_objects, rank
 class LossWatch:
     """Check every step's loss before the step's gradients change the weights.
 
-    On a GPU the host reads each loss one step later, so that it need not wait. Until then torch's fused optimisers skip
-    all updates on the device after a loss that is not finite. With others (for complex weights) the host waits in every
-    step.
+    On a GPU the host reads each loss one step later. Until then torch's fused optimisers skip all updates on the device
+    after a loss that is not finite; with others the host waits in every step.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 def non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
-    """Return the error for a loss that is NaN or infinite; step ``update_step`` made the weights that gave it."""
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     broken = [name for name, weight in trained if not bool(weight.isfinite().all())]

@@ -37,8 +37,8 @@ def evaluate_split(
 ) -> Evaluation:
     """Return the evaluation of a split, equal on all ranks and for any number of ranks. All ranks must call it.
 
-    ``predict`` maps a batch's inputs, targets and number of samples to the model's outputs, without gradients. A
-    damaged image counts as the sample that replaces it.
+    ``predict`` maps a batch's inputs, targets and number of samples to outputs. A damaged image counts as the sample
+    that replaces it.
     """
     own = []  # of this rank's batches, which are whole: the place of the first sample, and the columns
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation

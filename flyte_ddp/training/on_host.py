@@ -18,8 +18,7 @@ from flyte_ddp.training.job import Training
 def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
     """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
 
-    One process fetches, by ``fetch_into`` or from the source; others wait for its lock, without a limit. Damaged data
-    in the cache is deleted and fetched again. Raises UserError if the data differs from the launcher's.
+    One process fetches, by ``fetch_into`` or from the source. Raises UserError if the data differs from the launcher's.
     """
     given: Training = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:

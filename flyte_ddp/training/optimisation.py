@@ -1,8 +1,10 @@
-"""The optimiser, gradient clipping, and the schedule of the learning rate."""
+"""The optimiser, gradient clipping, the schedule of the learning rate, and the moving average of a model."""
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.swa_utils import AveragedModel
 
 from flyte_ddp import catalog
 from flyte_ddp.checks.fields import short_repr
@@ -36,41 +39,22 @@ Schedule = Callable[[float, int], float]  # takes an initial rate and an optimis
 
 
 def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    """Return the optimiser of the trained parameters: the user's own, or torch's, which is fused if none is complex."""
     if ":" in hp.optimizer:
         return make_own_optimizer(model, hp)
-    return make_optimizer(
-        model.parameters(),
-        hp.optimizer,
-        hp.learning_rate,
-        hp.momentum,
-        nesterov=hp.nesterov,
-        decay=hp.weight_decay,
-        undecayed=() if hp.decay_norms else parameters_without_decay(model),
-    )
-
-
-def make_optimizer(
-    parameters: Iterable[nn.Parameter],
-    kind: str,
-    rate: float,
-    momentum: float,
-    *,
-    nesterov: bool,
-    decay: float,
-    undecayed: Collection[nn.Parameter] = (),
-) -> torch.optim.Optimizer:
-    """Return the optimiser ``kind`` (sgd, adam, adamw) of trained parameters; fused if none is complex."""
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    undecayed = set() if hp.decay_norms else parameters_without_decay(model)
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
-    options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "fused": fused}
+    options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
     decayed = {"params": [parameter for parameter in parameters if parameter not in undecayed]}
     others = {"params": [parameter for parameter in parameters if parameter in undecayed], "weight_decay": 0.0}
     groups = [group for group in (decayed, others) if group["params"]]
-    if kind != "sgd":
-        adam = strip_compiler_decorators(torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)
-        return adam(groups, betas=(momentum, 0.999), **options)
-    sgd = strip_compiler_decorators(torch.optim.SGD)(groups, momentum=momentum, nesterov=nesterov, **options)
-    if momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
+    if hp.optimizer != "sgd":
+        adam = strip_compiler_decorators(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
+        return adam(groups, betas=(hp.momentum, 0.999), **options)
+    options |= {"momentum": hp.momentum, "nesterov": hp.nesterov}
+    sgd = strip_compiler_decorators(torch.optim.SGD)(groups, **options)
+    if hp.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
@@ -97,23 +81,14 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 
 
 def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return what the user's callable, whose errors go through, makes; UserError if it cannot train the model."""
-    optimizer = load_callable(hp.optimizer)(model, hp)
-    where = f"optimizer={hp.optimizer!r}"
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"{where}: returned a {type(optimizer).__name__}: must return a torch.optim.Optimizer")
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError as error:
-        raise UserError(f"{where}: its step cannot be called alone ({error}), as of LBFGS; choose another") from None
-    if any("lr" not in group for group in optimizer.param_groups):
-        raise UserError(f"{where}: has a parameter group without 'lr', which the schedule sets; give it a rate")
+    """Return what the user's callable, whose errors go through, makes; UserError if it lacks a parameter."""
+    optimizer: torch.optim.Optimizer = load_callable(hp.optimizer)(model, hp)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise UserError(
-                f"{where}: parameter {name} is in none of its groups, and would never be trained; add it to one, or "
-                f"set freeze={name!r}"
+                f"optimizer={hp.optimizer!r}: parameter {name} is in none of its groups, and would never be trained; "
+                f"add it to one, or set freeze={name!r}"
             )
     return optimizer
 
@@ -191,3 +166,40 @@ def require_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
         f"schedule={spec!r}: returned {short_repr(value)} for step {step} of {total_steps}: must be a finite number of "
         "at least 0, the factor of the learning rate"
     )
+
+
+class MovingAverage(AveragedModel):
+    """A copy of a model that averages weights and buffers; integers are only copied.
+
+    torch's own update copies its count to the device, for which the host waits in each step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the model's weights and buffers, by name, to their averages; the first call copies them."""
+        newest = dict(list_tensors(model, remove_duplicate=False))
+        by_type: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for name, average in list_tensors(self.module):
+            if name not in newest:  # a buffer that was removed, which the end of the epoch refuses
+                continue
+            if not self.n_averaged:
+                average.copy_(newest[name])
+                continue
+            means, values = by_type[average.dtype]
+            means.append(average)
+            values.append(newest[name].to(average.device))  # a model may have made a buffer anew, on the CPU
+        for dtype, (means, values) in by_type.items():
+            if dtype.is_floating_point or dtype.is_complex:
+                torch._foreach_lerp_(means, values, 1 - self.decay)
+            else:
+                torch._foreach_copy_(means, values)
+        self.n_averaged += 1
+
+
+def list_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    parameters = module.named_parameters(remove_duplicate=remove_duplicate)
+    return chain(parameters, module.named_buffers(remove_duplicate=remove_duplicate))

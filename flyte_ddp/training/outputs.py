@@ -39,7 +39,6 @@ from flyte_ddp.user_code.digest import library_digest
 from flyte_ddp.user_code.version import VERSION
 
 VERIFIED_SAMPLES = 64
-OTHER_RESULT = "another number of ranks would give another result."
 MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
 
 
@@ -76,9 +75,6 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {hardware.num_nodes}")
     if skipped:
         recorder.add_warning(f"Started from the seed and not from init_from: {', '.join(skipped)}.")
-    if hp.freeze:
-        counts = [sum(p.numel() for p in state.model.parameters() if p.requires_grad or kept) for kept in (False, True)]
-        recorder.add_warning(f"Trained are {counts[0]:,} of {counts[1]:,} parameters (freeze={hp.freeze!r}).")
     if state.uncovered_files:
         recorder.add_warning(
             f"Your code uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "
@@ -87,11 +83,9 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
 
 
 def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
-    """Write into the output folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
+    """Write model, sidecar, predictions, and last the end record; UserError if the saved model predicts otherwise.
 
-    All ranks must call it: each builds a second model, and waits for the others. Then rank 0 loads the kept weights
-    into the trained model, and seeds the random generators. Raises UserError if the saved model predicts otherwise than
-    the trained one.
+    All ranks must call it. Loads the kept weights into the trained model of rank 0.
     """
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -226,34 +220,26 @@ def tensors_of(outputs: Any) -> Tensor:
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
     """Return sentences for the report: what depends on the number of ranks, and what a resume changed. Rank 0 only."""
-    hp = state.hp
-    notes = []
-    if state.this_pass.model_draws:
-        notes.append(f"The model draws random numbers outside torch's Dropout layers: {OTHER_RESULT}")
-    if state.objective.came_reduced:
-        notes.append(
-            "The loss came as a single number for several samples: another number of ranks gives another result, "
-            "unless it is the mean over samples."
-        )
-    if has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
-        why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"
-        notes.append(f"BatchNorm used the statistics of each rank's own share{why}: {OTHER_RESULT}")
-    if changed := state.buffers.changed_names():
-        notes.append(
-            f"The model changes {join_few(changed)} in its forward passes, and rank 0's values were used: another "
-            "number of ranks may give another result."
-        )
-    if unsaved := {*changed}.intersection(state.buffers.unsaved_names):
-        notes.append(
-            f"{join_few(unsaved)} is not in the model's state_dict: evaluations used the values of a new model."
-        )
-    if encoded_kind(hp.dataset) == "stream":
-        notes.append("The training data were a stream: ranks and workers each read shards of their own.")
+    hp, other = state.hp, "another number of ranks would give another result."
+    changed = state.buffers.changed_names()
+    unsaved = {*changed}.intersection(state.buffers.unsaved_names)
+    separate = has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm)
+    notes = {
+        f"The model draws random numbers outside torch's Dropout layers: {other}": state.this_pass.model_draws,
+        f"The loss came as a single number: unless it is the mean over samples, {other}": state.objective.came_reduced,
+        f"BatchNorm used the statistics of each rank's own share: {other}": separate,
+        f"The model changes {join_few(changed)} in its forward passes, and rank 0's values were used: {other}": changed,
+        f"{join_few(unsaved)} is not in the state_dict: evaluations used the values of a new model.": unsaved,
+        "The training data were a stream: ranks and workers each read shards of their own.": (
+            encoded_kind(hp.dataset) == "stream"
+        ),
+    }
+    told = [note for note, is_told in notes.items() if is_told]
     if resumed_from is not None:
         changes = arithmetic.describe_changes(resumed_from.trained_in)
         exactness = f", up to rounding, because these changed: {changes}" if changes else ""
-        notes.append(
+        told.append(
             f"The run went on from a checkpoint after step {resumed_from.step:,}; the result is as if it had not been "
             f"cut off{exactness}."
         )
-    return notes
+    return told

@@ -42,7 +42,6 @@ class LoadedPart(NamedTuple):
     targets: Sequence[tuple[Leaves, Tensor | None]]
 
     def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
-        """Return the model's inputs, as ``prepare`` returns them, with mixup mixed with their partners."""
         if not self.shares:
             return prepare(self.inputs[0])
 
@@ -84,7 +83,6 @@ def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list
 
 
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
-    """Load a slice's samples, and with mixup their partners; wait for the loaders, and compute the losses' weights."""
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
@@ -105,8 +103,7 @@ def load_parts(
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
     """Return the loaded slices of a step, and the sum of the weights of all losses of all slices and ranks.
 
-    With an objective's weights all ranks must call it, and it loads all slices at once: the sum must be known before
-    the first backward pass.
+    With weights all ranks must call it, and all slices are loaded now: the first backward pass needs the sum.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:

@@ -21,8 +21,7 @@ from flyte_ddp.training.training_state import TrainingState
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
 
-    Only the first ``rows`` have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks`` and
-    ``true_masks``. Loads and predicts these samples, which seeds the random generators.
+    Only the first have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks`` and ``true_masks``.
     """
     with hide_process_group():
         sections = objective.sections(test.columns)
@@ -61,7 +60,6 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
-    """Load and predict the test samples ``index``; yield the arrays of each batch, by name."""
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]

@@ -70,7 +70,6 @@ class Recorder:
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:
-        """Return the seconds of a clock that stands still during evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(
@@ -124,8 +123,7 @@ class Recorder:
     def seconds_by_activity(self) -> dict[str, float]:
         """Return this rank's seconds by activity, and their sum as ``total``.
 
-        ``communication`` is what did not overlap with computation. What a GPU has not finished yet counts as other.
-        Only a GPU has ``waiting_data`` and ``waiting_launches``, in which it had nothing to do.
+        ``communication`` is what did not overlap with computation. Only a GPU has waits, in which it had nothing to do.
         """
         spent = self.clock.seconds
         seconds = {
@@ -140,7 +138,7 @@ class Recorder:
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return what decides this run's rounding: devices, precision, threads and so on. All ranks must call it."""
+    """Return what decides this run's rounding. All ranks must call it."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(

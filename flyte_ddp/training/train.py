@@ -14,17 +14,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.prepared import refuse_too_few_shards
-from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.machine.resources import bf16_support
-from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
-from flyte_ddp.parallel.device_errors import explain_device_memory
 from flyte_ddp.parallel.distributed import gather_objects, world_size
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
@@ -67,11 +64,8 @@ def train(rank: Rank) -> None:
         with Checkpointer(work, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
-                with explain_device_memory(
-                    lambda: describe_step(state), "raise accumulation_steps or lower batch_size"
-                ):
-                    for batch in state.clock.steps(remaining_batches(state)):
-                        train_step(state, recorder, batch)
+                for batch in state.clock.steps(remaining_batches(state)):
+                    train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
                 is_last = state.step == state.total_steps
                 evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
@@ -98,15 +92,6 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
         yield batch
 
 
-def describe_step(state: TrainingState) -> str:
-    hp = state.hp
-    samples = -(-hp.batch_size // (world_size() * hp.accumulation_steps))
-    return (
-        f"step {state.step + 1}, of {samples} samples at a time: batch_size={hp.batch_size} on {world_size()} rank(s) "
-        f"in accumulation_steps={hp.accumulation_steps}, in {state.hardware.precision}"
-    )
-
-
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do one optimiser step on a global batch [B], and record it; UserError for a non-finite loss. Collective."""
     sums, step = compute_gradients(state, batch), state.step
@@ -120,11 +105,7 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
-    """Compute the gradients of a global batch [B] on all ranks together; return the sums over all its samples.
-
-    All ranks must call it. Seeds the random generators, and copies rank 0's buffers to the others if any rank's
-    changed.
-    """
+    """Compute the gradients of a global batch [B]; return the sums over all its samples. All ranks must call it."""
     part_sums = []
     parts = list_parts(state, batch, state.step)
     loaded, total = load_parts(state, parts, len(batch))
@@ -186,28 +167,17 @@ def compute_outputs(
     """Begin a training pass on ``part``, which seeds the generators; return the outputs; finish_pass must follow."""
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
-    try:
-        with (
-            explain_model_errors(hp.model, state.model, inputs),
-            # autocast takes 10 us also where it does nothing
-            torch.autocast(state.device.type, torch.bfloat16) if state.hardware.precision == "bf16" else nullcontext(),
-        ):
-            outputs = model(inputs)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise UserError(
-            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm of model {hp.model!r} gets a single value "
-            "for each channel: it needs two; choose a batch_size with another remainder"
-            + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
-            + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
-        ) from None
+    with (
+        explain_model_errors(hp.model, state.model, inputs),
+        # autocast takes 10 us also where it does nothing
+        torch.autocast(state.device.type, torch.bfloat16) if state.hardware.precision == "bf16" else nullcontext(),
+    ):
+        outputs = model(inputs)
     state.objective.check_outputs(hp.model, outputs, targets)
     return outputs
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Repeat a step's forward passes for modules' hooks; UserError names an input that is not finite."""
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
         refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
@@ -216,10 +186,7 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip the gradients, step the optimiser, and count the step; return the norm before clipping, [], or None.
-
-    Call it in :meth:`TrainingState.exclude_snapshots`. Seeds the random generators for an own optimiser.
-    """
+    """Clip the gradients, step the optimiser, and count the step; return the norm before clipping, [], or None."""
     hp = state.hp
     largest = gradient_clip_norm(hp)
     norm = clip_grad_norm_(state.model.parameters(), largest) if largest else None
@@ -241,8 +208,7 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
-    First averages running statistics of BatchNorm that each rank has alone, so that all evaluate the model that is
-    saved.
+    First averages running statistics of BatchNorm that each rank has alone.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -255,9 +221,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.copy_after_step()
-    what = f"an evaluation with test_batch_size={hp.test_batch_size}"
-    told = explain_device_memory(lambda: what, "lower test_batch_size")
-    with state.clock("evaluation"), state.evaluation_mode(), told:
+    with state.clock("evaluation"), state.evaluation_mode():
         validation, test = (
             evaluate_split(state.predict, split, hp.test_batch_size, state.objective)
             for split in (state.validation, state.test)

@@ -49,8 +49,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.torchvision_weights import find_weights
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
-from flyte_ddp.training.moving_average import MovingAverage
-from flyte_ddp.training.optimisation import create_optimizer, make_schedule
+from flyte_ddp.training.optimisation import MovingAverage, create_optimizer, make_schedule
 from flyte_ddp.user_code import source as user_source
 
 
@@ -161,10 +160,7 @@ class TrainingState:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model.
-
-        Use one block for all batches: a model's own ``train`` method may have effects.
-        """
+        """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model."""
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
@@ -186,10 +182,7 @@ class TrainingState:
                 )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the checked outputs of ``model``, by default the kept weights', for a batch of so many ``samples``.
-
-        Seeds the random generators. The caller sets evaluation mode and no_grad.
-        """
+        """Return the checked outputs of ``model``, by default the kept weights'. Seeds the random generators."""
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):

@@ -194,7 +194,6 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "no model": (lambda model, _: model.unlink(), r"cannot read model .*model.pt: No such file"),
     "no sidecar": (lambda _, path: path.unlink(), r"cannot read sidecar .*model.json: No such file"),
     "format": (edit(format="flyte-ddp-model/9"), "has format 'flyte-ddp-model/9'"),
-    "no classes": (edit(classes=None), "model.json is incomplete"),
     "other classes": (edit(classes=["only one"]), r"model.pt does not fit model 'tutorial': .*size mismatch for fc2"),
 }
 

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
     "a target that is no token": (
         lambda: with_token(tasks.texts(""), "test_targets", 7),
         {},
-        r"objective='language': a target is 7: must be 0\.\.6 with 7 tokens \(num_classes\), or -100 where none counts",
+        r"objective='language': the target of row 0 at \[\d+\] is 7: must be 0\.\.6 with 7 tokens",
     ),
     "an input that the model does not know": (
         lambda: with_token(tasks.texts(""), "test_inputs", 9),

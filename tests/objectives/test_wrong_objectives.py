@@ -90,15 +90,15 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
         (
             "multilabel",
             with_value(tasks.labels(""), -1),
-            "label 2 of row 22 is -1: must be 0, 1, or NaN",
+            r"the target of row 22 at \[2\] is -1: must be 0, 1, or NaN",
         ),
         ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
-        ("regression", with_value(tasks.number(""), np.inf), "a target is infinite; must be a number, or NaN"),
+        ("regression", with_value(tasks.number(""), np.inf), "the target of row 22 is inf: must be a number, or NaN"),
         ("segmentation", tasks.classes(""), r"targets are int64 \[41\]; must be a mask \[height, width\]"),
         (
             "segmentation",
             with_value(tasks.masks(""), 3),
-            "mask of row 22 has 3: must be 0..2 with 3 classes",
+            r"the target of row 22 at \[7, 7\] is 3: must be 0..2 with 3 classes",
         ),
         (
             "segmentation",

@@ -31,7 +31,7 @@ from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training.moving_average import MovingAverage
+from flyte_ddp.training.optimisation import MovingAverage
 from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
 
@@ -307,7 +307,7 @@ RUN = Hyperparameters(
 )
 CHANGES = [
     "The model changes centre, hidden, passes, replaced in",
-    "hidden is not in the model's state_dict",
+    "hidden is not in the state_dict",
     "as if it had not been cut off.",
 ]
 

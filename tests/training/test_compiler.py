@@ -16,7 +16,7 @@ from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training.optimisation import make_optimizer
+from flyte_ddp.training.optimisation import create_optimizer
 
 HP = Hyperparameters(
     model="user_models:dropout", num_ranks=1, batch_size=100, max_steps=5, log_interval=1, precision="fp32"
@@ -28,7 +28,8 @@ def test_a_step_is_torchs_own(name: str, momentum: float) -> None:
     """Also for gradients that come later than others, as where layers are left out at random."""
     ours = [nn.Parameter(torch.randn(5)) for _ in range(3)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    optimizer = make_optimizer(ours, name, 0.1, momentum, nesterov=momentum > 0, decay=0.01)
+    hp = Hyperparameters(optimizer=name, momentum=momentum, nesterov=momentum > 0, weight_decay=0.01)
+    optimizer = create_optimizer(nn.ParameterList(ours), hp)
     kind = type(optimizer).__base__
     assert kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     options = {key: value for key, value in optimizer.defaults.items() if key in inspect.signature(kind).parameters}

@@ -20,8 +20,7 @@ from training_runs import train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import MachineError, RankError
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.parallel.device_errors import explain_failed_device
-from flyte_ddp.parallel.distributed import translate_collective_errors
+from flyte_ddp.parallel.distributed import explain_failed_device, translate_collective_errors
 from flyte_ddp.run import Result
 from flyte_ddp.training import checkpointing
 
@@ -126,37 +125,3 @@ def test_in_a_wait_for_others_an_error_of_the_own_device_keeps_its_type(kind: st
     with pytest.raises(RuntimeError) as caught, translate_collective_errors():
         raise faults.DEVICE_ERRORS[kind]
     assert caught.value is faults.DEVICE_ERRORS[kind]
-
-
-IN_TRAINING = (
-    "step 2, of {} samples at a time: batch_size=100 on {} rank(s) in "
-    "accumulation_steps={}, in fp32; raise accumulation_steps or lower batch_size"
-)
-
-
-@pytest.mark.parametrize(
-    ("hp", "at", "after", "what"),
-    [
-        (replace(ONE, accumulation_steps=3), "training", 5, IN_TRAINING.format(34, 1, 3)),
-        pytest.param(HP, "training", 1, IN_TRAINING.format(50, 2, 1), marks=pytest.mark.slow),
-        # After what is tried before the first step.
-        (
-            replace(ONE, test_batch_size=64),
-            "evaluation",
-            1,
-            "an evaluation with test_batch_size=64; lower test_batch_size",
-        ),
-    ],
-)
-def test_a_device_without_memory_is_told_with_the_batch(
-    fail: Any, hp: Hyperparameters, at: str, after: int, what: str
-) -> None:
-    """And with torch's figures."""
-    error = fail(hp, "full device", at, after)
-    assert error.message == (
-        f"rank {hp.num_ranks - 1}: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
-        "capacity of 79.11 GiB of which 1.20 GiB is free. Including non-PyTorch memory, this process has 77.90 GiB "
-        "memory in use. Of the allocated memory 76.10 GiB is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch "
-        f"but unallocated; it was {what}"
-    )
-    assert not error.recoverable

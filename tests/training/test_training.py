@@ -143,14 +143,6 @@ def test_shared_memory_is_for_ranks_of_one_host() -> None:
         hardware.choose_strategy(named, World(2, hosts=("b", "a")))
 
 
-@pytest.mark.slow
-def test_a_batch_too_small_for_batch_norm_is_explained(train: Train) -> None:
-    """7 samples to train on: a batch of 6 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1."""
-    hp = replace(BASE, model="resnet18", batch_size=6, num_ranks=1, validation_fraction=0.9953, epochs=1)
-    with pytest.raises(UserError, match=r"batch_size=6: leaves a batch in which BatchNorm .* single value"):
-        train(hp)
-
-
 def test_a_split_that_leaves_nothing_to_train_on_is_refused_before_a_rank_starts(digits: Path, tmp_path: Path) -> None:
     words = "validation_fraction=0.9999: holds out all 1,500 samples that dataset='digits' has for training; lower it, "
     hp, no_launch = replace(BASE, validation_fraction=0.9999), lambda *_, **__: pytest.fail("ranks were started")

@@ -19,8 +19,7 @@ from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link, RankInfo, SaveFunction
 from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.device_errors import explain_failed_device
-from flyte_ddp.parallel.distributed import patch_collective_wait, translate_collective_errors
+from flyte_ddp.parallel.distributed import explain_failed_device, patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.work import Work
 
