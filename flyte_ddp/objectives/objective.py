@@ -209,7 +209,12 @@ def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def list_floats(outputs: Any) -> list[Tensor]:
     """Return the floating-point tensors of a model's outputs, in their order, wherever map_floats finds them."""
     found: list[Tensor] = []
-    map_floats(outputs, lambda values: found.append(values) or values)
+
+    def keep(values: Tensor) -> Tensor:
+        found.append(values)
+        return values
+
+    map_floats(outputs, keep)
     return found
 
 

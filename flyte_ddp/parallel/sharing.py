@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import ListedOrder, slice_start, steps_per_epoch, take_slice
@@ -86,7 +86,7 @@ def batches(
 
 def evaluation_batches(
     n: int, batch_size: int, *, rank: int | None = None, num_ranks: int | None = None
-) -> list[range]:
+) -> BatchSampler:
     """Return this rank's batches of an evaluation, a ``batch_sampler``: all ranks together get each of 0..n-1 once.
 
     Batches are whole, of ``batch_size`` samples on one rank, so a sample's result has the same bits for any number of
@@ -96,8 +96,9 @@ def evaluation_batches(
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
-    own = take_slice(np.arange(steps_per_epoch(n, batch_size)), *choose_place(rank, num_ranks)).tolist()
-    return [range(number * batch_size, min((number + 1) * batch_size, n)) for number in own]
+    place, places = choose_place(rank, num_ranks)
+    first, last = (slice_start(steps_per_epoch(n, batch_size), each, places) for each in (place, place + 1))
+    return BatchSampler(range(first * batch_size, min(last * batch_size, n)), batch_size, drop_last=False)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def test_ranks_are_found_in_torchruns_variables_before_there_is_a_group(monkeypa
     assert list(batches(10, 10, SEED, 0)) == alone
     monkeypatch.setenv("RANK", "1")
     assert list(batches(10, 10, SEED, 0)) == [alone[0][5:]]
-    assert list(evaluation_batches(10, 5)) == [range(5, 10)]
+    assert list(evaluation_batches(10, 5)) == [[5, 6, 7, 8, 9]]
     with pytest.raises(UserError, match=r"one of 2 ranks .* first call join"):
         sum_over_ranks(values)
 
