@@ -10,16 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.catalog import IGNORED_TOKEN
-from flyte_ddp.objectives.objective import (
-    HIGHER,
-    LOWER,
-    Columns,
-    Facts,
-    Objective,
-    require_outputs,
-    require_targets,
-    require_values,
-)
+from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective
+from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns
 from flyte_ddp.user_code.callables import load_callable
 

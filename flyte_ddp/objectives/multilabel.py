@@ -13,16 +13,8 @@ from torch.nn import functional
 from flyte_ddp.catalog import MEASURES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
-from flyte_ddp.objectives.objective import (
-    HIGHER,
-    Columns,
-    Objective,
-    mean_of_defined,
-    overrides,
-    require_outputs,
-    require_targets,
-    require_values,
-)
+from flyte_ddp.objectives.objective import HIGHER, Columns, Objective, mean_of_defined, overrides
+from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.sections import Section, Table

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels
-from flyte_ddp.objectives.losses import sum_losses
+from flyte_ddp.objectives.requirements import require_losses, require_weights
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.text.sections import Pictures, Section
@@ -218,34 +218,22 @@ def list_floats(outputs: Any) -> list[Tensor]:
     return found
 
 
-def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
-    """Raise UserError, with ``rule``, unless targets have one of these numbers of dimensions and kinds of types."""
-    if targets.ndim not in dimensions or targets.dtype.kind not in kinds:
-        raise UserError(
-            f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}; must be {rule}; convert them, "
-            "or choose another objective"
-        )
+def sum_losses(losses: Tensor, weights: Tensor | None, samples: int) -> Tensor:
+    """Return the weighted sum of checked losses, []; a single number counts as the loss of each sample."""
+    require_losses(losses, weights, samples)
+    if losses.dim() == 0:
+        return losses * (samples if weights is None else weights.sum())
+    return (losses if weights is None else losses * weights).sum()
 
 
-def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
-    """Raise UserError, with ``rule``, for the first target that is wrong; looks at a thousand rows at a time."""
-    for start in range(0, len(targets), 1000):
-        part = targets[start : start + 1000]
-        for row, *place in np.argwhere(~are_right(part))[:1].tolist():
-            where = f" at {place}" if place else ""
-            found = part[(row, *place)]
-            raise UserError(f"objective={name!r}: the target of row {start + row}{where} is {found:g}: must be {rule}")
-
-
-def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
-    """Raise UserError unless the outputs are a tensor of shape ``expected``, whose dimensions are ``axes``."""
-    if isinstance(outputs, Tensor):
-        got = str(tuple(outputs.shape))
-    else:
-        name = "logits" if "classes" in axes else "outputs"
-        got, fix = type(outputs).__name__, f"return nothing but the {name}"
-    if got != str(expected):
-        raise UserError(f"model {model!r} returned {got}: it must return a tensor of shape {axes} = {expected}; {fix}")
+def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
+    """Return the column ``loss`` [samples], and with weights each sample's weighted sum, and that of its ``weight``."""
+    require_weights(weights, samples)
+    require_losses(losses, weights, samples)
+    if weights is None:
+        return {"loss": losses.expand(samples)}
+    columns = {"loss": losses * weights, "weight": weights}
+    return {name: values.reshape(samples, -1).sum(1, dtype=torch.float64) for name, values in columns.items()}
 
 
 def class_weights_of(facts: Facts) -> Tensor | None:

@@ -57,8 +57,8 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     On one rank, and in an evaluation, returns the values themselves and 0..n-1: each batch of ``test_batch_size`` is
     whole on one rank. To compare all samples of a split, use ``measure``, which gets whole columns.
 
-    Raises UserError if a batch is trained in parts or mixed, or if values have no first dimension or differ in the
-    others. Also raises it outside losses while several ranks record gradients, as in a model or in a loop of one's own.
+    Raises UserError if a batch is trained in parts or mixed, or if values differ but in the first dimension. Also
+    raises it outside losses while several ranks record gradients, as in a model or in a loop of one's own.
     """
     if _exchange is None and world_size() > 1 and torch.is_grad_enabled():
         raise UserError(
@@ -67,8 +67,6 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
         )
     if _exchange is not None and _exchange.refusal:
         raise UserError(_exchange.refusal)
-    if not values.dim():
-        raise UserError("across_ranks: got a single number; give a tensor with a row for each sample, [n, ...]")
     if _exchange is None or world_size() == 1:
         return values, torch.arange(len(values), device=values.device)
     group = _exchange.open_group(on_gpu=values.is_cuda)

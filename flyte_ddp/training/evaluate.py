@@ -14,8 +14,7 @@ from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives.losses import loss_columns
-from flyte_ddp.objectives.objective import Objective, convert_outputs
+from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns
 from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
 from flyte_ddp.samples.leaves import Leaves
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
@@ -140,11 +139,16 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
     digests = {"data": data.digest, "code": library_digest()}
     digests |= {"user_code": identity.user_code, "init_from": identity.initial_weights}
     preprocessing = data.preprocessing if isinstance(data, SampleArrays) else {}
+    facts, weights, options = state.objective.facts, state.objective.class_weights, hp.parse_options()
+    of_others = {"objective": hp.objective, "outputs": state.objective.outputs, "target_shape": [*facts.target_shape]}
     return {
         "format": artifacts.FORMAT,
         "model": hp.model,
-        "classes": list(state.objective.facts.classes),
-        **describe_objective(state, hp),
+        "classes": list(facts.classes),
+        **({} if hp.objective == "classification" else of_others),
+        **({"thresholds": replace_non_finite(facts.thresholds)} if facts.thresholds else {}),
+        **({} if weights is None else {"class_weights": weights.tolist()}),
+        **({"options": options} if options else {}),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
         "metrics": replace_non_finite(
@@ -171,20 +175,6 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
 
 def test_measures(test: Evaluation) -> dict[str, float]:
     return {f"test_{name}": value for name, value in test.measures.items()}
-
-
-def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    if hp.objective != "classification":
-        said |= {"objective": hp.objective, "outputs": state.objective.outputs}
-        said["target_shape"] = list(state.objective.facts.target_shape)
-    if state.objective.facts.thresholds:
-        said["thresholds"] = replace_non_finite(state.objective.facts.thresholds)
-    if state.objective.class_weights is not None:
-        said["class_weights"] = state.objective.class_weights.tolist()
-    if options := hp.parse_options():
-        said["options"] = options
-    return said
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:

@@ -1,14 +1,14 @@
 """A rank's parts of a step's global batch: which samples they are, loading, mixing, and the weight of their losses."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.machine.device_copy import copy_to_device
-from flyte_ddp.objectives.objective import Objective, convert_outputs
+from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank, sum_over_ranks, world_size
@@ -52,10 +52,6 @@ class LoadedPart(NamedTuple):
             return mixed
 
         return tree_map(mix, *(prepare(inputs) for inputs in self.inputs))
-
-    def loss_sum(self, objective: Objective, outputs: Any) -> Tensor:
-        sums = [objective.loss_sum(outputs, targets, weights, self.samples) for targets, weights in self.targets]
-        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
 def split_for_rank(

@@ -123,7 +123,9 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             outputs = compute_outputs(state, state.sync, inputs, own.targets[0][0], part)
             with state.exchange.during_losses(has_samples=part.has_samples):
                 # Autocast or a user's model may return bf16, which is too coarse for a loss.
-                loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
+                precise = convert_outputs(outputs, torch.float32)
+                sums = [state.objective.loss_sum(precise, *pair, own.samples) for pair in own.targets]
+                loss = reduce(torch.add, sums)
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             if not state.step and (":" in state.hp.model or ":" in state.hp.objective):

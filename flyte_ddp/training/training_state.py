@@ -34,7 +34,7 @@ from flyte_ddp.models.initial_weights import freeze_parts, load_initial_weights,
 from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
 from flyte_ddp.objectives.by_name import make_objective, why_not_comparable
-from flyte_ddp.objectives.losses import require_weights
+from flyte_ddp.objectives.requirements import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm

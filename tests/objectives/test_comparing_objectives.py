@@ -9,14 +9,12 @@ import pytest
 import torch
 from exact_steps import BASE
 from ranks import run_ranks
-from torch import Tensor
 from training_runs import train_in
 
 from flyte_ddp import across_ranks
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import Objective
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.parallel.exchange import RankExchange
 
@@ -66,13 +64,6 @@ class Undeclared(tasks.Contrastive):
     coupled = False
 
 
-class Flat(Objective):
-    """Gives a single number to compare."""
-
-    def losses(self, outputs: Any, targets: None) -> Tensor:
-        return across_ranks(outputs[2])[0]
-
-
 COMPARES = "the objective compares the samples of a batch, and each part would have fewer to compare"
 
 
@@ -83,7 +74,6 @@ COMPARES = "the objective compares the samples of a batch, and each part would h
         ({"accumulation_steps": 2, "objective": f"{OWN}Undeclared"}, f"accumulation_steps=2: {COMPARES}"),
         ({"mixup": 0.2}, r"mixup=0\.2: the objective compares samples, .*; set mixup=0"),
         ({"mixup": 0.2, "objective": f"{OWN}Undeclared"}, "and a mixture would be two at once"),
-        ({"objective": f"{OWN}Flat"}, "got a single number; give a tensor with a row for each sample"),
     ],
 )
 @pytest.mark.usefixtures("user_models")

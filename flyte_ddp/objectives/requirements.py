@@ -1,0 +1,68 @@
+"""What losses, their weights, targets and outputs must be."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.errors import UserError
+
+
+def require_losses(losses: Any, weights: Tensor | None, samples: int) -> None:
+    if not isinstance(losses, Tensor):
+        raise UserError(f"the objective's losses are a {type(losses).__name__}: must be a tensor of losses")
+    shape = torch.Size([samples]) if weights is None else weights.shape
+    if losses.dim() and losses.shape != shape:
+        rule = f"{list(shape)}, " + ("one for each sample" if weights is None else "as the weights are")
+        fix = "do not reduce them"
+        if tuple(losses.shape) == (samples, samples):
+            fix = "outputs [n, 1] and targets [n] make a table together: use outputs[:, 0]"
+        raise UserError(f"the objective's losses have shape {list(losses.shape)}: must be {rule}; {fix}")
+
+
+def require_weights(weights: Tensor | None, samples: int) -> None:
+    if weights is None:
+        return
+    if weights.shape[:1] != (samples,):
+        raise UserError(
+            f"the objective's weights have shape {list(weights.shape)}: must be one or more for each of the {samples} "
+            "samples; do not reduce them"
+        )
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise UserError(
+            f"the objective's weights go from {weights.min().item():g} to {weights.max().item():g}: must be finite and "
+            "at least 0; 0 leaves a loss out"
+        )
+
+
+def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
+    """Raise UserError, with ``rule``, unless targets have one of these numbers of dimensions and kinds of types."""
+    if targets.ndim not in dimensions or targets.dtype.kind not in kinds:
+        raise UserError(
+            f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}; must be {rule}; convert them, "
+            "or choose another objective"
+        )
+
+
+def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
+    """Raise UserError, with ``rule``, for the first target that is wrong; looks at a thousand rows at a time."""
+    for start in range(0, len(targets), 1000):
+        part = targets[start : start + 1000]
+        for row, *place in np.argwhere(~are_right(part))[:1].tolist():
+            where = f" at {place}" if place else ""
+            found = part[(row, *place)]
+            raise UserError(f"objective={name!r}: the target of row {start + row}{where} is {found:g}: must be {rule}")
+
+
+def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
+    """Raise UserError unless the outputs are a tensor of shape ``expected``, whose dimensions are ``axes``."""
+    if isinstance(outputs, Tensor):
+        got = str(tuple(outputs.shape))
+    else:
+        name = "logits" if "classes" in axes else "outputs"
+        got, fix = type(outputs).__name__, f"return nothing but the {name}"
+    if got != str(expected):
+        raise UserError(f"model {model!r} returned {got}: it must return a tensor of shape {axes} = {expected}; {fix}")
