@@ -1,4 +1,4 @@
-"""Labels that a sample has or not, told by a probability: their measures, as scikit-learn's; thresholds, and curves."""
+"""Labels that a sample has or not, told by a probability: their measures, as scikit-learn's, and curves."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,15 +32,6 @@ class BinaryLabels(NamedTuple):
     def measure(self) -> list[dict[str, float]]:
         return [measure_label(*known) for known in self.list_known()]
 
-    def choose_thresholds(self) -> tuple[float, ...]:
-        """Return each label's probability from which on predicting it has the best F1; NaN without a positive one."""
-        chosen = []
-        for truth, scores, _ in self.list_known():
-            thresholds, right, wrong = count_above(truth, scores)
-            best = (right / (right + wrong + truth.sum())).argmax() if truth.any() else None
-            chosen.append(float("nan") if best is None else float(thresholds[best]))
-        return tuple(chosen)
-
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
         """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
@@ -63,25 +54,17 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
     positives, negatives = int(truth.sum()), int((~truth).sum())
     if not positives:
         return dict.fromkeys(MEASURES, float("nan"))
-    _, recall, f1, _ = describe_threshold(truth, predicted)
+    hits = int((truth & predicted).sum())
     _, right, wrong = count_above(truth, scores)
     gained = np.diff(right, prepend=0)
     area = (np.diff(wrong, prepend=0) * (2 * right - gained)).sum() / (2 * positives * max(1, negatives))
     specificity = int((~truth & ~predicted).sum()) / max(1, negatives)
     return {
-        "f1": f1,
+        "f1": 2 * hits / (int(predicted.sum()) + positives),
         "auroc": float(area) if negatives else float("nan"),
         "average_precision": float((gained / positives * (right / (right + wrong))).sum()),
-        "balanced_accuracy": (recall + specificity) / 2 if negatives else float("nan"),
+        "balanced_accuracy": (hits / positives + specificity) / 2 if negatives else float("nan"),
     }
-
-
-def describe_threshold(truth: Bools, predicted: Bools) -> list[float]:
-    """Return precision, recall, F1 and the number of predictions of a label; NaN where not defined."""
-    hits, predictions, positives = (int(each.sum()) for each in (truth & predicted, predicted, truth))
-    precision, recall = (hits / many if many else float("nan") for many in (predictions, positives))
-    f1 = 2 * hits / (predictions + positives) if positives else float("nan")
-    return [precision, recall, f1, predictions]
 
 
 def draw_label(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:

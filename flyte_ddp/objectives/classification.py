@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from flyte_ddp.catalog import MEASURES, OF_TWO_CLASSES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
+from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
-from flyte_ddp.text.sections import Confusions, Pictures, Section, Table
+from flyte_ddp.text.sections import Confusions, Pictures, Section
 
 
 class Classification(Objective):
@@ -123,33 +123,16 @@ class Classification(Objective):
 
     def sections(self, columns: Columns) -> list[Section]:
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
-        worst = largest_losses(columns, among=truth != prediction)
+        worst, labels = largest_losses(columns, among=truth != prediction), self.binary_labels(columns)
         text = "The test samples with the largest loss. "
         text += "The score is the probability that the model gave to its prediction."
         if not worst:
             text = "None: all predictions on the test samples are correct."
         return [
             Confusions(self.facts.classes, count_confusions(truth.numpy(), prediction.numpy()).tolist()),
-            *self.threshold_sections(columns),
+            *([] if labels is None else labels.draw_curves([""])),
             Pictures("Worst mistakes", text, worst),
         ]
-
-    def threshold_sections(self, columns: Columns) -> list[Section]:
-        """Return a table of the thresholds 0.5 and that of the validation split, and curves; [] of more classes."""
-        if (labels := self.binary_labels(columns)) is None:
-            return []
-        positive = self.facts.classes[1]
-        [(truth, scores, predicted)] = labels.list_known()
-        cuts = [("the likelier class", 0.5, predicted)]
-        cuts += [("best F1 on the validation split", cut, scores >= cut) for cut in self.facts.thresholds]
-        rows: list[list[str | float | None]] = [
-            [name, cut, *describe_threshold(truth, found)] for name, cut, found in cuts
-        ]
-        text = f"Of class {positive!r}, on the test samples, where its probability is at least the threshold."
-        if not truth.any() or truth.all():
-            text += " AUROC and balanced accuracy are not defined: all test samples are of one class."
-        header = ("Threshold", "Probability", "Precision", "Recall", "F1", "Predicted")
-        return [Table("Thresholds", text, header, rows), *labels.draw_curves([""])]
 
 
 def second_class(columns: Columns) -> BinaryLabels:

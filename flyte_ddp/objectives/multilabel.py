@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from flyte_ddp.catalog import MEASURES, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
+from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Objective, mean_of_defined, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
@@ -113,19 +113,10 @@ class Multilabel(Objective):
         labels = all_labels(columns)
         measured = labels.measure()
         names = self.name_labels(len(measured))
-        thresholds = self.facts.thresholds or [float("nan")] * len(names)
-        for name, (truth, scores, _), found, chosen in zip(
-            names, labels.list_known(), measured, thresholds, strict=True
-        ):
-            *_, f1, _ = describe_threshold(truth, scores >= chosen)
-            at = [None, None] if np.isnan(chosen) else [chosen, f1]
-            rows.append([name, len(truth), int(truth.sum()), *found.values(), *at])
-        measures = "F1", "AUROC", "Average precision", "Balanced accuracy"
-        header = "Label", "Known", "Positive", *measures, "Threshold", "F1 there"
-        text = (
-            f"A label counts as predicted from a probability of {THRESHOLD} on. The threshold is that of the best F1 "
-        )
-        text += "on the validation split; F1 there is that of the test samples."
+        for name, (truth, _, _), found in zip(names, labels.list_known(), measured, strict=True):
+            rows.append([name, len(truth), int(truth.sum()), *found.values()])
+        header = "Label", "Known", "Positive", "F1", "AUROC", "Average precision", "Balanced accuracy"
+        text = f"A label counts as predicted from a probability of {THRESHOLD} on."
         empty = [str(name) for name, _, positive, *_ in rows if not positive]
         if empty:
             text += f" Not in the means, because no sample has the label: {join_first(empty)}."

@@ -36,8 +36,6 @@ class Facts:
     label_smoothing: float = 0.0
     no_nan_targets: bool = False  # whether it is known that no target holds a NaN
     select_by: str = "loss"  # a hyperparameter; a measure is then the main one
-    # Of each label's probability, chosen on the validation split; empty before that, or without thresholds.
-    thresholds: tuple[float, ...] = ()
 
 
 class Objective:

@@ -3,7 +3,6 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -94,9 +93,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if rank() != 0:
         return
-    test, validation = state.selection.test, state.selection.validation.columns
-    if {"truth", "probability"} <= validation.keys() and (labels := state.objective.binary_labels(validation)):
-        state.objective.facts = replace(state.objective.facts, thresholds=labels.choose_thresholds())
+    test = state.selection.test
     if hp.keep == "best" and math.isinf(state.selection.best):
         recorder.add_warning(
             f"select_by={hp.select_by!r} is not defined on the validation split, so the first evaluation's "
@@ -146,7 +143,6 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
         "model": hp.model,
         "classes": list(facts.classes),
         **({} if hp.objective == "classification" else of_others),
-        **({"thresholds": replace_non_finite(facts.thresholds)} if facts.thresholds else {}),
         **({} if weights is None else {"class_weights": weights.tolist()}),
         **({"options": options} if options else {}),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),

@@ -1,4 +1,4 @@
-"""Two classes that are not equally common: measures, thresholds, curves, the headline, predictions; against sklearn."""
+"""Two classes that are not equally common: measures, curves, the headline, predictions; against sklearn."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.text.sections import Curve, Table, encode_sections
+from flyte_ddp.text.sections import Curve, encode_sections
 
 HP = Hyperparameters(
     dataset="rare_tasks:table", model="rare_tasks:linear", optimizer="adamw", learning_rate=0.02, batch_size=256,
@@ -70,34 +70,14 @@ def test_measures_of_two_classes_are_scikit_learns(weights: str) -> None:
 
 @pytest.mark.parametrize(("only", "defined"), [(0, {"accuracy"}), (1, {"accuracy", "f1", "average_precision"})])
 def test_a_split_of_one_class_leaves_measures_undefined(only: int, defined: set[str]) -> None:
-    objective = make_objective("classification", Facts(("no", "yes"), thresholds=(math.nan,)), {})
+    objective = make_objective("classification", Facts(("no", "yes")), {})
     logits, _ = draw(2)
     columns = columns_of(objective, logits, torch.full((N,), only))
     found = objective.measure(columns)
     assert {name for name, value in found.items() if not math.isnan(value)} == defined
     sections = objective.sections(columns)
     assert not [section for section in sections if isinstance(section, Curve)]
-    [table] = [section for section in sections if isinstance(section, Table)]
-    assert "not defined: all test samples are of one class" in table.text
     json.loads(encode_sections(sections), parse_constant=pytest.fail)
-
-
-def test_the_threshold_has_the_best_f1_of_all() -> None:
-    random = np.random.default_rng(1)
-    truth = torch.from_numpy((random.random((N, 3)) < [0.05, 0.5, 0.2]).astype(float))
-    truth[random.random((N, 3)) < 0.2] = math.nan
-    truth[:, 2] *= 0  # of this label there is no sample
-    logits = torch.from_numpy(random.normal(size=(N, 3)).round()) + truth.nan_to_num(nan=0.0)
-    objective = make_objective("multilabel", Facts(("a", "b", "c"), (3,)), {})
-    labels = objective.binary_labels(columns_of(objective, logits, truth))
-    assert labels is not None
-    *chosen, none = labels.choose_thresholds()
-    assert math.isnan(none)
-    for label, threshold in enumerate(chosen):
-        known = ~truth[:, label].isnan()
-        positive, scores = (truth[known, label] == 1).numpy(), logits[known, label].sigmoid().numpy()
-        best = {cut: metrics.f1_score(positive, scores >= cut) for cut in np.unique(scores)}
-        assert best[threshold] == max(best.values())
 
 
 def test_curves_are_scikit_learns() -> None:
@@ -153,7 +133,7 @@ def evaluations(result: Result) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_models")
 def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path) -> None:
-    """From the real run: headline, page, sidecar and predictions; the threshold is the validation split's."""
+    """From the real run: headline, page, sidecar and predictions."""
     result = train(tmp_path, HP)
     rows, truth = (part[: rare_tasks.TESTS] for part in rare_tasks.draw_rows())
     weights = torch.load(result.model, weights_only=True)
@@ -168,11 +148,7 @@ def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path
     page = Page(result.report.read_text())
     value, detail = page.tiles()["Test AUROC"]
     assert (value, "average precision" in detail) == (f"{result.measures['auroc']:.4g}", True)
-    assert {"ROC curve", "Precision-recall curve", "Thresholds"} <= set(page.texts("h2"))
-    [threshold] = sidecar["thresholds"]
-    at = page.texts("td").index("best F1 on the validation split")
-    expected = [f"{threshold:.4f}", f"{metrics.precision_score(truth, scores >= threshold):.4f}"]
-    assert page.texts("td")[at + 1 : at + 3] == expected
+    assert {"ROC curve", "Precision-recall curve"} <= set(page.texts("h2"))
     table = write_prediction_table(
         result.model, result.sidecar, images=None, dataset=tmp_path / "cache", output=tmp_path / "p.csv"
     )
