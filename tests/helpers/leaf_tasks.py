@@ -1,7 +1,6 @@
 """Small tasks whose samples are no images: texts, series and tables, models for them, and objectives of users."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,26 +53,9 @@ def whole_texts(source: str) -> SampleArrays:
     return arrays(*sides(found, targets), classes=[*map(str, range(TOKENS))])
 
 
-def rows_of_tokens(source: str) -> SampleArrays:
-    """Rows of five tokens, the next token at each place."""
-    tokens = np.random.default_rng(12).integers(0, TOKENS, (SAMPLES, 6))
-    targets = np.stack([hide(number, row[1:]) for number, row in enumerate(tokens)])
-    return arrays(*sides(tokens[:, :-1], targets), classes=[*map(str, range(TOKENS))])
-
-
-@dataclass
-class InDataclass:
-    """Logits, and something beside them."""
-
-    logits: Tensor
-    hidden: Tensor
-
-
 FORMS: dict[str, Any] = {
     "tensor": lambda logits, _: logits,
-    "tuple": lambda logits, hidden: (logits, hidden),
     "dict": lambda logits, hidden: {"hidden": hidden, "logits": logits},
-    "dataclass": InDataclass,
     "object": lambda logits, hidden: SimpleNamespace(logits=logits, hidden=hidden),
 }
 

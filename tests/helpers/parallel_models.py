@@ -101,20 +101,6 @@ class Tutorials(nn.Module):
         return self.head(x / x.amax(dim=1, keepdim=True).abs().clamp(min=1))
 
 
-class OwnBatchNorm(nn.BatchNorm2d):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, eps=1e-3)
-
-
-class Subclassed(nn.Module):
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), OwnBatchNorm(4), nn.Linear(144, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.norm(self.conv(images)).flatten(1))
-
-
 class LeavesOut(nn.Module):
     """Each pass leaves out one of two layers with BatchNorm, so that ranks go through different ones."""
 
@@ -163,9 +149,3 @@ class Complex(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         filtered = torch.fft.rfft2(images[:, 0]) * self.filter
         return self.head(torch.fft.irfft2(filtered, s=(8, 8)).flatten(1))
-
-
-class NoBias(Subclassed):
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4, bias=False)

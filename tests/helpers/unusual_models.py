@@ -10,52 +10,6 @@ from faults import OneLayer
 from torch import Tensor, nn
 
 
-class Unusual(nn.Module):
-    """What plain PyTorch allows to keep in a model; fails where it is not what it was made."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.conv, self.norm, self.dropout = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.1)
-        self.head = nn.Linear(144, 10)
-        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
-        self.register_buffer("conjugate", torch.tensor([1 + 2j]).conj())
-        self.register_buffer("half_ones", torch.ones(4, dtype=torch.half))
-        self.register_buffer("expanded", torch.ones(1).expand(144), persistent=False)
-        self.register_buffer("sparse", torch.eye(4).to_sparse())
-        self.register_buffer("empty", torch.zeros(0, 3))
-        self.register_buffer("flags", torch.tensor([True, False]))
-        self.register_buffer("none", None)
-        self.remembered: dict[int, Tensor] = {}
-        self.dropout.register_forward_hook(lambda *call: call[-1] * 2)
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"version": 3}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        assert state == {"version": 3}
-
-    def train(self, mode: bool = True) -> nn.Module:
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
-        return self
-
-    def forward(self, images: Tensor) -> Tensor:
-        assert not self.norm.training
-        assert self.dropout.p == 0.1
-        assert self.turn.imag.abs().sum() > 1
-        assert self.conjugate.imag == -2
-        assert self.half_ones.dtype == torch.half
-        with torch.enable_grad():  # such as a model of energies does, also in evaluation
-            energy = images.detach().requires_grad_()
-            (force,) = torch.autograd.grad(energy.square().sum(), energy)
-        x = self.norm(self.conv(images + 0.1 * force)).flatten(1)
-        if not self.remembered:
-            self.remembered[0] = self.head.weight.new_ones(10)
-        return self.head(self.dropout(x * self.expanded)) * self.remembered[0]
-
-
 class Thawing(nn.Module):
     """Trains its first layer later than its second."""
 
@@ -91,19 +45,6 @@ class FrozenBody(OneLayer):
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(self.body(images.flatten(1)))
-
-
-class Versioned(FrozenBody):
-    """Turns the weights of files that are older than it is, as torchvision's MNASNet does."""
-
-    _version = 2
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict[str, int], *rest: list[str]
-    ) -> None:
-        if local_metadata.get("version", 1) < 2:
-            state_dict[f"{prefix}head.weight"] = -state_dict[f"{prefix}head.weight"]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)  # type: ignore[arg-type]
 
 
 class ExtraState(OneLayer):

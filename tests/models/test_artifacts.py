@@ -73,27 +73,6 @@ def test_three_lines_of_plain_pytorch_load_the_model(tmp_path: Path) -> None:
     assert torch.equal(model(images), original(images))
 
 
-OWN_MODEL = """
-from torch import nn
-
-def make(num_classes, input_shape):
-    return nn.Sequential(nn.Conv2d(input_shape[0], 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(num_classes))
-"""
-
-
-def test_load_model_gives_back_weights_and_buffers_in_evaluation_mode(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "model_of_test_artifacts.py").write_text(OWN_MODEL)
-    monkeypatch.syspath_prepend(tmp_path)
-    original = zoo.build_model("model_of_test_artifacts:make", 10, GREY)
-    original(torch.randn(8, 1, 28, 28))  # gives the last layer its shape; moves BatchNorm's statistics and its counter
-    paths = artifacts.save_model(tmp_path, original.state_dict(), sidecar("model_of_test_artifacts:make"))
-    loaded, content = artifacts.load_model(*paths, "cpu")
-    assert not loaded.training
-    assert content["classes"] == CLASSES
-    assert original.state_dict()["1.num_batches_tracked"] == 1
-    torch.testing.assert_close(loaded.state_dict(), original.state_dict(), rtol=0, atol=0)
-
-
 def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_path: Path) -> None:
     model = trained("small_cnn").to(memory_format=torch.channels_last)
     whole = torch.arange(1_000_000.0)

@@ -175,7 +175,6 @@ SampleLoss = Callable[[nn.Module, Any, Any], tuple[Tensor, Tensor | float]]
 
 
 def next_tokens(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    outputs = outputs if isinstance(outputs, Tensor) else outputs[0] if isinstance(outputs, tuple) else outputs
     logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
     counts = targets[0] != -100
     return functional.cross_entropy(logits[0, counts], targets[0, counts], reduction="sum"), counts.sum()
@@ -223,7 +222,6 @@ LEAVES: dict[str, tuple[str, dict[str, Any], SampleLoss]] = {
         {**LANGUAGE, "model": "leaf_tasks:Reader", "options": '{"objective": {"shift": true}}'},
         read_shifted,
     ),
-    "rows of tokens": ("rows_of_tokens", {"objective": "language", "model": "leaf_tasks:Reader"}, read),
     "logits in a dict": (
         "texts",
         {**LANGUAGE, "model": "leaf_tasks:Reader", "options": '{"model": {"form": "dict"}}'},

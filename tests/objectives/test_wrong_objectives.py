@@ -53,14 +53,7 @@ NUMBERS = np.arange(4.0)
 @pytest.mark.parametrize(
     ("targets", "test_targets", "classes", "words"),
     [
-        (NUMBERS, NUMBERS, "abcd", "train_labels: must be whole numbers, got float64; .* leave out classes to predict"),
         ([0, 1, 2, 3], [0, -1, 2, 3], "abcd", r"test_labels: label -1 of sample 1 .*must be 0\.\.3"),
-        (
-            np.zeros((4, 7, 8), int),
-            IMAGES[..., 0],
-            "ab",
-            r"the masks are \[4, 7, 8\], and the images are \[4, 8, 8\]",
-        ),
         (NUMBERS[:3], NUMBERS, "", r"must be one label for each of the 4 images, got shape \[3\]"),
         (np.eye(4), np.eye(4)[:, :2], "abcd", "train_labels are 4 and test_labels 2: both must have one size"),
     ],

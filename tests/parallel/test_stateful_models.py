@@ -74,7 +74,7 @@ def losses_of(model: torch.nn.Module, data: Path) -> Tensor:
 
 MODELS = (
     *(f"{layers}_{name}" for layers in ("dropout", "batch_norm") for name in ("reentrant", "nested", "sequential")),
-    *("Tutorials", "Subclassed", "NoBias", "Complex", "Penalised"),
+    *("Tutorials", "Complex", "Penalised"),
 )
 
 
@@ -137,7 +137,6 @@ def evaluations_in_ranks(folder: Path) -> None:
         of_one_sample.model.state_dict(),
     )
     torch.save(left, folder / f"rank-{rank()}.pt")
-    after_steps(replace(hp, model="unusual_models:Unusual", precision="fp32"), data)  # buffers of all types
     with pytest.raises(UserError, match="different BatchNorm layers"):
         after_steps(replace(hp, model="parallel_models:LeavesOut", strategy="shared_memory"), data)
 
@@ -215,14 +214,6 @@ def test_the_moving_average_is_torchs_also_of_buffers_that_are_replaced() -> Non
     for name in ("weight", "bias", "number"):
         assert torch.equal(found[name], expected[name]), name
     assert found["first"].tolist() == expected["first"].tolist()
-
-
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
-def test_models_may_keep_what_they_like(train: Train, digits: Path) -> None:
-    result = train(replace(ON_ONE, model="unusual_models:Unusual", epochs=2))
-    assert read_records(result.metrics)[-1]["notes"] == []
-    model, sidecar = load_model(result.model, result.sidecar)
-    assert sidecar["metrics"]["test_loss"] == pytest.approx(losses_of(model, digits).mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize(("model", "name"), [("grows", "bank"), ("registers", "late")])
@@ -319,7 +310,6 @@ CHANGES = [
         (RUN, CHANGES),
         (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "cut off."]),
         (ON_ONE, ["cut off."]),  # what stays frozen: a retry makes the model anew, and does not load init_from again
-        (replace(ON_ONE, model="unusual_models:Versioned", keep="ema", ema_decay=0.9), ["cut off."]),
     ],
     ids=lambda value: value.model if isinstance(value, Hyperparameters) else "",
 )

@@ -125,18 +125,6 @@ def test_busy_time_is_told_from_waits_for_launches_and_for_data(monkeypatch: pyt
     assert seconds < 1.001 * without
 
 
-def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, clock = make_device(monkeypatch)
-    train(device, clock, 100, host=1e-3, kernel=1e-4)
-    earlier, total = dict(clock.seconds), clock.total()
-    device, clock = make_device(monkeypatch)
-    clock.add_earlier(earlier, total)
-    assert clock.seconds == earlier
-    train(device, clock, 100, host=1e-3, kernel=1e-4)
-    assert clock.seconds == {name: pytest.approx(2 * seconds) for name, seconds in earlier.items()}
-    assert clock.total() == pytest.approx(2 * total)
-
-
 def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
     """An evaluation ends by waiting for the device; the rate of the next steps is without it."""
     clock = Clock(lambda: pytest.fail("needs no event"))

@@ -79,15 +79,6 @@ def test_of_a_lost_device_nothing_is_copied_and_the_checkpoint_stays(
     assert equal(train_in(tmp_path / "run", ONE, digits).run_folder, expected.run_folder)
 
 
-@pytest.mark.slow
-def test_another_rank_saves_when_a_device_is_lost(fail: Any, tmp_path: Path) -> None:
-    error = fail(HP, "lost device")
-    assert f"rank 1: MachineError: cpu:1 of host {socket.gethostname()} failed: " in str(error)
-    assert "torch.AcceleratorError: CUDA error: unspecified launch failure" in error.details
-    assert error.recoverable
-    assert saved(tmp_path / "run").step == EPOCH + 3
-
-
 @pytest.mark.parametrize(
     ("error", "says"),
     [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_runs import in_spawned_processes, saved
+from faulty_runs import saved
 from ranks import run_ranks
 from training_runs import Train, cut_off
 
@@ -246,23 +246,3 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_in_nccl(
     assert caught.value.recoverable
     assert f"rank {rank} did not come where rank {1 - rank} waited for 5 s" in str(caught.value)
     assert "in hang" in str(caught.value)
-
-
-HANGS_EARLY = """
-from flyte_ddp.launch.supervise import rank
-join = rank.join_process_group
-def hang_or_join(work, info, *others):
-    while info.rank == 1:
-        time.sleep(0.01)
-    join(work, info, *others)
-rank.join_process_group = hang_or_join
-"""
-
-
-@needs_two_gpus
-def test_a_rank_that_hangs_before_nccl_has_connected_it(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_spawned_processes(monkeypatch, tmp_path, HANGS_EARLY)
-    with pytest.raises(RankError, match="rank 1 did not come where rank 0 waited for 5 s"):
-        train(TWO, timeout=5.0)

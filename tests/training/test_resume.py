@@ -113,7 +113,6 @@ def went_on(result: Result) -> str:
 @pytest.mark.parametrize(
     ("before", "now", "words"),
     [
-        ([PLAIN], PLAIN, ""),
         ([replace(PLAIN, num_ranks=2, strategy="ddp")], PLAIN, "ranks 2, now 1"),
         ([PLAIN, replace(PLAIN, precision="bf16")], PLAIN, "precision fp32 and bf16, now fp32"),
         ([PLAIN], replace(PLAIN, threads=2, channels_last="on"), f"{THREADS}; channels last off, now on"),
@@ -157,9 +156,7 @@ def write(path: Path, step: int) -> None:
     [
         ({"hyperparameters": {"epochs": 2}}, "epochs=1, now 2"),
         ({"data": "e"}, "other data (d, now e)"),
-        ({"code": "e"}, "other code of flyte_ddp (c, now e)"),
         ({"user_code": "e"}, "other code of your own (, now e)"),
-        ({"initial_weights": "e"}, "other initial weights (, now e)"),
         ({"releases": "torch 3"}, "other releases (torch 2, now torch 3)"),
     ],
 )

@@ -60,30 +60,11 @@ def linear(num_classes: int) -> nn.Module:
     return nn.Linear(3, num_classes)
 
 
-def sigmoid(num_classes: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, num_classes), nn.Sigmoid())
-
-
-def binary(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy(outputs[:, 0], targets, reduction="none")
-
-
 MATRIX = torch.eye(2)
 
 
 def by_matrix(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs @ MATRIX, targets, reduction="none")
-
-
-def test_targets_have_the_type_of_the_outputs(tmp_path: Path) -> None:
-    """binary_cross_entropy refuses others; the evaluation, in fp64, is that of torch."""
-    data = table()
-    result = train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}binary")
-    weights = torch.load(result.model, weights_only=True)
-    rows, truth = (torch.from_numpy(np.asarray(part)) for part in (data.test_inputs, data.test_targets))
-    logits = functional.linear(rows.double(), weights["0.weight"].double(), weights["0.bias"].double())[:, 0]
-    expected = functional.binary_cross_entropy_with_logits(logits, truth.double())
-    assert result.measures["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 def positive(rows: Any) -> Any:
