@@ -57,8 +57,6 @@ def grow(model: Resized, x: Tensor) -> None:
 
 grows = partial(Resized, grow)
 registers = partial(Resized, lambda model, x: model.register_buffer("late", x[0]))
-removes = partial(Resized, lambda model, _: setattr(model, "bank", None))
-sets = partial(Resized, lambda model, x: setattr(model, "none", x[0]))
 
 
 class Noisy(OneLayer):

@@ -67,21 +67,6 @@ def functional_dropout(num_classes: int, input_shape: tuple[int, int, int]) -> n
     return nn.Sequential(linear(num_classes, input_shape), FunctionalDropout())
 
 
-class PartlyUsed(nn.Module):
-    """Has a layer that no output depends on."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.unused = inner, nn.Linear(3, 3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.inner(images)
-
-
-def partly_used(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return PartlyUsed(linear(num_classes, input_shape))
-
-
 def twelve_classes(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     return linear(12, input_shape)
 

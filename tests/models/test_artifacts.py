@@ -73,19 +73,6 @@ def test_three_lines_of_plain_pytorch_load_the_model(tmp_path: Path) -> None:
     assert torch.equal(model(images), original(images))
 
 
-def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_path: Path) -> None:
-    model = trained("small_cnn").to(memory_format=torch.channels_last)
-    whole = torch.arange(1_000_000.0)
-    state = {**model.state_dict(), "view": whole[10:20], "half": torch.ones(3, dtype=torch.bfloat16)}
-    assert not state["conv2.weight"].is_contiguous()
-    path, _ = artifacts.save_model(tmp_path, state, sidecar("small_cnn"))
-    for name, tensor in torch.load(path, weights_only=True).items():
-        assert tensor.stride() == torch.empty(tensor.shape).stride(), name
-        torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
-    parameters = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    assert path.stat().st_size < parameters + 10_000
-
-
 def test_equal_weights_are_equal_files_wherever_they_are_in_memory(tmp_path: Path) -> None:
     state = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "a.half": torch.ones(2).half()}
     other = {"".join([*name]): value.clone() for name, value in [*state.items()][::-1]}

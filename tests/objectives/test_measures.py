@@ -271,11 +271,6 @@ def test_known_numbers_need_no_weights(shape: tuple[int, ...], loss: str) -> Non
             assert found == pytest.approx(float(expected(outputs, targets)), rel=1e-12)
 
 
-def test_own_losses_of_regression_keep_their_weights() -> None:
-    own = type("Own", (Regression,), {"losses": lambda self, *values: 2 * Regression.losses(self, *values)})
-    assert own(Facts((), (2,), no_nan_targets=True)).weights(torch.zeros(3, 2)).shape == (3, 2)
-
-
 def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images() -> None:
     """Also their gradients: the rows of pixels that they are computed from change no rounding."""
     generator = torch.Generator().manual_seed(0)

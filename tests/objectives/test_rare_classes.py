@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import HIGHER, LOWER, Classification, Facts, Objective
+from flyte_ddp.objectives import Facts, Objective
 from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
@@ -97,23 +96,6 @@ def test_the_measures_that_select_by_may_name_are_those_of_the_objectives() -> N
     facts = {"classification": Facts(("no", "yes")), "multilabel": Facts(("a", "b"), (2,))}
     for name, measures in catalog.MEASURES.items():
         assert (*make_objective(name, facts.get(name, Facts(("a", "b"))), {}).measures,) == measures
-
-
-class WithCost(Classification):
-    """Has one of the library's measures, and one of its own."""
-
-    measures: Mapping[str, str] = {"auroc": HIGHER, "cost": LOWER}
-
-    def measure(self, columns: Any) -> dict[str, float]:
-        return {"cost": float((columns["prediction"] != columns["truth"]).sum()), **super().measure(columns)}
-
-
-def test_a_subclass_has_those_measures_that_it_names() -> None:
-    objective = WithCost(Facts(("no", "yes"), select_by="cost"))
-    logits, truth = draw(2)
-    columns = columns_of(objective, logits, truth)
-    assert objective.measure(columns).keys() == {"auroc", "cost"}
-    assert (objective.main_measure, objective.order_measures()) == ("cost", ["cost", "auroc"])
 
 
 @pytest.mark.parametrize("objective", catalog.MEASURES)

@@ -8,9 +8,7 @@ import faults
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from faulty_runs import saved
-from ranks import run_ranks
 from training_runs import Train, cut_off
 
 from flyte_ddp.config import Hyperparameters
@@ -20,7 +18,6 @@ from flyte_ddp.machine.clock import SPIN, keep_gpu_busy
 from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.parallel import hang_watch
-from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.text.json_lines import read_records
@@ -99,14 +96,6 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path, max_steps: int,
     with pytest.raises(UserError, match=r"at epoch 1, step 17 \(the first activation that was not finite is the out"):
         train(hp)
     assert 14 <= saved(tmp_path / "run").step < 17
-
-
-@also_on_cpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's compiler calls what torch deprecates
-def test_a_second_run_in_this_process_compiles_as_well(train: Train, device: str) -> None:
-    hp = on_device(Hyperparameters(model="small_cnn", max_steps=5, num_ranks=1, compile=True), device)
-    for name, batch_size in (("first", 100), ("second", 90)):  # another size, so that it is compiled again
-        train(replace(hp, batch_size=batch_size), name)
 
 
 @pytest.mark.parametrize(
@@ -208,27 +197,6 @@ def test_a_busy_device_is_reported_while_the_host_is_blocked(monkeypatch: pytest
     unblocked = time.monotonic()
     assert len(reported) == 1
     assert begin + 1.0 <= reported[0] < unblocked
-
-
-def come_late(_: Path) -> None:
-    """Both ranks on one GPU; rank 1 comes only when rank 0 has reported that it does not."""
-    store = dist.distributed_c10d._get_default_store()
-    torch.cuda.set_device(0)
-    collectives = {
-        "sum": lambda: sum_over_ranks(torch.zeros(3, device="cuda")),
-        "objects": lambda: gather_objects("value"),
-    }
-    for name, collective in collectives.items():
-        if dist.get_rank() == 0:
-            watch_collectives(1.0, lambda error, name=name: store.set(name, str(error)), torch.cuda.Event)
-        else:
-            store.wait([name])
-        collective()
-
-
-@needs_gpu
-def test_ranks_of_gloo_on_one_gpu(tmp_path: Path) -> None:
-    assert run_ranks(come_late, tmp_path, 2) == [0, 0]
 
 
 @needs_two_gpus

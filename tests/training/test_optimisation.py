@@ -68,11 +68,6 @@ def test_what_cannot_be_trained_with_is_refused(train: Train, changes: dict[str,
     assert len(caught.value.message.splitlines()) == 1
 
 
-def test_freezing_what_it_forgets_makes_an_optimiser_complete(train: Train) -> None:
-    hp = replace(SMALL, optimizer="own_training:forgetful", freeze="3.bias", max_steps=2)
-    assert train(hp).model.exists()
-
-
 @pytest.mark.parametrize(
     ("freeze", "words"),
     [
