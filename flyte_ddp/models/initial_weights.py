@@ -109,12 +109,9 @@ def adapt_pretrained_names(state_dict: dict[str, Any]) -> None:
 def local_weights_path(init_from: str) -> Path | None:
     """Return the path of a file on this machine, UserError if it is missing; None for a remote or empty address."""
     path = storage.local_path(init_from) if init_from else None
-    try:
-        if path is not None and not path.is_file():
-            what = "is a folder" if path.is_dir() else "there is no such file"
-            raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
-    except OSError as error:
-        raise UserError(f"init_from={init_from!r}: cannot be read: {error.strerror}; {FILE_ADVICE}") from None
+    if path is not None and not path.is_file():
+        what = "is a folder" if path.is_dir() else "there is no such file"
+        raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
     return path
 
 

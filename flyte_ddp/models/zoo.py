@@ -58,9 +58,7 @@ def build_model(
         return model
     assert isinstance(spec, InputSpec)  # as flyte_ddp.datasets.prepared.refuse_unfit_settings has checked
     if name in SMALL_MODELS:
-        if options:
-            raise UserError(f"options of model {name!r}: takes none, got {', '.join(options)}; leave them out")
-        return SMALL_MODELS[name](num_classes, spec)
+        return SMALL_MODELS[name](num_classes, spec, **options)
     return build_torchvision_model(name, num_classes, spec, options)
 
 
@@ -164,4 +162,4 @@ class SmallCNN(nn.Module):
         return logits
 
 
-SMALL_MODELS: dict[str, Callable[[int, InputSpec], nn.Module]] = {"small_cnn": SmallCNN, "tutorial": Tutorial}
+SMALL_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, "tutorial": Tutorial}

@@ -131,10 +131,7 @@ class Regression(Objective):
             text += f" At most {MOST_POINTS:,} samples are drawn as points."
         for name, (truth, prediction), measures in zip(names, known_numbers(columns), measured, strict=True):
             residuals = prediction - truth
-            quantiles: list[float | None] = [None] * 4
-            if len(truth):
-                quantiles = [float(residuals.mean()), *np.quantile(residuals, (0.05, 0.5, 0.95)).tolist()]
-            rows.append([name, len(truth), *measures.values(), *quantiles])
+            rows.append([name, len(truth), *measures.values(), float(residuals.mean()) if len(truth) else None])
             if len(truth) and len(rows) <= DRAWN_NUMBERS:
                 drawn = np.unique(np.linspace(0, len(truth) - 1, min(len(truth), MOST_POINTS)).astype(np.int64))
                 shown = "" if len(names) == 1 else name
@@ -142,8 +139,8 @@ class Regression(Objective):
                 charts.append(Scatter(title, text, shown, "prediction", "truth", *points))
                 counts, edges = np.histogram(residuals, bins=min(MOST_BINS, 5 + int(len(truth) ** 0.5)))
                 charts.append(Histogram(title, text, shown, "residual", edges.tolist(), counts.tolist()))
-        header = ("Number", "Known", "RMSE", "MAE", "R2", "Mean residual", "5 %", "Median", "95 %")
-        text = "Of the known numbers of the test samples; the last three are quantiles of the residuals."
+        header = ("Number", "Known", "RMSE", "MAE", "R2", "Mean residual")
+        text = "Of the known numbers of the test samples."
         if unknown := [str(row[0]) for row in rows if not row[1]]:
             text += f" Not in the means, because no sample knows the number: {join_first(unknown)}."
         return [*charts, Table("Errors", text, header, rows), *super().sections(columns)]

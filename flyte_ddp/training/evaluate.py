@@ -111,11 +111,10 @@ class Selection:
         self.stopped = ""  # why training stops early; empty: it does not
         self.epoch = 0  # epochs that were done when the weights were kept; 0: none are kept yet
         self.test: Evaluation
-        self.validation: Evaluation
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and both evaluations; with ``keep`` "best" only a copy of the best by ``validation``."""
+        """Keep ``weights`` and ``test``; with ``keep`` "best" only a copy of the best by ``validation``."""
         self.evaluations_since_best += 1
         found = self.sign * validation.measures.get(self.measure, math.inf)
         if better := found < self.best:
@@ -123,18 +122,16 @@ class Selection:
         better = better or not self.epoch
         if better or self.keep != "best":
             self.weights = copy.deepcopy(weights) if self.keep == "best" else weights
-            self.epoch, self.validation, self.test = epoch, validation, test
+            self.epoch, self.test = epoch, test
         if 0 < self.patience <= self.evaluations_since_best:
             evaluations = f"{self.evaluations_since_best} evaluation(s)"
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {name: vars(getattr(self, name)) if self.epoch else None for name in ("validation", "test")}
-        return {name: getattr(self, name) for name in SAVED} | kept
+        return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 
     def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
         for name in SAVED:
             setattr(self, name, saved[name])
         if self.epoch:
-            self.validation, self.test = (Evaluation(**saved[name]) for name in ("validation", "test"))
-            self.weights = weights
+            self.test, self.weights = Evaluation(**saved["test"]), weights

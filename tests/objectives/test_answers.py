@@ -153,7 +153,7 @@ def test_numbers_have_their_errors_and_charts(finished: Callable[[str], Finished
         truth, predicted = truths[known, k].astype(float), outputs[known, k]
         measured.append([function(truth, predicted) for function in functions])
         residuals = predicted - truth
-        values = [*measured[-1], residuals.mean(), *np.quantile(residuals, (0.05, 0.5, 0.95))]
+        values = [*measured[-1], residuals.mean()]
         assert row[:2] == [f"number {k}", str(known.sum())]
         assert [float(cell) for cell in row[2:]] == pytest.approx(values, abs=6e-5)
     assert [*run.result.measures.values()][:3] == pytest.approx(np.mean(measured, axis=0), rel=1e-5)
