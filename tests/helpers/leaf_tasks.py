@@ -75,39 +75,6 @@ class Reader(nn.Module):
         return FORMS[self.form](self.head(hidden), hidden)
 
 
-def series(source: str) -> SampleArrays:
-    """Two numbers at each place, and one to predict, or NaN; of a third of the series none is known."""
-    random = np.random.default_rng(13)
-    lengths = random.integers(1, 7, SAMPLES)
-    inputs = [random.normal(size=(length, 2)).astype(np.float32) for length in lengths]
-    targets = [random.normal(size=length).astype(np.float32) for length in lengths]
-    for number, values in enumerate(targets):
-        values[: len(values) if number % 3 == 0 else number % 2] = np.nan
-    return arrays(*sides(inputs, targets))
-
-
-class Follower(nn.Module):
-    """A number for each place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 1)
-
-    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
-        assert mask.shape == values.shape[:2]
-        return self.head(self.gru(values)[0])[..., 0]
-
-
-class LargeCountMore(Objective):
-    """Squared errors; a large number counts for more, an unknown one for nothing."""
-
-    def weights(self, targets: Tensor) -> Tensor:
-        return (1 + targets.abs()).nan_to_num(nan=0.0)
-
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets.nan_to_num(nan=0.0)) ** 2
-
-
 def table(source: str) -> SampleArrays:
     """A number out of numbers and a kind; some are unknown."""
     random = np.random.default_rng(14)

@@ -118,7 +118,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any], BatchLoss]] = {
     "segmentation": ("masks", {"model": "objective_tasks:InDict", "objective": "segmentation"}, of_pixels),
     "segmentation with class weights": (
         "masks",
-        {"model": PIXELS, "objective": "segmentation", "class_weights": "0.5,2,3.25"},
+        {"model": "objective_tasks:pixels", "objective": "segmentation", "class_weights": "0.5,2,3.25"},
         of_weighted_pixels,
     ),
     "outputs in a dataclass": (
@@ -188,13 +188,6 @@ def read_shifted(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Ten
     return next_tokens(model(tokens)[:, :-1], targets[:, 1:])
 
 
-def follow(model: nn.Module, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    known = ~targets[0].isnan()
-    apart = model(values, torch.ones(values.shape[:2]))[0, known] - targets[0, known]
-    weights = (1 + targets[0, known].float().abs()).double()  # as the objective computes them, in the targets' type
-    return (weights * apart**2).sum(), weights.sum()
-
-
 def squared(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, float]:
     found = model(**inputs)[0, 0]
     return (0 * found, 0.0) if targets.isnan() else ((found - targets[0].double()) ** 2, 1.0)
@@ -226,11 +219,6 @@ LEAVES: dict[str, tuple[str, dict[str, Any], SampleLoss]] = {
         "texts",
         {**LANGUAGE, "model": "leaf_tasks:Reader", "options": '{"model": {"form": "dict"}}'},
         read,
-    ),
-    "own weights of series": (
-        "series",
-        {"objective": "leaf_tasks:LargeCountMore", "collate": "padded", "model": "leaf_tasks:Follower"},
-        follow,
     ),
     "dict": ("table", {"objective": "regression", "model": "leaf_tasks:Tabular"}, squared),
     "tuple": ("pairs", {"objective": "leaf_tasks:NumberAndClass", "model": "leaf_tasks:TwoInputs"}, both),
