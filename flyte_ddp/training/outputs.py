@@ -223,9 +223,6 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     told = [note for note, is_told in notes.items() if is_told]
     if resumed_from is not None:
         changes = arithmetic.describe_changes(resumed_from.trained_in)
-        exactness = f", up to rounding, because these changed: {changes}" if changes else ""
-        told.append(
-            f"The run went on from a checkpoint after step {resumed_from.step:,}; the result is as if it had not been "
-            f"cut off{exactness}."
-        )
+        since = f"; since then these changed: {changes}" if changes else ""
+        told.append(f"The run went on from a checkpoint after step {resumed_from.step:,}{since}.")
     return told

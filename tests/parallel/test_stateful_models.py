@@ -299,7 +299,7 @@ RUN = Hyperparameters(
 CHANGES = [
     "The model changes centre, hidden, passes, replaced in",
     "hidden is not in the state_dict",
-    "as if it had not been cut off.",
+    "The run went on from a checkpoint",
 ]
 
 
@@ -308,8 +308,11 @@ CHANGES = [
     ("hp", "words"),
     [
         (RUN, CHANGES),
-        (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "cut off."]),
-        (ON_ONE, ["cut off."]),  # what stays frozen: a retry makes the model anew, and does not load init_from again
+        (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "went on from"]),
+        (
+            ON_ONE,
+            ["went on from"],
+        ),  # a retry makes what is frozen anew, and does not load init_from again
     ],
     ids=lambda value: value.model if isinstance(value, Hyperparameters) else "",
 )
