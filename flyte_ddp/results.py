@@ -1,7 +1,7 @@
 """Let users' code hand in intermediate results, files and events, while it trains in any rank.
 
-A rank writes them into ``results/`` of the run folder; from a host that does not see it, launch/remote/file_sync.py
-sends them to the launcher. runs/result_store.py copies them elsewhere.
+A rank writes them into ``results/`` of the run folder; on a host that does not see the folder it sends them to the
+launcher, which does. runs/result_store.py copies them elsewhere.
 """
 
 import json

@@ -27,7 +27,6 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserErro
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
 from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, pickle_exception
-from flyte_ddp.launch.remote.file_sync import FileSender
 from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
@@ -267,22 +266,12 @@ def run_worker_rank(
         raise lost_rank_0_error() from None
     set_network_interface(host)
     link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
-    # If this host does not see the launcher's output folder, its ranks write into that of one of them, which sends
-    # their results. Outputs are written by rank 0 only.
-    sends = folder == work.output_folder != ticket.output_folder
-    files = FileSender(folder, lambda piece: link.send(**piece), enabled=sends)
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
-    with (
-        call_on_signals(SIGNALS, lambda: link.send("stop")),
-        process.kill_new_descendants_at_end(),
-        files.send_results_during(),
-    ):
+    with call_on_signals(SIGNALS, lambda: link.send("stop")), process.kill_new_descendants_at_end():
         try:
             run_rank(prepare(work), ticket.info, link.offer_saving, link)
-            files.send_results()
         except BaseException as error:
             link.report_error(error)
-            files.send_results()
             link.send("exit", code=1)
             raise link.wait_for_outcome(error) or error from None
         link.send("completed")

@@ -29,6 +29,7 @@ class Work:
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
     on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks
     world: World = NOT_FOUND  # what the launcher has found capacity for
+    sees_run_folder: bool = True  # whether output_folder is the launcher's; else results go to the launcher as messages
 
     def prepare_on_host(self) -> Self:
         if not self.on_host:

@@ -39,7 +39,7 @@ def work_in(folder: Path, **changes: Any) -> Work:
 
 def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
     pipe, agent = Pipe()
-    worker = WorkerConnection(0, "127.0.0.1", folder, "code", 0.0, pipe, "127.0.0.1", "127.0.0.1", received_at=0.0)
+    worker = WorkerConnection(0, "127.0.0.1", folder, "code", pipe, "127.0.0.1", "127.0.0.1")
     return RemoteHandle(worker, "127.0.0.1", folder, folder), agent
 
 
@@ -146,15 +146,15 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
         (tmp_path / "host/checkpoints").write_text("in the way")
         agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
     else:
-        monkeypatch.setattr(proxy.FileSender, "send_outputs", raise_full)
-    agent.send_work(work_in(tmp_path / "host"))
+        monkeypatch.setattr(proxy.FileSender, "send_changes", raise_full)
+    agent.send_work(work_in(tmp_path / "host", sees_run_folder=False))
 
     def talk() -> list[str]:
         error = agent.receive("error")
         code = agent.receive("exit")["code"]
         agent.launcher.send({"kind": "over", "error": None})
         handle, _ = remote_handle(tmp_path)
-        handle.error, handle.exitcode = error, code
+        handle.error, handle.exitcode = {**error, "time": 0.0}, code
         found = find_root_cause([handle])
         assert isinstance(found, UserError if fails == "a file from the launcher" else RankError)
         assert not getattr(found, "recoverable", False)

@@ -3,13 +3,13 @@
 import hmac
 import os
 import pickle
+import queue
 import secrets
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
@@ -25,8 +25,7 @@ from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
-MOST_AT_ONCE = 64  # connections that may prove themselves; more wait
-WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
+POLL_SECONDS = 0.01
 LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
 # A host that is gone is noticed in 30 s, also if it does not confirm what it was sent (TCP_USER_TIMEOUT, milliseconds).
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -76,7 +75,7 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
                 own_folder = None if folder == ticket.output_folder else folder
                 hello = {"rank": ticket.info.rank, "host": connected.getsockname()[0], "folder": own_folder}
                 with authenticated_pipe(connected, ticket.key, AGENT, CONNECT_SECONDS) as pipe:
-                    pipe.send({**hello, "code": package_digest(), "clock": time.monotonic()})
+                    pipe.send({**hello, "code": package_digest()})
                     return pipe
         except (OSError, EOFError, AuthenticationError) as error:
             failure = error
@@ -103,11 +102,9 @@ class WorkerConnection:
     host: str  # the agent's address as the agent sees it
     folder: Path | None  # where it keeps the run's files; None: it sees the launcher's output folder
     code: str  # digest of the agent's library
-    clock: float  # ``time.monotonic()`` of its host when it sent these values
     pipe: Connection
     seen_at: str  # its address as the launcher sees it
     reached_at: str  # the launcher's address that it connected to
-    received_at: float  # ``time.monotonic()`` of the launcher when it received these values
 
     @property
     def is_on_launcher_host(self) -> bool:
@@ -115,45 +112,39 @@ class WorkerConnection:
 
 
 @contextmanager
-def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], list[WorkerConnection]]]:
-    """Yield a function that returns newly connected agents, and waits up to 0.1 s for the first."""
-    server.setblocking(False)
-    pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")  # so that a slow peer delays no other
-    unproved: dict[Future[WorkerConnection], socket.socket] = {}
+def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQueue[WorkerConnection]]:
+    """Accept agents during the block, in threads; yield the queue of those that have proved that they know the key."""
+    arrived, over = queue.SimpleQueue[WorkerConnection](), threading.Event()
 
-    def authenticate(connected: socket.socket) -> WorkerConnection:
-        connected.setblocking(True)
-        with authenticated_pipe(connected, key, LAUNCHER, HELLO_SECONDS) as pipe:
+    def authenticate(connected: socket.socket) -> None:
+        with (
+            suppress(OSError, EOFError, AuthenticationError),
+            connected,
+            authenticated_pipe(connected, key, LAUNCHER, HELLO_SECONDS) as pipe,
+        ):
             hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
-            addresses = {"seen_at": connected.getpeername()[0], "reached_at": connected.getsockname()[0]}
-            return WorkerConnection(**hello, **addresses, pipe=pipe, received_at=time.monotonic())
+            seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
+            arrived.put(WorkerConnection(**hello, pipe=pipe, seen_at=seen_at, reached_at=reached_at))
 
-    def take_proved() -> list[WorkerConnection]:
-        done = [future for future in unproved if future.done()]
-        for future in done:
-            unproved.pop(future).close()
-        return [future.result() for future in done if future.exception() is None]
+    def accept() -> None:
+        while not over.is_set():
+            try:
+                connected, _ = server.accept()
+            except OSError:  # it is over, the peer has gone again, or too many files are open
+                time.sleep(POLL_SECONDS)
+            else:  # in a thread, so that a slow peer delays no other
+                threading.Thread(target=authenticate, args=[connected], name="agent", daemon=True).start()
 
-    def new_connections() -> list[WorkerConnection]:
-        deadline = time.monotonic() + WAIT_SECONDS
-        proved: list[WorkerConnection] = []
-        while not proved and time.monotonic() < deadline:
-            with suppress(OSError):  # nobody is waiting, or too many files are open
-                while len(unproved) < MOST_AT_ONCE:
-                    connected, _ = server.accept()
-                    unproved[pool.submit(authenticate, connected)] = connected
-            time.sleep(POLL_SECONDS)
-            proved = take_proved()
-        return proved
-
+    accepting = threading.Thread(target=accept, name="agents", daemon=True)
+    accepting.start()
     try:
-        yield new_connections
+        yield arrived
     finally:
-        for connected in unproved.values():
-            shut_connection(connected)  # so that its thread, which is reading from it, ends
-        pool.shutdown()
-        for connection in take_proved():
-            connection.pipe.close()
+        over.set()
+        shut_connection(server)
+        accepting.join()
+        while not arrived.empty():
+            arrived.get().pipe.close()
 
 
 @contextmanager

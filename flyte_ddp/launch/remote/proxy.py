@@ -48,7 +48,7 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
 
         with closing(pipe), call_on_signals(SIGNALS, request_stop):
             try:
-                return relay_until_over(handle, ticket, folder, pipe, send)
+                return relay_until_over(handle, folder, pipe, send)
             except connection.RunOverError:
                 return True
             except LauncherGoneError:
@@ -56,20 +56,14 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
 
 
 def relay_until_over(
-    handle: RankHandle,
-    ticket: connection.JoinTicket,
-    folder: Path,
-    pipe: Connection,
-    send: Callable[[dict[str, Any]], None],
+    handle: RankHandle, folder: Path, pipe: Connection, send: Callable[[dict[str, Any]], None]
 ) -> bool:
     try:
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
-        # If this host does not see the launcher's output folder, its ranks write into that of one agent.
-        files = FileSender(folder, send, enabled=folder == work.output_folder != ticket.output_folder)
+        files = FileSender(folder, send) if handle.rank == 0 and not work.sees_run_folder else None
         handle.send_work(work)
-        with files.send_results_during():
-            over = relay_messages(handle, pipe, send, files)
+        over = relay_messages(handle, pipe, send, files)
     except (connection.RunOverError, LauncherGoneError):
         raise
     except Exception as error:  # of this host, such as a full disk: the launcher gets it as the rank's error
@@ -84,36 +78,36 @@ def relay_until_over(
 
 
 def relay_messages(
-    handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender
+    handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender | None
 ) -> bool:
     """Relay messages between rank and launcher until the rank exits; return True if the launcher sent "over" first."""
     over = False
-
-    def send_from_rank(message: dict[str, Any]) -> None:
-        if message["kind"] in ("completed", "exit"):
-            files.send_results()
-        # Files go before the message that is about them.
-        files.send_outputs(all_files=(message["kind"], handle.rank) == ("completed", 0))
-        send(message)
-
     while True:
-        ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files.enabled else None)
+        ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files else None)
         ended = handle.poll_exit()  # before its messages are read, so that none of them is missed
-        for message in handle.read_messages():
-            send_from_rank(message)
+        messages = [*handle.read_messages()]
         if ended:
-            send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
+            messages.append({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
+        if files is not None:  # they go before messages that are about them
+            files.send_changes(all_files=any(message["kind"] == "completed" for message in messages))
+        for message in messages:
+            send(message)
+        if ended:
             return over
-        files.send_outputs()
         if pipe in ready:
             with detect_lost_launcher():
                 message = pipe.recv()
             over = over or message["kind"] == "over"
-            if message["kind"] == "kill":
-                handle.kill()
-            elif message["kind"] == "stack":
-                send({"kind": "stack", "text": handle.read_stack()})
-            elif message["kind"] == "save" and not handle.has_started():
-                send({"kind": "saved", "step": handle.resumes_after})
-            else:
-                handle.send(**message)
+            hand_to_rank(message, handle, send)
+
+
+def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Callable[[dict[str, Any]], None]) -> None:
+    """Do what a message of the launcher's asks the agent for, or pass the message on to the rank."""
+    if message["kind"] == "kill":
+        handle.kill()
+    elif message["kind"] == "stack":
+        send({"kind": "stack", "text": handle.read_stack()})
+    elif message["kind"] == "save" and not handle.has_started():
+        send({"kind": "saved", "step": handle.resumes_after})
+    else:
+        handle.send(**message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import itertools
+import queue
 import secrets
 import socket
 import sys
@@ -30,6 +31,7 @@ from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 
+WAIT_SECONDS = 0.1  # between two looks for requests to stop
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
 END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to end
 STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for it
@@ -49,8 +51,11 @@ def open_rendezvous(
     key = derive_key(secret or secrets.token_bytes(32), mark)
     (work.output_folder / mark).touch()
     try:
-        with socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server:
-            yield Rendezvous(work, server, hosts, mark, key, only_once)
+        with (
+            socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server,
+            accept_agents(server, key) as arrived,
+        ):
+            yield Rendezvous(work, hosts, server.getsockname()[1], mark, key, only_once, arrived)
     finally:
         (work.output_folder / mark).unlink(missing_ok=True)
 
@@ -64,14 +69,15 @@ class Rendezvous:
     """Gathers agents and supervises their ranks; made by :func:`open_rendezvous`."""
 
     work: Work
-    server: socket.socket
     hosts: tuple[str, ...]
+    port: int
     mark: str
     key: bytes
     only_once: bool
+    arrived: queue.SimpleQueue[WorkerConnection]
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
-        return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.work.output_folder, self.mark)
+        return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.mark)
 
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
@@ -114,30 +120,32 @@ class Rendezvous:
         """Put the handles of all ``num_ranks`` ranks into ``group``, by rank, as their agents connect, within 300 s."""
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
-        with accept_agents(self.server, self.key) as new_connections:
-            while len(found) < num_ranks:
-                if stop.signal is not None:
-                    # A run before a retry may have saved a checkpoint.
-                    raise stop_error(stop.signal, newest_step(self.work.output_folder))
-                check_engine()
-                if time.monotonic() > deadline:
-                    missing = sorted(set(range(num_ranks)) - found.keys())
-                    raise UnreachableError(
-                        f"ranks {missing} of {num_ranks} did not connect to {' or '.join(self.hosts)} within "
-                        f"{GATHER_SECONDS:g} s: their hosts cannot reach this one, or the cluster has no capacity for "
-                        "them; correct that and run again"
-                    )
-                for worker in new_connections():
-                    if worker.code != package_digest():
-                        worker.pipe.close()
-                        raise UserError(
-                            f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
-                            "have the same flyte-ddp on all hosts of the cluster"
-                        )
-                    if worker.rank in found:  # the engine has replaced that agent
-                        found[worker.rank].pipe.close()
-                    found[worker.rank] = worker
-                    group[:] = self.make_handles(found)
+        while len(found) < num_ranks:
+            if stop.signal is not None:
+                # A run before a retry may have saved a checkpoint.
+                raise stop_error(stop.signal, newest_step(self.work.output_folder))
+            check_engine()
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(num_ranks)) - found.keys())
+                raise UnreachableError(
+                    f"ranks {missing} of {num_ranks} did not connect to {' or '.join(self.hosts)} within "
+                    f"{GATHER_SECONDS:g} s: their hosts cannot reach this one, or the cluster has no capacity for "
+                    "them; correct that and run again"
+                )
+            try:
+                worker = self.arrived.get(timeout=WAIT_SECONDS)
+            except queue.Empty:
+                continue
+            if worker.code != package_digest():
+                worker.pipe.close()
+                raise UserError(
+                    f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
+                    "have the same flyte-ddp on all hosts of the cluster"
+                )
+            if worker.rank in found:  # the engine has replaced that agent
+                found[worker.rank].pipe.close()
+            found[worker.rank] = worker
+            group[:] = self.make_handles(found)
 
     def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
         """Return the connected ranks' handles by rank; all ranks of a host use the folder of its lowest rank."""
@@ -163,8 +171,8 @@ class RemoteHandle(RankHandle):
     def __init__(self, worker: WorkerConnection, host: str, output_folder: Path, files_in: Path) -> None:
         super().__init__(worker.rank, worker.pipe, host)
         self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
-        self.clock_behind = worker.received_at - worker.clock
-        self.out_of_memory = self.results_failed = False
+        self.out_of_memory = False
+        self.results = results.ResultWriter(output_folder)
 
     def ran_out_of_memory(self) -> bool:
         # Elastic's ranks have no agent that reports it.
@@ -186,21 +194,20 @@ class RemoteHandle(RankHandle):
                 output_folder=folder,
                 checkpoint=replace(checkpoint, path=folder / checkpoint.path.name) if checkpoint else None,
                 files={key: folder / path.name for key, path in work.files.items()},
+                sees_run_folder=False,
             )
         super().send_work(work)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the rank's new messages for up to 0.1 s, so that a slow disk does not hold up the launcher.
 
-        Writes its pieces of files, and sets ``exitcode`` when it comes.
+        Writes its pieces of files and its results, and sets ``exitcode`` when it comes.
         """
         early, self.early = self.early, []
         for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
             if message["kind"] == "exit":
                 self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
-            elif message["kind"] == "file":
-                self._write_piece(message)
-            else:
+            elif not self._write(message):
                 yield message
 
     def read_stack(self) -> str:
@@ -227,21 +234,19 @@ class RemoteHandle(RankHandle):
                 message: dict[str, Any] = self.pipe.recv()
                 if message["kind"] == kind:
                     return message
-                if message["kind"] == "file":
-                    self._write_piece(message)
-                else:
+                if not self._write(message):
                     self.early.append(message)
         return None
 
-    def _write_piece(self, message: dict[str, Any]) -> None:
-        try:
+    def _write(self, message: dict[str, Any]) -> bool:
+        """Write a message's piece of a file, or its result; return whether it has one."""
+        if message["kind"] == "file":
             write_piece(self.output_folder, message)
-        except (UserError, OSError) as error:
-            if not message["name"].startswith(results.FOLDER):
-                raise
-            if not self.results_failed:  # once only, as where ranks write results themselves
-                print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
-            self.results_failed = True
+        elif message["kind"] in ("result", "event"):
+            self.results.write(**message)
+        else:
+            return False
+        return True
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:

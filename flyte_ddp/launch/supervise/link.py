@@ -5,7 +5,6 @@ import pickle
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -107,7 +106,6 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
-        "time": time.monotonic(),
         "cause": classify_failure(error),
         "type": type(raised).__name__,
         "message": exception_message(raised),

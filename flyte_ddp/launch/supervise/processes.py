@@ -32,11 +32,10 @@ class RankHandle(PipeEnd):
         self.listening = True  # whether more may come through the pipe
         self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
-        self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
+        self.error: dict[str, Any] | None = None  # the rank's report, and the "time" when it came
         self.completed = False  # whether the rank has said that it has completed
         self.resumes_after = 0  # step of the checkpoint that the work resumes from
         self.saved: int | None = None  # step of the checkpoint that the rank was asked for
-        self.clock_behind = 0.0  # seconds by which the host's ``time.monotonic()`` is behind the launcher's
         self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 

@@ -88,9 +88,10 @@ def run_rank(
             keep_freed_memory()
         else:
             torch.cuda.set_device(info.local_rank)
-        # This rank writes what users' code hands in itself; the launcher need not be asked.
-        write = results.ResultWriter(work.output_folder).write
-        with results.deliver_results(write, info.rank), warnings.catch_warnings():
+        deliver: results.Deliver = results.ResultWriter(work.output_folder).write
+        if link is not None and not work.sees_run_folder:
+            deliver = link.send
+        with results.deliver_results(deliver, info.rank), warnings.catch_warnings():
             pkgutil.resolve_name(work.function)(rank)
         rank.leave()
 

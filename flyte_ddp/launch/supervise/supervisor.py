@@ -61,7 +61,7 @@ def wait_and_handle_messages(
 def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHandle], stop: StopRequest) -> None:
     kind = message["kind"]
     if kind == "error":
-        handle.error = {**message, "time": message["time"] + handle.clock_behind}
+        handle.error = {**message, "time": time.monotonic()}
     elif kind == "completed":
         handle.completed = True
     elif kind == "saved":
