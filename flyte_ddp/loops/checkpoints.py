@@ -17,7 +17,6 @@ from flyte_ddp.runs.checkpoint import Checkpoint, Identity, read_saved_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
-UNANNOUNCED_SECONDS = 8.0  # for the next save after a request to stop, if the function never asks whether one is due
 ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the answer before the time is over
 
 
@@ -33,10 +32,10 @@ class Checkpoints(CheckpointWriter):
         self.last_step = found.step if found else 0  # that save got
         self.last_time = time.monotonic()
         self.checked_types: set[type] = set()  # that torch.load takes
-        self.asked = self.used = self.stop_requested = False
+        self.used = self.stop_requested = False
 
     def due(self) -> bool:
-        self.asked = self.used = True
+        self.used = True
         return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -62,11 +61,10 @@ class Checkpoints(CheckpointWriter):
     def save_now(self, seconds: float) -> int:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
-        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
-        if it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
+        Waits for 90 % of ``seconds``; not at all if the function has neither saved, loaded nor asked for
+        :meth:`due`, or has returned. No checkpoint is written after this call.
         """
-        limit = ANSWER_SHARE * seconds
-        deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
+        deadline = time.monotonic() + ANSWER_SHARE * seconds
         with self.changed:
             self.stop_requested, so_far = True, self.puts
             if self.used:

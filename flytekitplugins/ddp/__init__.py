@@ -51,7 +51,7 @@ class DDPTask:
     """Stands for the task types of this plugin: a call returns the one that the configuration's engine needs."""
 
     def __new__(cls, task_config: DDP, task_function: Callable[..., Any], **options: Any) -> Any:
-        from flytekitplugins.ddp.make import make_task
+        from flytekitplugins.ddp.task import make_task
 
         return make_task(task_config, task_function, options)
 

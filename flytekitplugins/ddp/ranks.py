@@ -1,7 +1,5 @@
 """The body of a task on its ranks: how it gets there, flytekit's context in a rank, and what comes back."""
 
-import copy
-import dataclasses
 import importlib
 import sys
 import traceback
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import flytekit
-import numpy as np
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import TimeLineDeck
@@ -99,31 +96,11 @@ def run_body(
 
 
 def convert_outputs(value: Any, kinds: Sequence[Any]) -> Any:
-    """Return a body's outputs with Python's numbers, also for tensors [] where one of ``kinds`` is a number's."""
-    if isinstance(value, tuple):
-        parts = [convert_output(*pair) for pair in zip(value, [*kinds, *[None] * len(value)], strict=False)]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return convert_output(value, kinds[0] if kinds else None)
-
-
-def convert_output(value: Any, kind: Any) -> Any:
-    is_number = kind in (bool, int, float, str) and getattr(value, "ndim", None) == 0
-    return value.item() if is_number else to_python(value)
-
-
-def to_python(value: Any) -> Any:
-    """Return a value with Python's own numbers and texts in place of NumPy's, also in lists, dicts and dataclasses."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is list:
-        return [*map(to_python, value)]
-    if type(value) is dict:
-        return {to_python(key): to_python(each) for key, each in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(value, field.name, to_python(getattr(value, field.name)))
-    return value
+    """Return a body's outputs, NumPy's and tensors' numbers as Python's own where one of ``kinds`` is a number's."""
+    if not isinstance(value, tuple):
+        return value.item() if kinds and kinds[0] in (bool, int, float, str) and hasattr(value, "item") else value
+    parts = [convert_outputs(part, kinds[place : place + 1]) for place, part in enumerate(value)]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) -> LiteralMap:

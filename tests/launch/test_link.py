@@ -107,21 +107,9 @@ class MuteError(RuntimeError):
         raise ArithmeticError
 
 
-LONG = ValueError("head" + "." * 1_000_000 + "tail")
-SHORTENED = f"head{'.' * 9996}\n...\n{'.' * 9996}tail"
-
-
-@pytest.mark.parametrize(("error", "message"), [(MuteError(), "<exception str() failed>"), (LONG, SHORTENED)])
-def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
-    try:
-        raise error
-    except type(error):
-        Link(make_pipe()).report_error(error)
-    told = OPEN[-1].recv()
-    assert (told["type"], told["cause"], told["message"]) == (type(error).__name__, "own", message)
-    assert "in test_an_error_of_any_kind" in told["traceback"]
-    assert len(told["traceback"]) < 30_000
-    assert describe_error(ValueError("all of it"))["message"] == "all of it"
+def test_an_error_of_any_kind_is_reported() -> None:
+    told = describe_error(MuteError())
+    assert (told["type"], told["cause"], told["message"]) == ("MuteError", "own", "<exception str() failed>")
 
 
 def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
@@ -149,8 +137,7 @@ AT, LIMIT = "\n\nrank 1 is at:\nits stack\n\n", "600 s (FLYTE_DDP_TIMEOUT)"
         ([handle(0, 1, "peer"), handle(1, 1, "peer", 1.0)], "rank 0: E: of 0"),
         ([handle(0, 1, "timeout"), HANGING], f"rank 1 did not come where rank 0 waited for {LIMIT}{AT}rank"),
         ([handle(0, 1, "peer"), HANGING], f"rank 0: E: of 0{AT}rank 0: E: of 0"),
-        ([handle(0, 1, "timeout"), handle(1, 1, "timeout")], "all ranks waited for each other for 600 s, in different"),
-        ([handle(0, 1, "timeout"), handle(1, 1, "peer")], f"rank 0 waited in vain for {LIMIT}; rank 1 came too late, "),
+        ([handle(0, 1, "timeout"), handle(1, 1, "timeout")], f"ranks 0 and 1 waited for {LIMIT}, in different places"),
     ],
 )
 def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:

@@ -65,18 +65,12 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
-    others = sorted(error["rank"] for error in reports if error["cause"] == "peer")
     missing = [handle for handle in group if handle.error is None]
-    if not late:
-        message = format_rank_error(reports[0])
-    elif missing:
-        where = f"{format_ranks(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
-        message = f"{format_ranks([handle.rank for handle in missing])} did not come where {where}"
-    elif others:
-        what = f"{format_ranks(late)} waited in vain for {timeout:g} s (FLYTE_DDP_TIMEOUT)"
-        message = f"{what}; {format_ranks(others)} came too late, or waited elsewhere"
+    waited = f"{format_ranks(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)" if late else ""
+    if late and missing:
+        message = f"{format_ranks([handle.rank for handle in missing])} did not come where {waited}"
     else:
-        message = f"all ranks waited for each other for {timeout:g} s, in different places"
+        message = f"{waited}, in different places or at different times" if late else format_rank_error(reports[0])
     stacks = [f"rank {handle.rank} is at:\n{handle.read_stack() or NO_STACK}" for handle in missing]
     shown = reports[:1] if missing else reports
     tracebacks = [f"{format_rank_error(error)}\n\n{error['traceback']}" for error in shown]
