@@ -30,9 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First test_chaos.py, which has the longest test, then files with many slow ones: no worker is idle at the end."""
+    """Files with many slow tests come first: no worker is idle at the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item.path.name != "test_chaos.py", -slow[item.path]))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -146,12 +146,6 @@ def test_an_aborted_run_leaves_no_pod_and_launched_again_goes_on(kubectl: Cluste
     kubectl.abort(second)
 
 
-def test_two_at_once_train_once(cluster: Cluster) -> None:
-    hp = {**SHORT, "epochs": 50, "seed": unused_seed(cluster)}
-    names = [cluster.launch_training(**hp) for _ in range(2)]
-    assert sorted(cluster.is_from_cache(cluster.wait_for_success(name)) for name in names) == [False, True]
-
-
 def test_a_schedule_of_every_minute(cluster: Cluster) -> None:
     from workflows.training import retraining_wf
 

@@ -105,63 +105,15 @@ def fail() -> None:
     raise ArithmeticError("own words")
 
 
-def hang() -> None:
-    while True:
-        time.sleep(0.01)
-
-
-FAILURES: dict[str, Callable[[], object]] = {
-    "raise": fail,
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "os._exit(0)": lambda: os._exit(0),
-    "hang": hang,
-}
-
-
-def in_backward(rank: int) -> Callable[[], object]:
+def fail_in_backward(who: int = 1) -> None:
+    """One rank fails in the third pass, the others wait for it in their backward pass."""
+    rank = current_rank()
+    rank.join()
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
-    return lambda: model(torch.ones(4, 8)).sum().backward()
-
-
-def in_all_reduce(rank: int) -> Callable[[], object]:
-    return lambda: dist.all_reduce(torch.ones(3))
-
-
-def in_functional(rank: int) -> Callable[[], object]:
-    from torch.distributed import _functional_collectives as functional
-
-    return lambda: functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).sum().item()
-
-
-def in_load(rank: int) -> Callable[[], object]:
-    return current_rank().load
-
-
-WAITS = {"backward": in_backward, "all_reduce": in_all_reduce, "functional": in_functional, "load": in_load}
-
-
-def wait_for_failed(waits: str, failure: str, group: str, who: int = 1, port: int = 0) -> None:
-    """One rank fails in the third pass, the others wait for it; the group is joined, own, or at an own port."""
-    rank = current_rank().rank
-    if port:
-        os.environ["MASTER_PORT"] = str(port)
-    if group == "never" and rank == who:
-        FAILURES[failure]()
-    if group == "join":
-        current_rank().join()
-    else:
-        dist.init_process_group("gloo")
-    step = WAITS[waits](rank)
     for count in range(1000):
-        if rank == who and count == 3:
-            FAILURES[failure]()
-        step()
-
-
-def fail_alone(failure: str, who: int = 1) -> None:
-    """Fail while others have returned."""
-    if current_rank().rank == who:
-        FAILURES[failure]()
+        if rank.rank == who and count == 3:
+            fail()
+        model(torch.ones(4, 8)).sum().backward()
 
 
 def save_wrong(kind: str) -> None:
@@ -187,16 +139,8 @@ def step_back(what: str) -> None:
     call(2, {"step": 2})
 
 
-def train(
-    steps: int,
-    fail_at: int = 0,
-    failure: str = "SIGKILL",
-    who: int = 1,
-    marker: str = "",
-    size: int = 4,
-    every: int = 1,
-) -> dict[str, Any]:
-    """Add up 1 to ``steps`` in each number of a tensor, with a fault once, unless the marker says that it was.
+def train(steps: int, fail_at: int = 0, marker: str = "", size: int = 4) -> dict[str, Any]:
+    """Add up 1 to ``steps`` in each number of a tensor; rank 1 is killed once, unless the marker says that it was.
 
     Returns the sum, and where this attempt began on each rank.
     """
@@ -213,9 +157,9 @@ def train(
         rank.save(step, state)
         if step == fail_at and not (marker and Path(marker).exists()):
             rank._checkpoints.wait_until_written()
-            if rank.rank == who:
+            if rank.rank == 1:
                 Path(marker or os.devnull).write_text("failed")
-                FAILURES[failure]()
+                os.kill(os.getpid(), signal.SIGKILL)
     if rank.rank == 0:
         (rank.folder / "own").mkdir(exist_ok=True)
         (rank.folder / "own/model.txt").write_text(str(state["sum"][0].item()))
@@ -224,39 +168,18 @@ def train(
     return {"sum": state["sum"][0].item(), "begun": begun}
 
 
-def load_late(marker: str) -> list[Any]:
-    """Rank 0 saves twice as soon as it has loaded, before rank 1 loads."""
-    rank = current_rank()
-    if rank.rank:
-        time.sleep(0.5)
-    state = rank.load()
-    if rank.rank == 0 and state is not None:
-        for step in (11, 12, 13):
-            rank.save(step, {"step": step})
-            rank._checkpoints.wait_until_written()
-    elif rank.rank == 0:
-        rank.save(10, {"step": 10})
-    rank.join()
-    every: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(every, state)
-    if not Path(marker).exists():
-        Path(marker).write_text("failed")
-        fail()
-    return every
-
-
 def wait_for_stop(kind: str, marker: str) -> Any:
-    """Run until somebody stops this process; save when that is due, often, in the end, or never."""
+    """Run until somebody stops this process; save when that is due, or once and never again."""
     rank = current_rank()
     state = rank.load()
     if state is not None:
         return state["step"]
     for step in range(1, 100_000):
         time.sleep(0.01)
-        asked = rank.due() if kind != "unasked" else False
+        asked = rank.due()
         if kind == "slow" and asked:
             time.sleep(1000)
-        if (kind == "due" and asked) or (kind == "unasked" and step % 10 == 0) or (kind == "slow" and step == 5):
+        if (kind == "due" and asked) or (kind == "slow" and step == 5):
             rank.save(step, {"step": step})
         if step == 20 and rank.rank == 0:
             Path(marker).write_text(str(time.time()))
@@ -275,17 +198,6 @@ def record_values() -> None:
     rank.record(1, number=1, real=0.5, flag=True, tensor=torch.tensor(2), loss=torch.ones(1, requires_grad=True) * 3)
     rank.record(1, array=np.ones(1), single=np.float32(0.5), nothing=float("nan"), endless=float("inf"))
     rank.record(2, real=0.25)
-
-
-def record_extremes() -> str:
-    """Record what a chart cannot show, and odd names; return something."""
-    import numpy as np
-
-    rank = current_rank()
-    rank.record(1, wide=1.7e308, count=np.uint64(2**64 - 1), flag=np.bool_(True))
-    rank.record(2, wide=-1.7e308, **{"\ud800 <b>": 1.0, "loss": 5e-324})
-    rank.record(3, loss=1e249)
-    return "the value"
 
 
 def draw(steps: list[int]) -> list[Any]:

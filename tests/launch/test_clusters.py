@@ -1,11 +1,9 @@
 """What clusters have that one machine has not: hosts, workers, addresses."""
 
 import functools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -51,18 +49,6 @@ class TestDask:
         words = "^DASK_SCHEDULER_ADDRESS=tcp://127.0.0.1:9: no scheduler there .*; start one, or correct the address"
         with pytest.raises(UnreachableError, match=words):
             dask.connected(seconds=0.5).__enter__()
-
-    def test_workers_that_come_later(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        with client_of_workers(0) as client:
-
-            def start_one(seconds: float) -> None:
-                client.cluster.scale(1)
-                time.sleep(seconds)
-
-            monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start_one))
-            assert dask.find_world(Request(1), client, 300.0).num_ranks == 1
-            assert capsys.readouterr().err.splitlines()[0] == "0 of 1 workers of the Dask cluster"
-            assert dask.find_world(Request(2), client, 1.0).num_ranks == 1
 
     def test_a_cluster_of_its_own(self) -> None:
         """Which leaves the processors to the ranks."""

@@ -2,25 +2,19 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
-import faults
 import pytest
 import ray as engine
 import torch
-from cli import HELPERS
 from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, saved
 from processes import processes_with
-from training_runs import train_in
-from trials import Trial, close, starts
+from trials import Trial, starts
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.launch import elastic, ray, spawn
@@ -29,19 +23,6 @@ from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchanged")]
-
-
-@pytest.fixture(scope="module")
-def stopped(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of three spawned ranks that was stopped."""
-    folder = tmp_path_factory.mktemp("stopped")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(HELPERS)
-        patch.setenv("TMPDIR", str(folder))
-        faults.inject(patch, folder / "marker", rank=2, at="training", kind="SIGTERM", **{"pass": 3})
-        with pytest.raises(StoppedError, match=r"will go on after step \d+, which is saved"):
-            train_in(folder / "run", replace(HP, num_ranks=3), digits)
-    return folder / "run"
 
 
 @pytest.fixture
@@ -116,17 +97,6 @@ def test_a_rank_that_fails_is_named_and_the_next_run_has_the_weights_of_an_undis
     assert {(event["rank"], event["introduced"]) for event in events} == {(0, True), (1, True)}
 
 
-@on(SPAWN, exhaustive=())  # the test above resumes on each
-def test_a_run_that_others_began_goes_on(launch: Launch, expected: Result, stopped: Path, trial: Trial) -> None:
-    """With another number of ranks, which in fp32 shows in the last bits."""
-    shutil.copytree(stopped, trial.folder)
-    trial.train(HP, launch=launch)
-    first, second = starts(trial.folder)
-    assert (first["num_ranks"], second["num_ranks"]) == (3, 2)
-    assert second["resumed_after_step"] >= 3
-    assert close(trial.folder, expected.run_folder)
-
-
 @on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))  # spawn: test_faults.py
 def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     """A rank hangs, so that the other sits in a collective, when the launcher gets SIGTERM."""
@@ -149,21 +119,6 @@ def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial)
     assert f"in {kind.replace(' ', '_').lower()}" in str(caught.value)
     assert saved(trial.folder).step == 3, "what was done before is saved"
     nothing_is_left(trial)
-
-
-@pytest.mark.exhaustive
-@on(SPAWN, exhaustive=())  # no launcher takes part
-def test_what_rank_0_does_alone_at_the_end_may_take_longer_than_the_limit(launch: Launch, trial: Trial) -> None:
-    """It loads the model's file twice, for 2 seconds each, while the others wait for it."""
-    trial.train(replace(HP, model="unusual_models:SlowToLoad", epochs=1), launch=launch, timeout=3.0)
-
-
-@pytest.mark.exhaustive
-@on(SPAWN, exhaustive=())  # elsewhere each run has agents of its own
-def test_several_at_once(launch: Launch, expected: Result, trial: Trial, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(trial.train, HP, launch=launch, folder=tmp_path / name) for name in ("one", "other")]
-        assert all(equal(expected.run_folder, run.result().run_folder) for run in runs)
 
 
 @pytest.mark.parametrize("launch", [SPAWN], indirect=True)  # for the check that nothing has changed

@@ -3,11 +3,9 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -98,23 +96,6 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
         dask.find_world(Request(3), client, 300.0, hosts_to_come=2)
     with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster"):
         dask.find_world(Request(2), client, 0.0, hosts_to_come=2)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_current_client")
-def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv(dask.SCHEDULER, f"tcp://127.0.0.1:{port}")
-
-    def workers() -> int:
-        with dask.connected(seconds=300) as client:
-            return len(dask.describe_workers(client))
-
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(workers)
-        start("dask-scheduler", "--port", str(port))
-        assert found.result() == 0
 
 
 @pytest.mark.slow

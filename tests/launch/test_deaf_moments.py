@@ -17,14 +17,14 @@ import pytest
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 
-from flyte_ddp.errors import OutOfMemoryError, RankError, StoppedError, UserError
-from flyte_ddp.launch.remote import connection, proxy, rendezvous
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.launch.remote import connection, proxy
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
+from flyte_ddp.launch.supervise.processes import ProcessHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint
@@ -41,22 +41,6 @@ def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
     pipe, agent = Pipe()
     worker = WorkerConnection(0, "127.0.0.1", folder, "code", pipe, "127.0.0.1", "127.0.0.1")
     return RemoteHandle(worker, "127.0.0.1", folder, folder), agent
-
-
-def test_a_stop_that_came_before_supervision_does_not_wait_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while the work is sent: ranks that import torch, or wait for another, say nothing."""
-    stop, (pipe, _rank) = StopRequest(), Pipe()
-    stop.make_request(signal.SIGTERM)
-    wait = supervisor.connection.wait
-
-    def wait_or_fail(waitables: list[Any], seconds: float | None) -> list[Any]:
-        ready = wait(waitables, 0)
-        assert ready, "nothing would ever end this wait"
-        return ready
-
-    monkeypatch.setattr(supervisor, "connection", SimpleNamespace(wait=wait_or_fail))
-    with pytest.raises(StoppedError):
-        supervisor.supervise_ranks([RankHandle(0, pipe, "127.0.0.1")], stop, LIMIT, save_seconds=0.0)
 
 
 def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
@@ -163,23 +147,3 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
     with agent.talking(talk):
         agent.rank.send({"kind": "ready"})
         assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"
-
-
-def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the launcher's next look nor the end of the rank waits for another message."""
-    for name, module in (("STACK_SECONDS", rendezvous), ("END_SECONDS", rendezvous)):
-        monkeypatch.setattr(module, name, None)  # for ever
-    handle, agent = remote_handle(tmp_path)
-    agent.send({"kind": "exit", "code": -9, "out_of_memory": True})
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(handle.read_stack).result(LIMIT) == ""
-        pool.submit(supervisor.wait_and_handle_messages, [handle], StopRequest()).result(LIMIT)
-        assert handle.exitcode == -9
-        assert isinstance(find_root_cause([handle]), OutOfMemoryError)
-    closed, agent = remote_handle(tmp_path)
-    agent.send({"kind": "exit", "code": 1})
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(closed.read_stack).result(LIMIT) == ""
-        pool.submit(closed.close).result(LIMIT)

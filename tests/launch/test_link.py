@@ -27,14 +27,6 @@ def make_pipe() -> Connection:
     return theirs
 
 
-def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> None:
-    Link(make_pipe())
-    OPEN[-1].send({"kind": "work", "work": b"", "saved": 7, "network": ""})
-    OPEN[-1].send({"kind": "save", "seconds": 1.0})
-    assert OPEN[-1].poll(10)
-    assert OPEN[-1].recv() == {"kind": "saved", "step": 7}
-
-
 def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that its own connection is broken: a retry would save the job."""
     monkeypatch.setattr(elastic_link, "NOTICE_SECONDS", 0.0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import offspring_models
 import pytest
-from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, on
+from engines import AGENTS, ELASTIC, SPAWN, Launch, on
 from faulty_runs import HP
 from processes import processes_with, wait_until
 from trials import Trial
@@ -16,7 +16,7 @@ from trials import Trial
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.launch import elastic, single
+from flyte_ddp.launch import single
 
 pytestmark = pytest.mark.slow
 
@@ -67,31 +67,11 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-@on(exhaustive=(AGENTS, DASK, RAY))  # spawn and Elastic: the test below
-def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], trial: Trial) -> None:
-    """Processes that others have started stay."""
-    trial.train(PARENTAL, launch=launch)
-    wait_until(lambda: not survivors(trial))  # agents see to it, after the launcher has heard of the end
-    assert bystander.poll() is None
-
-
-@pytest.mark.parametrize(
-    ("launch", "kind"),
-    [
-        (SPAWN, "SIGKILL"),
-        pytest.param(AGENTS, "ArithmeticError", marks=pytest.mark.exhaustive),
-        pytest.param(ELASTIC, "SIGKILL", marks=pytest.mark.exhaustive),
-    ],
-    indirect=["launch"],
-)
-def test_after_a_failure(launch: Launch, trial: Trial, kind: str) -> None:
-    trial.inject(kind)
-    if launch is elastic.launch:
-        with alone("elastic", trial, LOADING) as process:  # it takes in the killed rank's children
-            assert "RankLostError" in process.communicate()[0]
-    else:
-        with pytest.raises(RankError):
-            trial.train(LOADING, launch=launch)
+@on(SPAWN, exhaustive=(AGENTS, ELASTIC))
+def test_after_a_failure(launch: Launch, trial: Trial) -> None:
+    trial.inject("ArithmeticError")
+    with pytest.raises(RankError):
+        trial.train(LOADING, launch=launch)
     wait_until(lambda: not survivors(trial))
 
 

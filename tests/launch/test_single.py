@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +19,9 @@ from trials import Trial
 
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.machine.resources import Request
-from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.runs.work import Work
-from flyte_ddp.training import train as training
 
 HP = replace(TWO_RANKS, num_ranks=1)
 
@@ -73,24 +68,6 @@ def test_the_same_weights_as_from_a_spawned_rank(expected: Path, trial: Trial) -
 
 
 @pytest.mark.slow
-def test_nothing_is_saved_after_what_was_asked_for(trial: Trial) -> None:
-    """Whoever asks is told a step and ends the run; the retry goes on from that step."""
-    told: list[int] = []
-    written: list[object] = []
-    train = training.train
-
-    def train_and_save_at_once(rank: Rank) -> None:
-        rank.offer_saving = lambda save: told.append(save(0.0))
-        train(rank)
-
-    trial.patch.setattr(training, "train", train_and_save_at_once)
-    trial.patch.setattr(checkpoint, "write_checkpoint", lambda *args: written.append(args))
-    trial.train(HP)
-    assert told == [0]
-    assert written == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops(expected: Path, trial: Trial, number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -122,26 +99,3 @@ def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, c
 def test_more_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_ranks=2: one rank at most runs in this process"):
         single.launch(Work("", None, Request(2), tmp_path, IDENTITY, timeout=1.0, save_seconds=1.0))
-
-
-OPEN_STORES = """
-from datetime import timedelta
-from torch.distributed import TCPStore
-from flyte_ddp.launch.supervise.rank import open_tcp_store
-from flyte_ddp.launch.supervise.link import RankInfo
-ports = [0]
-while ports[-1] not in ports[:-1]:
-    store = open_tcp_store(RankInfo(0, 1, 0), None, timedelta(seconds=60))
-    TCPStore("127.0.0.1", store.port, 1, is_master=True, multi_tenant=True)
-    ports.append(store.port)
-"""
-
-
-def test_a_port_that_comes_again_serves_groups_again() -> None:
-    """torch keeps the ports of a process's closed stores: the run that got one of them again failed."""
-    few_ports = 'ip link set lo up && echo "40000 40099" > /proc/sys/net/ipv4/ip_local_port_range && exec "$@"'
-    alone = ["unshare", "--net", "--map-root-user", "sh", "-c", few_ports, "sh"]
-    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("needs the right to make a network namespace (unshare)")
-    run = subprocess.run([*alone, sys.executable, "-c", OPEN_STORES], check=False, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[:2000]

@@ -1,6 +1,5 @@
 """Elastic on two hosts that share neither files nor memory, started by ``torchrun`` on each."""
 
-import json
 import os
 import subprocess
 import sys
@@ -83,24 +82,3 @@ def test_one_host_is_lost(expected: Result, trial: Trial, tmp_path: Path) -> Non
     assert [(begin["num_ranks"], begin["num_nodes"]) for begin in begun] == [(2, 2), (1, 1)]
     assert begun[1]["resumed_after_step"] == 3
     assert close(trial.folder, expected.run_folder)
-
-
-@pytest.mark.exhaustive
-def test_the_host_of_rank_0_is_lost(trial: Trial, tmp_path: Path) -> None:
-    """The other's agent is told that another try is worth it."""
-    trial.inject("hang", rank=0)
-    arguments = [sys.executable, str(SCRIPT), FAULTY.to_json(), str(trial.digits), str(trial.folder)]
-    with two_hosts() as both:
-        store = f"{both[1].address}:{PORT}"  # rank 0 is on the first, as its address is
-        places = [[store, host.address, str(int(host is both[1]))] for host in both]
-        started = [
-            start(host, trial, [*arguments, *place], tmp_path / host.address)
-            for host, place in zip(both, places, strict=True)
-        ]
-        trial.when_failing(lambda: both[0].is_lost(started[0])).join()
-        codes = [process.wait(timeout=120) for process in started]
-        log = (tmp_path / both[1].address).read_text()
-    assert codes == [-9, 0], log
-    told = json.loads(log.splitlines()[-1])
-    assert (told["type"], told["again"]) == ("RankError", True), log
-    assert told["said"].startswith("lost the connection to rank 0")

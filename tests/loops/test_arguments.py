@@ -1,15 +1,18 @@
-"""What tells a checkpoint's arguments from others: the same in all processes, and different for different values."""
+"""A call on its way to ranks: what tells a checkpoint's arguments from others, and what can be sent."""
 
 import os
+import pickle
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from flyte_ddp.loops.call import describe_value
+from flyte_ddp.loops.call import describe_value, pickle_by_value
 
 
 class Config:
@@ -54,3 +57,17 @@ def test_functions_differ_by_what_they_bring_along() -> None:
     assert describe_value(make_loss(0.5)) == describe_value(make_loss(0.5)) != describe_value(make_loss(0.25))
     assert describe_value("a".join) != describe_value("b".join)
     assert describe_value(make_loss) == f"{__name__}:make_loss"
+
+
+CLASSES = "def function(data): return torch.ones(len(data.classes))"  # torch has a module of this name
+SCRIPTS = [CLASSES, "def function(): torch.backends.cudnn.benchmark = True", "def function(): return torch.ops.aten"]
+
+
+@pytest.mark.parametrize("code", SCRIPTS)
+def test_functions_may_name_torch_and_modules_that_are_no_ordinary_ones(code: str) -> None:
+    script = types.ModuleType("__main__")
+    script.torch = torch
+    exec(code, vars(script))
+    sent = pickle.loads(pickle_by_value(script.function))
+    assert sent.__code__ == script.function.__code__
+    assert sent.__globals__["torch"] is torch

@@ -36,21 +36,6 @@ def test_numbers_of_all_kinds(run: Run, tmp_path: Path, recwarn: pytest.Warnings
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_no_number_costs_what_the_function_returns(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Neither in the records nor on the page; nor does a page that cannot be made."""
-    assert run(own_functions.record_extremes, num_ranks=1) == "the value"
-    first, *_ = [record for record in read_records(tmp_path / "run/metrics.jsonl") if record["kind"] == "record"]
-    assert (first["count"], first["flag"]) == (2**64 - 1, 1)
-    assert "1.7e+308" in (tmp_path / "run/report.html").read_text()
-    assert "no report.html" not in capfd.readouterr().err
-    monkeypatch.setattr("flyte_ddp.report.function_page.draw_line_chart", None)
-    assert run(own_functions.record_extremes, num_ranks=1) == "the value"
-    assert "no report.html could be made (TypeError: 'NoneType' object" in capfd.readouterr().err
-    assert not (tmp_path / "run/report.html").exists()
-
-
 def test_a_new_run_in_the_folder_begins_anew_and_keeps_own_files(run: Run, tmp_path: Path) -> None:
     """Own files in the folder of checkpoints, too."""
     own = tmp_path / "run/checkpoints/epoch-3.pt"

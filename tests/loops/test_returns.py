@@ -62,17 +62,6 @@ def test_nothing_stays_in_this_process(run: Run, then: str) -> None:
     assert "in start_group" in caught.value.file.read_text()
 
 
-def test_a_group_of_the_callers_own_stays(run: Run) -> None:
-    hook = sys.excepthook  # in whose place torch puts its own
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert run(own_functions.give_back, 3, num_ranks=1) == 3
-        assert torch.distributed.is_initialized()
-    finally:
-        torch.distributed.destroy_process_group()
-        sys.excepthook = hook
-
-
 @pytest.mark.slow
 def test_by_value_a_closure_and_a_function_without_a_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a notebook's functions are: of a main module without a file."""

@@ -62,13 +62,3 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
     for each in ranks:
         each.join()
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [SUMS] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_under_torchrun(tmp_path: Path) -> None:
-    arguments = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
-    printed = run_script(
-        tmp_path, "import own_functions\nprint(own_functions.train(4))", *arguments, "--rdzv-endpoint", "localhost:0"
-    )
-    assert printed.count(SUMS) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import Ended, surroundings
+from cli import Ended
 from engines import RAY_ENVIRONMENT
 
 from flyte_ddp.errors import UserError
@@ -72,33 +72,6 @@ def test_engines_on_this_machine(run: Run, engine: str) -> None:
     ended = run(task, "--value", "5", **RAY_ENVIRONMENT)
     assert ended.exit_code == 0, ended.output
     assert "Stats(total=10.0, ranks=2)" in ended.output
-
-
-SCRIPT = """
-from flytekit import task
-from flytekitplugins.ddp import DDP
-import flyte_ddp
-
-FACTOR = 10
-
-@task(task_config=DDP(num_ranks=2))
-def scale(value: int) -> int:
-    return value * FACTOR * flyte_ddp.current_rank().world_size
-
-if __name__ == "__main__":
-    print("scaled", scale(value=2))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_task_of_the_main_script_goes_to_ranks_by_value(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = surroundings(tmp_path / "home", tmp_path / "runs")
-    ended = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert "scaled 40" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 """A user's own tasks in pods, run the way pods run them."""
 
-import json
-import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import distributed
 import pytest
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.literals_pb2 import Literal
@@ -146,35 +143,17 @@ def test_a_dynamic_task_is_a_workflow_of_pods(cluster: Cluster) -> None:
     assert [task.id.name for task in ended.subworkflow.tasks] == ["own.square"]
 
 
-@pytest.fixture
-def dask_cluster(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
-    """A scheduler with two workers, which know neither the project nor the task's pod; its address."""
-
-    def start(name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        (tmp_path / name).mkdir()
-        with (tmp_path / name / "log").open("wb") as log:
-            command = [sys.executable, "-m", "dask", *arguments]
-            environment = {**os.environ, **cluster.server.flyte_environment(), "CUDA_VISIBLE_DEVICES": ""}
-            process = subprocess.Popen(command, cwd=tmp_path / name, env=environment, stdout=log, stderr=log)
-        stack.callback(process.wait, 60)
-        stack.callback(process.terminate)
-        return process
-
-    with ExitStack() as stack:
-        address = {"--port": "0", "--dashboard-address": "127.0.0.1:0", "--scheduler-file": str(tmp_path / "address")}
-        scheduler = start("scheduler", "scheduler", *(word for option in address.items() for word in option))
-        written = tmp_path / "address"
-        while not (written.exists() and written.read_text().endswith("}")):
-            assert scheduler.poll() is None, (tmp_path / "scheduler/log").read_text()
-        found: str = json.loads(written.read_text())["address"]
-        for name in ("one", "two"):
-            start(name, "worker", found, "--nworkers", "1", "--nthreads", "1", "--dashboard-address", "127.0.0.1:0")
-        yield found
-
-
 @pytest.mark.exhaustive
-def test_rank_0_on_another_host_uploads_the_outputs(cluster: Cluster, dask_cluster: str) -> None:
-    ended = cluster.run("own.on_dask_here", {"value": number(4)}, environment={"DASK_SCHEDULER_ADDRESS": dask_cluster})
+def test_rank_0_on_another_host_uploads_the_outputs(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On workers that know neither the project nor the task's pod."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**cluster.server.flyte_environment(), "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as workers:
+        environment = {"DASK_SCHEDULER_ADDRESS": workers.scheduler_address}
+        ended = cluster.run("own.on_dask_here", {"value": number(4)}, environment=environment)
     assert ended.outputs is not None, ended.log
     assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 8.0, "ranks": 2}
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"

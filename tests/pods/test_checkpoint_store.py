@@ -1,6 +1,5 @@
 """Checkpoints of attempts and executions in a real S3 server."""
 
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,22 +29,6 @@ def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
     assert names(base) == ["one 0 7", "one 2 9"]
     assert begun(replace(store, attempt=5), tmp_path / "5") == 9
     assert names(base, STARTED) == ["one 0 0", "one 0 7", "one 1 7", "one 2 7", "one 5 9"]
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(("before", "during", "after"))], ids="-".join)
-def test_the_newest_is_found_whenever_attempts_were_killed(
-    store: CheckpointStore, tmp_path: Path, order: tuple[str, ...]
-) -> None:
-    """Before their ranks met, while they did, or after, with five steps more."""
-    steps = 0
-    for attempt, killed in enumerate(order):
-        own = replace(store, attempt=attempt)
-        if killed != "before":
-            assert begun(own, tmp_path / str(attempt)) == steps
-        if killed == "after":
-            steps += 5
-            own.upload_checkpoint(write(tmp_path / "a.ckpt", steps))
-    assert begun(replace(store, attempt=len(order)), tmp_path / "last") == steps
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7)])
