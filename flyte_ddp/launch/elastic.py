@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
-from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, pickle_exception
+from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, write_exception
 from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
@@ -150,10 +150,13 @@ def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = W
 
     All ranks raise the error of a failed run. Elastic would hand it on as text, so it is pickled, too.
     """
-    with pickle_exception():
+    try:
         if is_leader():
             return lead()
         follow(prepare)
+    except BaseException as error:
+        write_exception(error)
+        raise
     return None
 
 

@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -84,16 +83,8 @@ def lost_rank_0_error() -> RankError:
     return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
 
 
-@contextmanager
-def pickle_exception() -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        write_exception(error)
-        raise
-
-
 def write_exception(error: BaseException) -> None:
+    """Pickle an exception beside Elastic's error file, unless one is there."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
     with suppress(Exception):  # pickling a user's own exception may raise anything
         if not path.exists():

@@ -6,7 +6,6 @@ Each agent gets a :class:`JoinTicket` and connects over TCP; the launcher superv
 from __future__ import annotations
 
 import hmac
-import itertools
 import queue
 import secrets
 import socket
@@ -172,6 +171,7 @@ class RemoteHandle(RankHandle):
         super().__init__(worker.rank, worker.pipe, host)
         self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
         self.out_of_memory = False
+        self.answer: dict[str, Any] | None = None  # the last message of a kind that was asked for
         self.results = results.ResultWriter(output_folder)
 
     def ran_out_of_memory(self) -> bool:
@@ -186,9 +186,10 @@ class RemoteHandle(RankHandle):
             if folder == self.worker.folder:  # the host's lowest rank
                 with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
                     for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
+                        self.answer = None
                         for piece in read_file_as_messages(path, path.name):
                             self.pipe.send(piece)
-                        self._wait_for_message("stored", None)  # the host's other ranks will read it
+                        self._take_messages(lambda: self.answer is not None, None)  # other ranks there will read it
             work = replace(
                 work,
                 output_folder=folder,
@@ -198,55 +199,41 @@ class RemoteHandle(RankHandle):
             )
         super().send_work(work)
 
-    def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the rank's new messages for up to 0.1 s, so that a slow disk does not hold up the launcher.
-
-        Writes its pieces of files and its results, and sets ``exitcode`` when it comes.
-        """
-        early, self.early = self.early, []
-        for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
-            if message["kind"] == "exit":
-                self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
-            elif not self._write(message):
-                yield message
+    def take(self, message: dict[str, Any]) -> None:
+        """Keep what a message tells of the rank, and write its piece of a file, or its result."""
+        if message["kind"] == "exit":
+            self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
+        elif message["kind"] in ("stack", "stored"):
+            self.answer = message
+        elif message["kind"] == "file":
+            write_piece(self.output_folder, message)
+        elif message["kind"] in ("result", "event"):
+            self.results.write(**message)
+        else:
+            super().take(message)
 
     def read_stack(self) -> str:
+        self.answer = None
         self.send("stack")
-        message = self._wait_for_message("stack", STACK_SECONDS)
-        return str(message["text"]) if message else ""
+        self._take_messages(lambda: self.answer is not None, STACK_SECONDS)
+        return str(self.answer["text"]) if self.answer else ""
 
     def kill(self) -> None:
         self.send("kill")
 
     def close(self) -> None:
         """Wait up to 10 s for the rank's exit code and its last files, and close the pipe."""
-        if self.exitcode is None:
-            self._wait_for_message("exit", END_SECONDS)
+        self._take_messages(lambda: False, END_SECONDS)
         self.pipe.close()
 
-    def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message of a kind, None if it comes too late; keep others for :meth:`read_messages`."""
+    def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:
+        """Take messages until it is enough or too late, or the rank's exit code has come, which is the last one."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
-            while all(message["kind"] != "exit" for message in self.early):  # which is an agent's last one
+            while self.exitcode is None and not is_enough():
                 if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    break
-                message: dict[str, Any] = self.pipe.recv()
-                if message["kind"] == kind:
-                    return message
-                if not self._write(message):
-                    self.early.append(message)
-        return None
-
-    def _write(self, message: dict[str, Any]) -> bool:
-        """Write a message's piece of a file, or its result; return whether it has one."""
-        if message["kind"] == "file":
-            write_piece(self.output_folder, message)
-        elif message["kind"] in ("result", "event"):
-            self.results.write(**message)
-        else:
-            return False
-        return True
+                    return
+                self.take(self.pipe.recv())
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:

@@ -36,7 +36,7 @@ class RankHandle(PipeEnd):
         self.completed = False  # whether the rank has said that it has completed
         self.resumes_after = 0  # step of the checkpoint that the work resumes from
         self.saved: int | None = None  # step of the checkpoint that the rank was asked for
-        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
+        self.stop_requested = False  # whether the rank, or its agent, got SIGTERM
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 
     def has_started(self) -> bool:
@@ -77,6 +77,17 @@ class RankHandle(PipeEnd):
                 yield self.pipe.recv()
         except (EOFError, OSError):
             self.listening = False
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Keep what a message tells of the rank."""
+        if message["kind"] == "error":
+            self.error = {**message, "time": time.monotonic()}
+        elif message["kind"] == "completed":
+            self.completed = True
+        elif message["kind"] == "saved":
+            self.saved = message["step"]
+        elif message["kind"] == "stop":
+            self.stop_requested = True
 
     def read_stack(self) -> str:
         """Return the rank's Python stack, empty if none comes within 1 s (3 s from another host)."""

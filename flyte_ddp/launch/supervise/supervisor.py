@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
-from typing import Any
 
 from flyte_ddp.errors import RankLostError
 from flyte_ddp.launch.supervise.failures import NO_STACK, find_root_cause, first_failure
@@ -47,30 +46,20 @@ def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
     """Wait up to ``seconds`` until a rank sends or ends, or a stop is requested; handle the messages so far."""
-    if not any(handle.early for handle in group):
-        waitables = [waitable for handle in group for waitable in handle.waitables()]
-        connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
+    waitables = [waitable for handle in group for waitable in handle.waitables()]
+    connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
     for handle in group:
         handle.poll_exit()  # before its messages are read: what it sent before its end is then in the pipe
         for message in handle.read_messages():
-            handle_message(message, handle, group, stop)
+            if message["kind"] == "port":  # of the store that rank 0 has opened
+                for other in group[1:]:
+                    other.send("address", host=handle.host, port=message["port"])
+            else:
+                handle.take(message)
+        if handle.stop_requested:
+            stop.make_request(signal.SIGTERM)
         if handle.exitcode is not None:  # an agent sends it as the last message of its rank
             handle.listening = False
-
-
-def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHandle], stop: StopRequest) -> None:
-    kind = message["kind"]
-    if kind == "error":
-        handle.error = {**message, "time": time.monotonic()}
-    elif kind == "completed":
-        handle.completed = True
-    elif kind == "saved":
-        handle.saved = message["step"]
-    elif kind == "stop":
-        stop.make_request(signal.SIGTERM)
-    elif kind == "port":
-        for other in group[1:]:
-            other.send("address", host=handle.host, port=message["port"])
 
 
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
