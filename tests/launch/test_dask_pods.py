@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,12 +100,12 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
 @pytest.mark.slow
 def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
+    words = r"the Dask cluster does not answer .*; run again when it does"
     with distributed.Client(os.environ[dask.SCHEDULER], timeout=1) as client:
         scheduler.kill()
-        for ask in (dask.describe_workers, partial(dask.run_on_workers, function=os.getpid)):
-            with pytest.raises(UnreachableError, match=r"the Dask cluster of tcp://.* does not answer .*; run again"):
-                ask(client)
-    with pytest.raises(UnreachableError, match=r"the Dask cluster does not answer .*; run again when it does"):
+        with pytest.raises(UnreachableError, match=words):
+            dask.describe_workers(client)
+    with pytest.raises(UnreachableError, match=words):
         dask.describe_workers(client)
 
 
@@ -149,6 +148,6 @@ def test_a_worker_of_another_version() -> None:
     found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
     cluster = SimpleNamespace(scheduler=None, get_versions=lambda **_: found)
     dask.refuse_version_mismatch(cluster, ["tcp://a:1"])
-    words = "Dask worker tcp://b:1 has python 3.11, torch .*, and this process python 3.12, .*; use one image for all"
+    words = "Dask worker tcp://b:1 has python 3.11.9.*, and this process 3.12.1.*; use one image for all"
     with pytest.raises(UserError, match=words):
         dask.refuse_version_mismatch(cluster, ["tcp://a:1", "tcp://b:1"])
