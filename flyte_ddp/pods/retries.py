@@ -150,21 +150,16 @@ class CheckpointUploader:
         """Upload the checkpoints that have changed since their last upload; print the first failure, raise none."""
         # The later of two saves of one step last: it replaces the other, or is the newer one.
         for name in sorted(SLOTS, key=lambda name: (file_version(self.folder / name) or (0, 0))[1]):
-            # A hard link keeps the content while a newer checkpoint takes the place of this one.
-            link = self.folder / ".sending" / name
+            version = file_version(self.folder / name)
+            if version is None or self.uploaded.get(name) == version:
+                continue
             try:
-                link.parent.mkdir(exist_ok=True)
-                link.unlink(missing_ok=True)
-                os.link(self.folder / name, link)
-                version = file_version(link)
-                if self.uploaded.get(name) != version:
-                    self.store.upload_checkpoint(link)
-                    self.uploaded[name] = version
-            except FileNotFoundError:  # no checkpoint yet, or the run is over and has removed them
+                # If a newer one takes its place meanwhile, that is sent, whole, by the older one's name.
+                self.store.upload_checkpoint(self.folder / name)
+                self.uploaded[name] = version
+            except FileNotFoundError:  # the run is over and has removed them
                 continue
             except Exception as error:
                 if not self.failure_printed:
                     print(f"checkpoint {name} could not be sent: {error}; training continues", flush=True)
                 self.failure_printed = True
-            finally:
-                link.unlink(missing_ok=True)
