@@ -1,7 +1,6 @@
 """Models for grey images of 8x8 pixels that hold, do or return what plain PyTorch allows and few models have."""
 
 import random
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -81,14 +80,6 @@ class OtherEachTime(OneLayer):
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images.flatten(1)[:, self.order])
-
-
-class SlowToLoad(OneLayer):
-    """Takes 2 seconds to take over a state_dict."""
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
-        time.sleep(2.0)
-        return super().load_state_dict(state_dict, strict, assign)
 
 
 class Changed(OneLayer):

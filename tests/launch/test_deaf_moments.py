@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,9 @@ import pytest
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 
-from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.launch.remote import connection, proxy
-from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
-from flyte_ddp.launch.remote.rendezvous import RemoteHandle
+from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.processes import ProcessHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
@@ -35,12 +31,6 @@ LIMIT = 30.0  # seconds; nothing here takes them
 
 def work_in(folder: Path, **changes: Any) -> Work:
     return Work("", None, Request(1), folder, IDENTITY, LIMIT, LIMIT, world=World(1), **changes)
-
-
-def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
-    pipe, agent = Pipe()
-    worker = WorkerConnection(0, "127.0.0.1", folder, "code", pipe, "127.0.0.1", "127.0.0.1")
-    return RemoteHandle(worker, "127.0.0.1", folder, folder), agent
 
 
 def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
@@ -90,60 +80,39 @@ class Agent:
         raise TimeoutError(kind)
 
 
-@pytest.mark.parametrize("has_work", [False, True])
-def test_a_signal_to_an_agent_is_passed_on_while_it_waits_for_work_or_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_work: bool
+def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host is prepared for minutes, such as by a download of data; a pod has half a minute after SIGTERM."""
     agent = Agent(tmp_path, monkeypatch)
     checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"", 0)
 
     def talk() -> None:
-        if has_work:
-            agent.send_work(work_in(tmp_path, checkpoint=checkpoint))
-            agent.launcher.send({"kind": "save", "seconds": LIMIT})
-            assert agent.receive("saved")["step"] == 7, "at once, though the rank is not there yet"
+        agent.send_work(work_in(tmp_path, checkpoint=checkpoint))
+        agent.launcher.send({"kind": "save", "seconds": LIMIT})
+        assert agent.receive("saved")["step"] == 7, "at once, though the rank is not there yet"
         wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
         os.kill(os.getpid(), signal.SIGTERM)
         agent.receive("stop")
         agent.launcher.send({"kind": "over", "error": None})
-        if has_work:
-            agent.handle.process.exitcode = 0
-            agent.rank.close()
+        agent.handle.process.exitcode = 0
+        agent.rank.close()
 
     before = signal.getsignal(signal.SIGTERM)
     with agent.talking(talk):
         assert proxy.proxy_rank(agent.handle, agent.ticket)
 
 
-@pytest.mark.parametrize("fails", ["a file from the launcher", "a result for the launcher"])
-def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as a host that is lost, which would be tried again."""
-    agent = Agent(tmp_path / "host", monkeypatch)
-    (tmp_path / "host/results").mkdir(parents=True)
-    full = OSError(28, "No space left on device")
+    agent = Agent(tmp_path, monkeypatch)
+    (tmp_path / "checkpoints").write_text("in the way")
+    agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
 
-    def raise_full(*_: object, **__: object) -> None:
-        raise full
-
-    if fails == "a file from the launcher":
-        (tmp_path / "host/checkpoints").write_text("in the way")
-        agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
-    else:
-        monkeypatch.setattr(proxy.FileSender, "send_changes", raise_full)
-    agent.send_work(work_in(tmp_path / "host", sees_run_folder=False))
-
-    def talk() -> list[str]:
+    def talk() -> None:
         error = agent.receive("error")
-        code = agent.receive("exit")["code"]
+        assert (error["cause"], agent.receive("exit")["code"]) == ("mistake", 1)
         agent.launcher.send({"kind": "over", "error": None})
-        handle, _ = remote_handle(tmp_path)
-        handle.error, handle.exitcode = {**error, "time": 0.0}, code
-        found = find_root_cause([handle])
-        assert isinstance(found, UserError if fails == "a file from the launcher" else RankError)
-        assert not getattr(found, "recoverable", False)
-        return [str(found)]
 
     with agent.talking(talk):
-        agent.rank.send({"kind": "ready"})
         assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"

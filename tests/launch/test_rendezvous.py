@@ -159,27 +159,20 @@ def worker(rank: int, pipe: Connection, host: str = "127.0.0.1") -> WorkerConnec
     return WorkerConnection(rank, host, None, "code", pipe, host, "127.0.0.1")
 
 
-@pytest.mark.parametrize(
-    ("host", "kills", "expected"),
-    [
-        ("127.0.0.1", 1, OutOfMemoryError),
-        ("10.0.0.2", 1, RankLostError),  # whose memory is another
-    ],
-)
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", OutOfMemoryError), ("10.0.0.2", RankLostError)])
 def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, kills: int, expected: type[RankError]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, expected: type[RankError]
 ) -> None:
-    """Of Elastic's ranks no agent says how they have ended."""
+    """Of Elastic's ranks no agent says how they have ended; another host's memory is not known."""
     counted = [3]
     monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: counted[0])
     pipe, theirs = Pipe()
     handle = RemoteHandle(worker(1, pipe, host), host, tmp_path, tmp_path)
-    counted[0] += kills
+    counted[0] += 1
     theirs.close()
     wait_and_handle_messages([handle], StopRequest())
     error = first_failure([handle], 600.0)
     assert (type(error), getattr(error, "recoverable", None)) == (expected, True)
-    assert str(error).startswith("rank 1 ")
     pipe.close()
 
 

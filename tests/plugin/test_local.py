@@ -79,9 +79,7 @@ def test_engines_on_this_machine(run: Run, engine: str) -> None:
     [
         ({"engine": "rya"}, r"unknown engine 'rya': did you mean 'ray'\? choose one of dask, elastic, ray"),
         ({"nodes": 2}, "nodes=2: several pods need an engine: choose one of elastic, ray, dask"),
-        ({"nodes": 0}, "nodes=0: must be a number of pods, at least 1"),
         ({"num_ranks": "2"}, "num_ranks='2': must be the number of ranks"),
-        ({"num_ranks": -1}, "num_ranks=-1: must be the number of ranks"),
         ({"num_ranks": 3, "nodes": 2, "engine": "elastic"}, "num_ranks=3 on nodes=2: .*choose a multiple of nodes"),
     ],
 )
@@ -90,13 +88,12 @@ def test_a_configuration_that_cannot_be_is_refused(values: dict[str, Any], messa
         DDP(**values)
 
 
-@pytest.mark.parametrize(("engine", "nodes"), [("", 1), ("elastic", 2), ("ray", 2)])
-def test_more_ranks_than_gpus_are_refused_before_there_is_a_pod(engine: str, nodes: int) -> None:
+def test_more_ranks_than_gpus_are_refused_before_there_is_a_pod() -> None:
     from flytekit import Resources, task
 
-    with pytest.raises(UserError, match=rf"num_ranks=6: the task requests {2 * nodes} GPU\(s\), and each rank needs"):
+    with pytest.raises(UserError, match=r"num_ranks=6: the task requests 4 GPU\(s\), and each rank needs"):
 
-        @task(task_config=DDP(num_ranks=6, nodes=nodes, engine=engine), requests=Resources(gpu="2"))
+        @task(task_config=DDP(num_ranks=6, nodes=2, engine="elastic"), requests=Resources(gpu="2"))
         def train(value: int) -> int:
             return value
 
