@@ -102,15 +102,6 @@ def only_the_image(image: np.ndarray, target: Any) -> Any:
     return image
 
 
-def leave_pid(image: np.ndarray, target: Any) -> Pair:
-    """Leave the id of each process that augments in the folder of temporary files; it is deaf to SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    folder = Path(os.environ["TMPDIR"], "started")
-    folder.mkdir(exist_ok=True)
-    (folder / str(os.getpid())).touch()
-    return image, target
-
-
 def members(sample: dict[str, Any]) -> Pair:
     """An image, and labels out of JSON."""
     return Image.open(io.BytesIO(sample[".png"])), np.array(json.loads(sample[".json"])["labels"], np.float32)

@@ -8,12 +8,11 @@ from pathlib import Path
 import distributed
 import pytest
 import ray as engine
-from dask import config
 from ray._private import services
 
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import capacity, dask, ray
-from flyte_ddp.machine.resources import Request, detect_world
+from flyte_ddp.machine.resources import Request
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -49,21 +48,6 @@ class TestDask:
         words = "^DASK_SCHEDULER_ADDRESS=tcp://127.0.0.1:9: no scheduler there .*; start one, or correct the address"
         with pytest.raises(UnreachableError, match=words):
             dask.connected(seconds=0.5).__enter__()
-
-    def test_a_cluster_of_its_own(self) -> None:
-        """Which leaves the processors to the ranks."""
-
-        def watched() -> tuple[str, bool]:
-            names = "distributed.admin.tick.interval", "distributed.worker.profile.enabled"
-            return tuple(config.get(name) for name in names)
-
-        usual = watched()
-        with dask.connected(num_ranks=1) as client:
-            assert len(dask.describe_workers(client)) == 1
-            found = dask.find_world(Request(1), client, 300.0)
-            assert [*client.run(watched).values()] == [("1s", False)]
-            assert watched() == usual
-        assert found == detect_world(Request(1))
 
 
 WORKERS = {f"tcp://{name}": {"host": name[0], "tasks": ()} for name in ("b:1", "a:1", "b:2", "c:1")}

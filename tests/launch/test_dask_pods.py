@@ -85,19 +85,6 @@ def client(scheduler: subprocess.Popen[str]) -> Iterator[distributed.Client]:
 
 
 @pytest.mark.slow
-def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed.Client, start: Start) -> None:
-    """On a cluster that is made for a run, fewer workers than ranks are an error."""
-    start(*WORKER)
-    client.wait_for_workers(1, timeout=60)
-    [worker] = dask.describe_workers(client).values()
-    assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
-    with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
-        dask.find_world(Request(3), client, 300.0, hosts_to_come=2)
-    with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster"):
-        dask.find_world(Request(2), client, 0.0, hosts_to_come=2)
-
-
-@pytest.mark.slow
 def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
     words = r"the Dask cluster does not answer .*; run again when it does"
@@ -113,7 +100,10 @@ def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
 def test_a_run_sends_its_sources_to_workers_that_have_none(
     client: distributed.Client, start: Start, tmp_path: Path
 ) -> None:
-    """The library, and a function that imports a module, of its own; nothing of them stays on the workers."""
+    """The library, and a function that imports a module, of its own; nothing of them stays on the workers.
+
+    Flyte's plugin starts them so. On a cluster that is made for a run, fewer workers than ranks are an error.
+    """
 
     def library() -> object:
         import importlib.util
@@ -128,6 +118,12 @@ def test_a_run_sends_its_sources_to_workers_that_have_none(
     no_library = ("env", f"PYTHONPATH={tmp_path / 'site'}")
     start(*WORKER, prefix=(*no_library, *ALONE, "sh", "-c", f'mount -t tmpfs none "{project}" && exec "$@"', "sh"))
     client.wait_for_workers(1, timeout=60)
+    [worker] = dask.describe_workers(client).values()
+    assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
+    with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
+        dask.find_world(Request(3), client, 300.0, hosts_to_come=2)
+    with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster"):
+        dask.find_world(Request(2), client, 0.0, hosts_to_come=2)
     assert [*client.run(library).values()] == [None]
     shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
     (project / "mine.py").write_text(OWN_FUNCTION)

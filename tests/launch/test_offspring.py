@@ -21,8 +21,6 @@ from flyte_ddp.launch import single
 pytestmark = pytest.mark.slow
 
 PARENTAL = replace(HP, model="offspring_models:parental", max_steps=5)
-# Loader processes, too, are deaf to SIGTERM, as such libraries may be.
-LOADING = replace(PARENTAL, augment="own_loading:leave_pid")
 ALONE = """
 import importlib, os, signal, sys
 from pathlib import Path
@@ -46,7 +44,7 @@ print("changed:", [name for name, value in mine().items() if value != before[nam
 
 
 def survivors(trial: Trial) -> list[str]:
-    """Of those that models have started, three for each rank, and of loader processes."""
+    """Of those that models have started, three for each rank."""
     started = [int(path.name) for path in (trial.temporary / "started").iterdir()]
     assert len(started) > 3
     return [state for pid in started if (state := offspring_models.state(pid)) not in ("", "Z")]
@@ -71,7 +69,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 def test_after_a_failure(launch: Launch, trial: Trial) -> None:
     trial.inject("ArithmeticError")
     with pytest.raises(RankError):
-        trial.train(LOADING, launch=launch)
+        trial.train(PARENTAL, launch=launch)
     wait_until(lambda: not survivors(trial))
 
 
