@@ -35,13 +35,7 @@ class Call:
 
     def load(self) -> partial[Any]:
         """Unpickle the call, which imports modules, and return the function with its arguments; call it without any."""
-        try:
-            function, args, kwargs = cloudpickle.loads(self.payload)
-        except (ImportError, AttributeError, pickle.UnpicklingError) as error:
-            raise UserError(
-                f"{self.name}: a rank cannot load it: {type(error).__name__}: {error}; install what is missing where "
-                "ranks run, or define what the function needs at the top of its module"
-            ) from error
+        function, args, kwargs = cloudpickle.loads(self.payload)
         return partial(function, *args, **kwargs)
 
 

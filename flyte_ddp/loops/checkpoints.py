@@ -42,9 +42,6 @@ class Checkpoints(CheckpointWriter):
         """Copy a state to the CPU for the thread to write; UserError for an earlier step or unfit state."""
         self.used = True
         require_later_step("save", step, self.last_step)
-        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-            what = f"a {type(state).__name__}" + (" with other keys" if isinstance(state, Mapping) else "")
-            raise UserError(f"save: the state is {what}; give a dict with texts as keys, such as {{'model': ...}}")
         new_types = find_types(state) - self.checked_types
         if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
             raise UserError(

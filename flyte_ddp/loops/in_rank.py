@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, constants, distributed_c10d  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_map
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.launch.supervise.rank import NO_LIMIT, Rank
 from flyte_ddp.loops.call import RETURNED, Call, FunctionCall
@@ -33,8 +32,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 def run_function(rank: Rank) -> None:
     """Call the user's function in this rank, and write rank 0's return value to ``returned.pickle``.
 
-    All ranks must call it, and wait for all. Raises the function's own exceptions, a RuntimeError for ``sys.exit``, and
-    UserError if the call or the return value cannot be pickled.
+    All ranks must call it, and wait for all. Raises the function's own exceptions, and a RuntimeError for ``sys.exit``.
     """
     given: FunctionCall = rank.work.arguments
     store = rank.open_store()
@@ -52,7 +50,7 @@ def run_function(rank: Rank) -> None:
             raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
         current._checkpoints.close()  # a request to save need not wait for this function any more
         if rank.info.rank == 0:
-            write_returned(given.call.name, value, rank.work.output_folder / RETURNED)
+            write_returned(value, rank.work.output_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
         wait_for_others(rank, store)
@@ -209,15 +207,9 @@ def default_group_timeout(seconds: float) -> Iterator[None]:
             setattr(*place, value)
 
 
-def write_returned(name: str, value: Any, path: Path) -> None:
+def write_returned(value: Any, path: Path) -> None:
     """Pickle a function's return value to a file, tensors on the CPU: the launcher's host may have no GPU."""
-    try:
-        content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
-    except Exception as error:  # an object's own code may raise anything
-        raise UserError(
-            f"{name} has returned a {type(value).__name__}, which cannot be sent ({type(error).__name__}: {error}); "
-            "return numbers, texts, tensors, or the path of a file in current_rank().folder"
-        ) from error
+    content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
     with replace_file(path, durable=False) as file:
         file.write(content)
 

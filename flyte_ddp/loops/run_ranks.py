@@ -135,7 +135,8 @@ def run_call(
                     own_code=call.own_code,
                 )
             )
-            value = read_returned(call.name, folder / RETURNED)
+            value = cloudpickle.loads((folder / RETURNED).read_bytes())
+            (folder / RETURNED).unlink()
         if page:
             write_page(folder)
         return value
@@ -160,19 +161,6 @@ def remove_saves(folder: Path) -> None:
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
         (folder / checkpoint.FOLDER).rmdir()
-
-
-def read_returned(name: str, path: Path) -> Any:
-    """Unpickle and delete the file with rank 0's return value; UserError if it cannot be unpickled here."""
-    content = path.read_bytes()
-    path.unlink()
-    try:
-        return cloudpickle.loads(content)
-    except Exception as error:  # an object's own code may raise anything
-        raise UserError(
-            f"{name}: what rank 0 has returned cannot be unpickled here ({type(error).__name__}: {error}); install "
-            "what is missing, or return numbers, texts and tensors"
-        ) from error
 
 
 def write_page(folder: Path) -> None:

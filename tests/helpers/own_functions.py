@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,6 @@ class Outcome:
     weights: torch.Tensor
 
 
-class NeverUnpickled:
-    """Pickles, and raises where it is unpickled in another process than the one it is from."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __reduce__(self) -> tuple[Callable[[int], "NeverUnpickled"], tuple[int]]:
-        return refuse_elsewhere, (self.pid,)
-
-
-def refuse_elsewhere(pid: int) -> NeverUnpickled:
-    if pid != os.getpid():
-        raise ImportError("libmissing.so is not here")
-    return NeverUnpickled()
-
-
 def give_back(value: Any = None, *more: Any, **named: Any) -> Any:
     return [value, *more, named] if more or named else value
 
@@ -54,10 +37,6 @@ def give(kind: str) -> Any:
     if current_rank().rank:
         return threading.Lock()
     return {"none": None, "tensor": torch.arange(3.0), "dataclass": Outcome(3, torch.ones(2))}[kind]
-
-
-def give_unsendable(kind: str) -> Any:
-    return threading.Lock() if kind == "lock" else NeverUnpickled()
 
 
 def describe_place() -> list[dict[str, Any]]:
@@ -124,7 +103,6 @@ def save_wrong(kind: str) -> None:
     if kind == "later":
         rank.save(1, {"best": 0.5})
     states: dict[str, Any] = {
-        "list": [1],
         "later": {"best": np.float64(0.5)},
     }
     states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}

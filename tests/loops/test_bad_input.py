@@ -74,26 +74,11 @@ def call_here() -> None:
     """Do nothing."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "arguments", "words"),
-    [
-        (own_functions.give_back, (own_functions.NeverUnpickled(),), "cannot load it: ImportError: libmissing.so"),
-        (own_functions.give_unsendable, ("elsewhere",), "what rank 0 has returned cannot be unpickled here .*; in"),
-    ],
-)
-def test_in_two_ranks(run: Run, function: Any, arguments: Any, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        run(function, *arguments)
-
-
 @pytest.mark.parametrize(
     ("function", "argument", "words"),
     [
-        (own_functions.give_unsendable, "lock", "has returned a lock, which cannot be sent .*; return numbers"),
         (own_functions.step_back, "save", "save: step 2 comes after step 3, and steps must not go back; count on"),
         (own_functions.step_back, "record", "record: step 2 comes after step 3, and steps must not go back; count on"),
-        (own_functions.save_wrong, "list", "save: the state is a list; give a dict with texts as keys"),
         (own_functions.save_wrong, "inner", r"torch.load\(weights_only=True\) refuses state\['model'\]; give tensors"),
         (own_functions.save_wrong, "later", r"torch.load\(weights_only=True\) refuses state\['best'\]; give tensors"),
     ],
