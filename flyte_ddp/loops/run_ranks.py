@@ -135,8 +135,9 @@ def run_call(
                     own_code=call.own_code,
                 )
             )
-            value = cloudpickle.loads((folder / RETURNED).read_bytes())
+            returned = (folder / RETURNED).read_bytes()
             (folder / RETURNED).unlink()
+            value = cloudpickle.loads(returned)
         if page:
             write_page(folder)
         return value

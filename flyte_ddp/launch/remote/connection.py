@@ -25,7 +25,7 @@ from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
-POLL_SECONDS = 0.01
+WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
 LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
 # A host that is gone is noticed in 30 s, also if it does not confirm what it was sent (TCP_USER_TIMEOUT, milliseconds).
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -130,11 +130,12 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
         while not over.is_set():
             try:
                 connected, _ = server.accept()
-            except OSError:  # it is over, the peer has gone again, or too many files are open
+            except OSError:  # it is over, nobody is there, the peer has gone again, or too many files are open
                 time.sleep(POLL_SECONDS)
             else:  # in a thread, so that a slow peer delays no other
                 threading.Thread(target=authenticate, args=[connected], name="agent", daemon=True).start()
 
+    server.settimeout(WAIT_SECONDS)  # where shutting it down does not end its wait
     accepting = threading.Thread(target=accept, name="agents", daemon=True)
     accepting.start()
     try:

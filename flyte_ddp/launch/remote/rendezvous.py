@@ -19,7 +19,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, accept_agents
+from flyte_ddp.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.launch.remote.file_sync import read_file_as_messages, write_piece
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.processes import RankHandle
@@ -30,7 +30,6 @@ from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 
-WAIT_SECONDS = 0.1  # between two looks for requests to stop
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
 END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to end
 STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for it
