@@ -1,6 +1,8 @@
 """Runs that fail on purpose, with faults.py: what is trained, and what must be left of it."""
 
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import children_of, processes_with, wait_until
+from torch.distributed import distributed_c10d
 
 from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.loops import current_rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
 
@@ -20,6 +25,24 @@ HP = Hyperparameters(
 )
 
 INTRODUCED = replace(HP, model="user_models:introduced")
+
+
+def state_of_process() -> dict[str, object]:
+    """Return what a run must leave as it is in the launching process."""
+    # Those of the tests, of Ray, where we connect, and of joblib, when it is imported.
+    other = {"PYTEST_CURRENT_TEST", "FAULTS", "FLYTE_DDP_SAVE_SECONDS"}
+    other |= {"RAY_CLIENT_MODE", "PYTHONBREAKPOINT", "KMP_INIT_AT_FORK"}
+    return {
+        "environment": {name: os.environ[name] for name in os.environ.keys() - other},
+        "folder": (Path.cwd(), [*sys.path]),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "limit": distributed_c10d.default_pg_timeout,
+        "group": dist.is_initialized(),
+        "rank": current_rank._current,
+    }
 
 
 def nothing_is_left(run: Path, temporary: Path) -> None:

@@ -1,18 +1,13 @@
 """One contract for all launchers: what ranks find, what a run leaves, what is told of a fault; and nothing stays."""
 
 import json
-import os
-import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray as engine
-import torch
 from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
 from faulty_runs import INTRODUCED as HP
-from faulty_runs import equal, nothing_like_a_result, saved
+from faulty_runs import equal, nothing_like_a_result, saved, state_of_process
 from processes import processes_with
 from trials import Trial, starts
 
@@ -28,18 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchanged")]
 @pytest.fixture
 def unchanged(launch: Launch) -> Iterator[None]:
     """Of the launching process: environment, folder, handlers of signals, threads' number."""
-
-    def now() -> tuple[object, ...]:
-        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-        # Those of the tests, of Ray, where we connect, and of joblib, when it is imported.
-        other = {"PYTEST_CURRENT_TEST", "FAULTS", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT", "KMP_INIT_AT_FORK"}
-        environment = {name: os.environ[name] for name in os.environ.keys() - other}
-        return environment, Path.cwd(), [*sys.path], handlers, torch.get_num_threads()
-
-    before = now()
+    before = state_of_process()
     yield
-    for then, here in zip(before, now(), strict=True):
-        assert here == then
+    assert state_of_process() == before
 
 
 def nothing_is_left(trial: Trial) -> None:

@@ -1,38 +1,17 @@
 """A user's function on ranks, in a folder of the test, and what must not stay of it."""
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from engines import Run
+from faulty_runs import state_of_process
 from launchers import dask_client, launch, no_current_client, ray_address  # noqa: F401 (fixtures)
 from processes import children_of, processes_with
-from torch.distributed import distributed_c10d
 
 from flyte_ddp import run_ranks
-from flyte_ddp.loops import current_rank
-
-
-def state_of_process() -> dict[str, object]:
-    """Return what a run must leave as it is in the launching process."""
-    # Those of the tests, of Ray, where we connect, and of joblib, when it is imported.
-    other = {"PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT", "KMP_INIT_AT_FORK", "FLYTE_DDP_SAVE_SECONDS"}
-    return {
-        "environment": {name: os.environ[name] for name in os.environ.keys() - other},
-        "folder": Path.cwd(),
-        "handlers": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "random": torch.get_rng_state().tolist(),
-        "limit": distributed_c10d.default_pg_timeout,
-        "group": dist.is_initialized(),
-        "rank": current_rank._current,
-    }
 
 
 @pytest.fixture
