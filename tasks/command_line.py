@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +27,9 @@ from flytekit import FlyteContextManager
 from flytekit.configuration import Config
 from flytekit.constants import CopyFileDetection
 from flytekit.core.data_persistence import flyte_tmp_dir
-from flytekit.core.type_engine import TypeTransformerFailedError
-from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, unknown_name_error
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 CALL_SECONDS = 30.0  # time limit of a call to a cluster
-EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
+FILE_OPTIONS = ("--hp", "--policy", "--inputs-file")  # which may name files of JSON or YAML
 
 
 def set_up_command() -> None:
@@ -106,11 +104,6 @@ def unreadable_reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or f"is not text: {error}"
 
 
-def word_after_option(arguments: Sequence[str], option: str) -> str | None:
-    rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
-    return rest[0] if rest else None
-
-
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     """Replace exceptions of the block that a person can fix by a click exception, shown as a panel; let others pass."""
@@ -121,11 +114,8 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
         text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
         # Whoever typed a command knows the run by the command.
         raise click.ClickException(text.replace("the same run ", "the same command ")) from None
-    except FlyteEntityNotFoundException:
-        raise unknown_entity_error(context) from None
     except Exception as error:
-        refusal = missing_path_error(error) or input_file_error(error)
-        refusal = refusal or cluster_call_error(error, context.find_root().params.get("config") or "")
+        refusal = input_file_error(error) or cluster_call_error(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
@@ -142,27 +132,6 @@ def is_engine_installed(name: str) -> bool:
     return False
 
 
-def unknown_entity_error(context: click.Context) -> UserError:
-    name = word_after_option(sys.argv, str(context.info_name)) or ""
-    assert isinstance(context.command, click.Group)
-    return unknown_name_error("workflow, task or launch plan", name, context.command.list_commands(context))
-
-
-def missing_path_error(error: BaseException | None) -> UserError | None:
-    """Return the error for a missing path, or a file in place of a folder; None if the exception has another cause."""
-    while error is not None:
-        if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
-            given = word_after_option(sys.argv, f"--{found[1]}")  # it says "argument" or "input"
-            if given is None:
-                return None
-            path = Path(given)
-            kind = "file" if path.is_file() else "folder"
-            what = f"is a {kind}" if given and path.exists() else "there is no such path"
-            return UserError(f"--{found[1]} {given!r}: {what}; see --help for what it takes")
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def input_file_error(error: Exception) -> UserError | None:
     """Return the error for a file of --hp, --policy or --inputs-file that cannot be parsed; read each once more.
 
@@ -170,36 +139,26 @@ def input_file_error(error: Exception) -> UserError | None:
     """
     if not isinstance(error, (OSError, UnicodeDecodeError, yaml.YAMLError)):
         return None
-    for option, example in EXAMPLES.items():
-        word = word_after_option(sys.argv, option)
-        if word and not word.lstrip().startswith(("{", "[", "'")):
+    for option, word in pairwise(sys.argv):
+        if option in FILE_OPTIONS and not word.lstrip().startswith(("{", "[", "'")):
             try:
                 yaml.safe_load(Path(word).read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
-                return UserError(
-                    f"{option} {word}: {unreadable_reason(reason)}; give a file of JSON or YAML, such as {example}"
-                )
+                return UserError(f"{option} {word}: {unreadable_reason(reason)}; give a file of JSON or YAML")
     return None
 
 
 def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:
     """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another."""
     from flytekit.configuration import PlatformConfig
-    from flytekit.exceptions.system import FlyteSystemException
     from grpc import RpcError, StatusCode
 
     while error is not None and not isinstance(error, RpcError):
-        # flytekit raises just this for a failed call; of another cause than a status only if it has tried to log in.
-        if type(error) is FlyteSystemException and error.__cause__ and not isinstance(error.__cause__, RpcError):
-            endpoint = PlatformConfig.auto(config or None).endpoint
-            return UserError(f"{endpoint} asks for a login, which failed: {error.__cause__}; see admin in {config}")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if error is None:
         return None
-    endpoint, details = PlatformConfig.auto(config or None).endpoint, " ".join((error.details() or "").split())
-    if error.code() is StatusCode.UNAVAILABLE:
-        reason = details.rpartition(": ")[2] or "unavailable"
-        return UnreachableError(f"nothing answers at {endpoint}: {reason}; start the cluster, or see admin in {config}")
-    if error.code() is StatusCode.DEADLINE_EXCEEDED:
-        return UnreachableError(f"{endpoint} is too slow: a call had no answer in time; try again later")
-    return UserError(f"{endpoint} refuses a call ({error.code().name}): {details}; see admin in {config}")
+    endpoint = PlatformConfig.auto(config or None).endpoint
+    said = f"{error.code().name}: {' '.join((error.details() or '').split())}; see admin in {config}"
+    if error.code() in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED):
+        return UnreachableError(f"{endpoint} does not answer ({said}, or try again later)")
+    return UserError(f"{endpoint} refuses a call ({said})")

@@ -1,29 +1,15 @@
-"""A fake Flyte cluster on loopback: it accepts registrations, and executions take the course that a test sets."""
+"""A fake Flyte cluster on loopback, which accepts registrations and executions."""
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from flyteidl.admin import common_pb2, execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
-from flyteidl.core import execution_pb2 as phases
-from flyteidl.core import identifier_pb2, literals_pb2
+from flyteidl.admin import execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
+from flyteidl.core import identifier_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
 from loopback import QuietHandler, serving
-
-Fault = Callable[[grpc.ServicerContext], Any]  # what a call does in place of its answer
-
-
-@dataclass
-class Moment:
-    """The state of an execution at one query."""
-
-    phase: str = "RUNNING"
-    error: str = ""
-    cause: str = ""  # of an execution that somebody has ended
 
 
 def storing(name: str, response: Callable[[], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -48,10 +34,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
         self.executions: list[execution_pb2.ExecutionCreateRequest] = []
         self.uploads: list[bytes] = []
-        self.looks = 0  # at executions
-        self.course = [Moment("SUCCEEDED")]  # of executions; each look shows the next one, and the last one stays
-        self.outputs = literals_pb2.LiteralMap()
-        self.faults: dict[str, Fault] = {}  # by the names of calls
 
     CreateTask = storing("tasks", task_pb2.TaskCreateResponse)
     CreateWorkflow = storing("workflows", workflow_pb2.WorkflowCreateResponse)
@@ -75,18 +57,6 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         inputs = plan.spec.default_inputs
         return launch_plan_pb2.LaunchPlan(id=plan.id, spec=plan.spec, closure={"expected_inputs": inputs})
 
-    def GetActiveLaunchPlan(self, request: Any, context: Any) -> Any:
-        active = [each.id for each in self.activated if each.state == launch_plan_pb2.ACTIVE]
-        named = [each for each in active if each.name == request.id.name]
-        if not named:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no active launch plan {request.id.name}")
-        return self.GetLaunchPlan(common_pb2.ObjectGetRequest(id=named[-1]), context)
-
-    def ListLaunchPlans(self, request: Any, context: Any) -> Any:
-        newest = [plan for plan in reversed(self.launch_plans) if plan.id.name == request.id.name]
-        plans = [plan for plan in newest if plan.id.project == request.id.project]
-        return launch_plan_pb2.LaunchPlanList(launch_plans=[{"id": plan.id, "spec": plan.spec} for plan in plans])
-
     def found(self, created: list[Any], request: Any, context: Any) -> Any:
         """Return the first of ``created`` that has the request's id; else answer NOT_FOUND."""
         same = [each for each in created if each.id == request.id]
@@ -101,49 +71,11 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         return execution_pb2.ExecutionCreateResponse(id=created)
 
     def GetExecution(self, request: Any, context: Any) -> Any:
-        now = self.course[0]
-        if len(self.course) > 1:
-            self.course = self.course[1:]
-        self.looks += 1
-        closure = execution_pb2.ExecutionClosure(phase=phases.WorkflowExecution.Phase.Value(now.phase))
-        if now.error:
-            closure.error.message = now.error
-        if now.cause:
-            closure.abort_metadata.cause = now.cause
-        plan = self.executions[-1].spec.launch_plan
-        return execution_pb2.Execution(id=request.id, spec={"launch_plan": plan}, closure=closure)
-
-    def GetExecutionData(self, request: Any, context: Any) -> Any:
-        return execution_pb2.WorkflowExecutionGetDataResponse(full_outputs=self.outputs)
+        return execution_pb2.Execution(id=request.id, spec={"launch_plan": self.executions[-1].spec.launch_plan})
 
     def CreateUploadLocation(self, request: Any, context: Any) -> Any:
         native = f"s3://bucket/{request.project}/{request.domain}/{request.filename}"
         return dataproxy_pb2.CreateUploadLocationResponse(signed_url=self.upload_address, native_url=native)
-
-
-class Faults(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Replaces the answer to a call by a fault that the test has set."""
-
-    def __init__(self, admin: FakeFlyteAdmin) -> None:
-        self.admin = admin
-
-    def intercept_service(self, continuation: Any, details: Any) -> Any:
-        fault = self.admin.faults.get(details.method.rpartition("/")[2])
-        if fault is None:
-            return continuation(details)
-        return grpc.unary_unary_rpc_method_handler(lambda _, context: fault(context))
-
-
-def slow(context: grpc.ServicerContext) -> None:
-    """Fault: do not answer as long as the caller waits."""
-    ended = threading.Event()
-    if context.add_callback(ended.set):
-        ended.wait()
-
-
-def refused(code: grpc.StatusCode, details: str) -> Fault:
-    """Return a fault that answers with an error."""
-    return lambda context: context.abort(code, details)
 
 
 @contextmanager
@@ -157,7 +89,7 @@ def fake_flyte_admin() -> Iterator[FakeFlyteAdmin]:
 
     with serving(Upload) as address:
         admin = FakeFlyteAdmin(f"{address}/upload")
-        server = grpc.server(ThreadPoolExecutor(), interceptors=[Faults(admin)])
+        server = grpc.server(ThreadPoolExecutor())
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         dataproxy_pb2_grpc.add_DataProxyServiceServicer_to_server(admin, server)
         admin.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -1,14 +1,12 @@
 """Bad input to ``pyflyte run``: one panel that names the value, the rule and the fix, and nothing like a result."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import TINY, Ended, pyflyte, train
-from mounts import ALONE, need_mounts
+from cli import TINY, Ended
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import check_wandb_settings, read_settings
@@ -25,11 +23,6 @@ def assert_refused(ended: Ended, runs: Path, *words: str) -> None:
         assert word in ended.panel
     assert len(ended.panel) < 700
     assert not [path for pattern in RESULTS for path in runs.rglob(pattern)]
-
-
-def also(*values: Any) -> Any:
-    """One more case of a rule, that takes its two seconds in the full run only."""
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.exhaustive])
 
 
 @pytest.mark.parametrize(
@@ -65,14 +58,6 @@ def test_a_setting_that_wandb_would_refuse(
     check_wandb_settings(read_settings())
 
 
-@pytest.mark.slow
-def test_a_setting_that_wandb_would_refuse_is_no_setting_of_pods(tmp_path: Path) -> None:
-    setting = {"WANDB_MODE": "offline", "WANDB_PROJECT": "team/project"}
-    package = ("--pkgs", "workflows", "package", "--image", "image:1", "--output", str(tmp_path / "package.tgz"))
-    ended = pyflyte(*package, home=tmp_path, **setting)
-    assert_refused(ended, tmp_path, "WANDB_PROJECT='team/project'", "WANDB_ENTITY")
-
-
 def test_a_file_in_place_of_the_runs_folder(
     refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,26 +67,3 @@ def test_a_file_in_place_of_the_runs_folder(
     assert str(runs) in said
     assert "FLYTE_DDP_RUNS" in said
     assert runs.read_text() == "not a folder"
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("ro", ("Read-only file system", "FLYTE_DDP_RUNS")),
-        ("size=60k", ("disk is full", "free some space")),  # at the data
-        ("size=300k", ("No space left", "free some space")),  # at the report
-    ],
-)
-def test_a_disk_that_cannot_be_written_to(options: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    need_mounts(runs)
-    # What is left on that disk can be seen from inside only.
-    mount, find = f'mount -t tmpfs -o {options} tmpfs "{runs}"', f'echo "LEFT:"; find "{runs}" -type f'
-    script = f'{mount} && "$@"; code=$?; {find}; exit $code'
-    ended = train(TINY, home=tmp_path / "home", runs=runs, wrapper=(*ALONE, "sh", "-c", script, "sh"))
-    assert_refused(ended, tmp_path, str(runs), *words)
-    left = {path.rpartition("/")[2] for path in ended.output.partition("LEFT:")[2].split()}
-    assert not [name for name in left if re.search(r"model\.|report|predictions|tmp", name)], left
