@@ -7,15 +7,14 @@ heavy is imported: registration, command-line parsing and cache hits all pay for
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.checks import contradictions
 from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.torchvision_weights import find_weights
 
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
 
@@ -292,14 +291,12 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
         if self.objective in catalog.SETTINGS_OF_OBJECTIVES:
-            used = catalog.SETTINGS_OF_OBJECTIVES[self.objective]
-            contradictions.refuse_unused_settings(self, self.objective, used)
+            refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
-        contradictions.check_class_weights(self.class_weights)
-        contradictions.refuse_own_code_of_torch(self)
-        contradictions.check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
-        find_weights(self.model, self.init_from)
-        contradictions.check_select_by(self.select_by, self.objective)
+        check_class_weights(self.class_weights)
+        check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
+        catalog.find_weights(self.model, self.init_from)
+        catalog.check_select_by(self.select_by, self.objective)
         for contradiction in (*find_unfit_data_fields(self), *find_contradictions(self)):
             raise UserError(contradiction)
 
@@ -326,6 +323,41 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             if name not in OPTIONS_OF:
                 raise unknown_name_error("options of", name, OPTIONS_OF)
         return found
+
+
+def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
+    """Raise UserError for a setting of other objectives that is not at its default and not among those ``used``."""
+    some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
+    for field in dataclasses.fields(hp):
+        value = getattr(hp, field.name)
+        if field.name in some_use and field.name not in used and value != field.default:
+            raise UserError(
+                f"{field.name}={short_repr(value)}: objective={hp.objective!r} has no use for it; leave it out, or "
+                "choose another objective"
+            )
+
+
+def check_class_weights(text: str) -> None:
+    """Raise UserError unless ``text`` is empty, "balanced", or finite numbers >= 0, not all 0, separated by commas."""
+    if text in ("", "balanced"):
+        return
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = [-1.0]
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise UserError(
+            f"class_weights={short_repr(text)}: must be balanced, or numbers of at least 0 separated by commas, not "
+            "all 0"
+        )
+
+
+def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -> None:
+    if batch_size < num_ranks * accumulation_steps:
+        raise UserError(
+            f"batch_size={batch_size}: must be at least ranks x accumulation_steps = "
+            f"{num_ranks} x {accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
+        )
 
 
 def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.hardware import request_ranks
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
-from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.identity import model_identity
+from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.run_folder import (
     METRICS,
     REPORT,
@@ -129,12 +127,6 @@ def publish_complete_run(run_folder: Path) -> None:
     except BaseException:
         publish_if_complete(run_folder)
         raise
-
-
-def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
-    """Return the identity that a checkpoint must have for this run to resume from it, whatever the number of ranks."""
-    values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
-    return checkpoint.Identity(values, data=read_description(data)["digest"], **model_identity(hp))
 
 
 def read_result(folder: Path) -> Result:

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IGNORED, OF_CLASSES, encoded_kind
-from flyte_ddp.checks.contradictions import check_select_by
+from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_select_by, encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
@@ -81,11 +80,17 @@ def order_splits(
 
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
     """Return ``order`` as ``sampling`` changes it, maybe by calls of the user's function; UserError for unfit data."""
+    if ":" in sampling:
+        assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
+        return choose_by_function(order, sampling, load_callable(sampling))
+    return weigh_samples(data, order, sampling)
+
+
+def weigh_samples(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
+    """Return ``order``, or for "weighted" and "balanced" one that draws by weights; UserError for data without any."""
     if sampling == "shuffled":
         return order
-    assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
-    if ":" in sampling:
-        return choose_by_function(order, sampling, load_callable(sampling))
+    assert isinstance(order, ListedOrder)
     if sampling == "weighted":
         weights = getattr(data, "sample_weights", None)
         if weights is None:
@@ -114,6 +119,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     # What the user's own function will return is known only when it is called, which ranks do.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp.select_by, hp.objective, len(classes))
+    notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
@@ -126,14 +132,9 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
-        order_training(data, orders["training"], hp.sampling)
-    if not isinstance(data, EncodedSet):
-        return describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
-    if isinstance(data.train, ImageList):
-        return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
-    if data.is_stream:
-        refuse_unusable_stream(data.train, hp.dataset)
-    return []
+        weigh_samples(data, orders["training"], hp.sampling)
+    lists = (data.train, data.test) if isinstance(data, EncodedSet) else ()
+    return notes + [note for each in lists if isinstance(each, ImageList) for note in each.describe_images()]
 
 
 def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
@@ -196,6 +197,8 @@ def has_pictures(data: PreparedSet) -> TypeGuard[OnDemandSet]:
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
+    if isinstance(data, EncodedSet) and data.is_stream and isinstance(data.train, ShardIndex):
+        refuse_unusable_stream(data.train, hp.dataset)
     if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
         raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")

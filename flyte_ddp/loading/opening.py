@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyte_ddp.catalog import ENCODED_SIDE
+from flyte_ddp.catalog import ENCODED_SIDE, choose_side, find_weights
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
@@ -36,7 +36,6 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.torchvision_weights import choose_side, find_weights
 
 
 def open_splits(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
@@ -25,7 +26,6 @@ from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Order
 from flyte_ddp.samples.leaves import Leaves, form_of, name_leaves
-from flyte_ddp.torchvision_weights import IMAGENET
 
 LOOKED_AT = 16
 OTHER = LeafSpec((), "other")

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
+from flyte_ddp.catalog import ADDRESS, CLASSES, PREFIX, PretrainedWeights, find_weights
 from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.progress import Progress
-from flyte_ddp.torchvision_weights import ADDRESS, CLASSES, PREFIX, PretrainedWeights, find_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,13 +30,13 @@ OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
 
 
-def identify_weights(init_from: str, model: str) -> str:
+def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    Hashes a local file whole, the address of torchvision's weights, and another remote file's ETag or time of change;
-    without these two downloads it. Raises UserError if the file cannot be read.
+    Hashes a local file whole, the address of torchvision's ``weights``, and another remote file's ETag or time of
+    change; without these two downloads it. Raises UserError if the file cannot be read.
     """
-    if weights := find_weights(model, init_from):
+    if weights:
         return digest_lines([f"{ADDRESS}/{weights.file}"])
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")

@@ -15,13 +15,14 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.parallel.distributed import world_size
-from flyte_ddp.torchvision_weights import PretrainedWeights, choose_side
 from flyte_ddp.user_code.callables import load_callable, require_options, select_arguments
 
 
-def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:
+def choose_input_spec(
+    model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None = None
+) -> InputSpec:
     """Return a model's input for ``images``, resized to a square of ``size`` unless 0; UserError for an unfit size."""
-    size = choose_side(size, weights)
+    size = catalog.choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
     if model not in catalog.TORCHVISION_MODELS:

@@ -16,8 +16,7 @@ from torch import nn
 
 from flyte_ddp import catalog
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.checks.contradictions import refuse_unused_settings
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
@@ -46,7 +45,6 @@ from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
-from flyte_ddp.torchvision_weights import find_weights
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
 from flyte_ddp.training.optimisation import MovingAverage, create_optimizer, make_schedule
@@ -130,7 +128,7 @@ class TrainingState:
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
         self.spec = self.splits.inputs
         if isinstance(self.spec, InputSpec):
-            weights = find_weights(hp.model, hp.init_from)
+            weights = catalog.find_weights(hp.model, hp.init_from)
             self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
@@ -231,7 +229,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
         classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan, select_by=hp.select_by
     )
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
-    refuse_unused_settings(hp, hp.objective, objective.takes)
+    refuse_unused_settings(hp, objective.takes)
     if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
         raise UserError(reason)
     for stored in stored_targets:

@@ -59,7 +59,6 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "vision/stable/models.html")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
-    "torch's optimizer": ({"optimizer": "torch.optim:AdamW"}, ("'torch.optim:AdamW'", "write a function of your own")),
     "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of")),
     "unknown objective": ({"objective": "soup"}, ("objective 'soup'", "classification, language", "callable")),
     "smoothing of numbers": (

@@ -22,6 +22,7 @@ from torchvision.models import get_model, get_model_weights
 from torchvision.models.googlenet import GoogLeNet
 
 from flyte_ddp import catalog
+from flyte_ddp.catalog import ADDRESS, PretrainedWeights, find_weights
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
@@ -33,7 +34,6 @@ from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 from flyte_ddp.runs.identity import check_known_image_size, model_identity
-from flyte_ddp.torchvision_weights import ADDRESS, PretrainedWeights, find_weights
 
 DEFAULT = "torchvision:DEFAULT"
 GREY = InputSpec(1, 28, 28, (0.1,), (0.2,))
