@@ -52,7 +52,15 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
         # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
         first = 0 if arguments["mode"] == "offline" else offset
-        log_run(run, folder, follow_records(folder, first, wait_for_end), lambda reason: send_status(reason=reason))
+        run.define_metric("*", step_metric="step")
+        trained, has_predictions = log_records(run, follow_records(folder, first, wait_for_end))
+        try:
+            if trained and has_predictions:
+                with open_run_file(folder, PREDICTIONS) as file:
+                    run.log({"predictions": predictions_table(file)})
+        except Exception as error:  # keep the run without the table
+            send_status(reason=f"no table of predictions: {print_error(error)}")
+        run.finish(exit_code=0 if trained else 1)
     except TimeoutError:  # raised by run.finish()
         send_status(reason="the server took too long")
         return 1
@@ -60,21 +68,6 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         send_status(reason=print_error(error))
         return 1
     return 0
-
-
-def log_run(
-    run: wandb.Run, folder: Path, records: Iterable[dict[str, Any]], report_failure: Callable[[str], None]
-) -> None:
-    """Log all records and the table of predictions to an open wandb run, and close it."""
-    run.define_metric("*", step_metric="step")
-    trained, has_predictions = log_records(run, records)
-    try:
-        if trained and has_predictions:
-            with open_run_file(folder, PREDICTIONS) as file:
-                run.log({"predictions": predictions_table(file)})
-    except Exception as error:  # keep the run without the table
-        report_failure(f"no table of predictions: {print_error(error)}")
-    run.finish(exit_code=0 if trained else 1)
 
 
 def print_error(error: Exception) -> str:

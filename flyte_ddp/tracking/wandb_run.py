@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import re
@@ -32,47 +31,28 @@ OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer at all
 def log_to_wandb(
     run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], *, on_first_record: bool = False
 ) -> Iterator[None]:
-    """Send the run folder's metrics to wandb during the block, by the child process that :func:`start_wandb` starts.
+    """Send the run folder's metrics to wandb during the block, by a child process that logs in ``wandb/``.
 
-    At the end waits for the child up to ``settings.wandb_timeout`` seconds, after a StoppedError up to 5 s.
+    Does nothing if wandb is disabled; prints to stderr why the child cannot be started. At the end waits for it up to
+    ``settings.wandb_timeout`` seconds, after a StoppedError up to 5 s.
     """
-    wandb = start_wandb(run_folder, settings, hyperparameters, run_folder.name, on_first_record=on_first_record)
-    limit = settings.wandb_timeout
+    process, seconds = None, settings.wandb_timeout
+    if settings.wandb_mode != "disabled":
+        try:
+            process = WandbProcess(run_folder, settings, hyperparameters, on_first_record=on_first_record)
+        except (OSError, ValueError, TypeError) as error:
+            print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {shorten_path(run_folder)}")
     try:
         yield
     except StoppedError:
-        limit = STOPPED_SECONDS
+        seconds = min(seconds, STOPPED_SECONDS)
         raise
     finally:
-        if wandb is not None:
-            wandb.finish(limit)
+        if process is not None:
+            process.finish(seconds)
 
 
-def start_wandb(
-    run_folder: Path,
-    settings: Settings,
-    hyperparameters: Mapping[str, Any],
-    name: str,
-    *,
-    on_first_record: bool = False,
-) -> WandbProcess | None:
-    """Start the child that sends metrics.jsonl to wandb, logging in ``wandb/``; None if disabled or unstartable.
-
-    Call ``finish`` on it. ``on_first_record``: open the wandb run only when the user's function records something.
-    """
-    if settings.wandb_mode == "disabled":
-        return None
-    arguments = make_init_arguments(run_folder, settings, hyperparameters, name)
-    try:
-        return WandbProcess(arguments, settings, on_first_record=on_first_record)
-    except (OSError, ValueError, TypeError) as error:
-        print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {shorten_path(run_folder)}")
-        return None
-
-
-def make_init_arguments(
-    run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
-) -> dict[str, Any]:
+def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``wandb.init`` for a run."""
     return {
         "dir": str(run_folder.absolute()),
@@ -80,7 +60,7 @@ def make_init_arguments(
         "project": settings.wandb_project,
         "entity": settings.wandb_entity or None,
         "id": re.sub(r"[^\w-]+", "-", settings.wandb_run_id, flags=re.ASCII)[-128:] or uuid.uuid4().hex[:8],
-        "name": name,
+        "name": run_folder.name,
         "config": dict(hyperparameters),
         "resume": "allow",  # a retry continues the run
         "settings": {
@@ -98,14 +78,24 @@ def make_init_arguments(
 
 
 class WandbProcess:
-    """The child that runs wandb, given the arguments of ``wandb.init``. Call :meth:`finish` in a ``finally``."""
+    """The child that runs wandb for a run folder. Call :meth:`finish` in a ``finally``.
 
-    def __init__(self, init_arguments: dict[str, Any], settings: Settings, *, on_first_record: bool = False) -> None:
-        self.init_arguments, self.settings = init_arguments, settings
-        self.folder = Path(init_arguments["dir"], "wandb")
+    ``on_first_record``: opens the wandb run only when the user's function records something.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        settings: Settings,
+        hyperparameters: Mapping[str, Any],
+        *,
+        on_first_record: bool = False,
+    ) -> None:
+        self.run_folder, self.settings = run_folder, settings
+        self.folder = run_folder.absolute() / "wandb"
         self.folder.mkdir(parents=True, exist_ok=True)
         offset = 0  # bytes of metrics.jsonl that an earlier attempt has written
-        with suppress(FileNotFoundError), open_run_file(self.folder.parent, METRICS) as file:
+        with suppress(FileNotFoundError), open_run_file(run_folder, METRICS) as file:
             offset = os.fstat(file.fileno()).st_size
         self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
         self.pipe, childs_pipe = multiprocessing.Pipe()
@@ -120,7 +110,7 @@ class WandbProcess:
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
-        self.pipe.send((init_arguments, offset, on_first_record))
+        self.pipe.send((make_init_arguments(run_folder, settings, hyperparameters), offset, on_first_record))
 
     def receive_status(self) -> bool:
         """Update ``status`` with the child's messages; return whether wandb has opened its run."""
@@ -129,18 +119,18 @@ class WandbProcess:
                 self.status |= self.pipe.recv()
         return bool(self.status["folder"])
 
-    def finish(self, limit: float = math.inf) -> None:
+    def finish(self, seconds: float) -> None:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
-        Kills the child after ``limit`` or ``settings.wandb_timeout`` seconds; after OPEN_SHARE of them if it has not
-        opened its run. Writes a folder's name to ``wandb/unsent`` if the folder is to be kept.
+        Kills the child after so many seconds; after OPEN_SHARE of them if it has not opened its run. Writes a folder's
+        name to ``wandb/unsent`` if the folder is to be kept.
         """
-        seconds, start = min(limit, self.settings.wandb_timeout), time.monotonic()
+        start = time.monotonic()
         with suppress(OSError):  # the child may have ended
             self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
         try:
             while self.process.poll() is None:
-                share = 1 if self.receive_status() or self.init_arguments["mode"] == "offline" else OPEN_SHARE
+                share = 1 if self.receive_status() or self.settings.wandb_mode == "offline" else OPEN_SHARE
                 if time.monotonic() >= start + share * seconds:
                     break
                 with suppress(TimeoutExpired):
@@ -173,21 +163,20 @@ class WandbProcess:
             self.folder.rmdir()
 
     def describe_outcome(self, sent: bool) -> str:
-        """Return one line for the user: where the run is, and how to send it if not ``sent``."""
+        """Return a line for the user: where the run is, and if not ``sent`` how to send it or where its metrics are."""
         folder, url, reason = self.status.values()
         reason = f" ({reason})" if reason else ""
         if sent:
             return f"wandb: {url}{reason}"
         what = f"{url} is not complete" if url else "kept offline" if folder else "nothing was logged"
-        see = "" if folder else f" see {shorten_path(self.folder / LOG)}, and"
         if folder and self.settings.wandb_kept_at:
-            how = f"wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
+            how = f"send it with: wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
         elif folder and not url:
-            how = f"wandb sync {shlex.quote(shorten_path(Path(folder)))}"
-        else:
-            run = shlex.quote(shorten_path(self.folder.parent))
-            how = f"python -m flyte_ddp.tracking send --id {self.init_arguments['id']} {run}"
-        return f"wandb: {what}{reason};{see} send it with: {how}"
+            how = f"send it with: wandb sync {shlex.quote(shorten_path(Path(folder)))}"
+        else:  # after `wandb sync` of one attempt the server would lack what earlier ones have sent
+            see = "" if folder else f", and wandb's messages in {shorten_path(self.folder / LOG)}"
+            how = f"all metrics are in {METRICS} of {shorten_path(self.run_folder)}{see}"
+        return f"wandb: {what}{reason}; {how}"
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:

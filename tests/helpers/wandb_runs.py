@@ -11,7 +11,7 @@ import numpy as np
 
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.json_lines import JsonLines
-from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
+from flyte_ddp.tracking.wandb_run import WandbProcess
 
 HYPERPARAMETERS = {"epochs": 2, "learning_rate": 0.1, "num_ranks": 0}
 CLASSES = ["boot", "bag", "shirt"]
@@ -43,10 +43,6 @@ ROWS = [
 ]
 
 
-def settings(mode: str, timeout: float = 60.0) -> Settings:
-    return Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
-
-
 def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
     """Append records to the run's metrics."""
     with JsonLines(folder / "metrics.jsonl") as log:
@@ -66,10 +62,8 @@ def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
 
 
 def start(folder: Path, mode: str, timeout: float = 60.0, *, on_first_record: bool = False) -> WandbProcess:
-    found = settings(mode, timeout)
-    wandb = start_wandb(folder, found, HYPERPARAMETERS, "a name", on_first_record=on_first_record)
-    assert wandb is not None
-    return wandb
+    settings = Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
+    return WandbProcess(folder, settings, HYPERPARAMETERS, on_first_record=on_first_record)
 
 
 def offline_records(folder: Path, run_id: str = "*") -> dict[str, list[dict[str, Any]]]:

@@ -50,10 +50,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "trouble",
     [
         "is killed later",
-        *[
-            pytest.param(each, marks=pytest.mark.exhaustive)
-            for each in ("disk is full", "cannot make its folder", "its server hangs")
-        ],
+        pytest.param("disk is full", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_weights_are_the_same(
@@ -61,19 +58,16 @@ def test_the_weights_are_the_same(
 ) -> None:
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    if trouble == "cannot make its folder":
-        folder.mkdir()
-        (folder / "wandb").symlink_to("/dev/null")
     if trouble == "disk is full":
         limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, 4096))  # of wandb's processes
         monkeypatch.setattr(wandb_run, "Popen", functools.partial(wandb_run.Popen, preexec_fn=limit))
 
-    with fake_server("hangs" if trouble == "its server hangs" else "works") as server:
+    with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
 
         def launch_in_trouble(work: Work) -> None:
             """Trains when wandb is where the trouble is."""
-            wait_until(lambda: trouble not in ("its server hangs", "is killed later") or server.requests)
+            wait_until(lambda: trouble != "is killed later" or server.requests)
             if trouble == "is killed later":
                 kill_process_trees(lambda: children)
             single.launch(work)

@@ -4,9 +4,7 @@ import hashlib
 import io
 import json
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -24,8 +22,9 @@ from PIL import Image
 from processes import processes_with, wait_until
 from wandb_runs import END, HYPERPARAMETERS, IMAGES, RECORDS, ROWS, logged_rows, offline_records, start, write_run
 
+from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import wandb_run
-from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
+from flyte_ddp.tracking.wandb_run import WandbProcess, log_to_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 FEED = "flyte_ddp.tracking.wandb_feed"
@@ -65,11 +64,11 @@ class Case:
         """Return id and command of each process that the test has started, with ``name`` in its command."""
         return processes_with(self.mark, name)
 
-    def finish(self, *, write: bool = True, killed: bool = False) -> str:
+    def finish(self, *, write: bool = True, killed: bool = False, seconds: float = 60.0) -> str:
         """Write the run, end the process, and return what was printed to stderr; no process is left."""
         if write:
             write_run(self.folder)
-        self.wandb.finish()
+        self.wandb.finish(seconds)
         if killed:  # wandb's monitor, orphaned by a kill, looks for wandb every few seconds, and ends
             wait_until(lambda: self.processes() == self.processes("wandb-symon"))
         else:
@@ -109,7 +108,7 @@ def test_an_offline_run_holds_everything(case: Case) -> None:
     records = offline_records(case.folder)
     assert logged_rows([each["item"] for each in records["history"]]) == ROWS
     (run,) = records["run"]
-    assert (run["run_id"], run["project"], run["display_name"]) == ("exec-task-7", "a-project", "a name")
+    assert (run["run_id"], run["project"], run["display_name"]) == ("exec-task-7", "a-project", "run")
     config: dict[str, Any] = {}
     for update in [run, *records["config"]]:
         config |= update.get("config", update).get("update", {})
@@ -145,7 +144,7 @@ def check_table(folder: Path) -> None:
     "behaviour",
     [
         "hangs",
-        *[pytest.param(each, marks=pytest.mark.exhaustive) for each in ("denies", "refuses", "babbles")],
+        pytest.param("babbles", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_bad_server_costs_bounded_time_and_a_message(case: Case, behaviour: str) -> None:
@@ -153,32 +152,17 @@ def test_a_bad_server_costs_bounded_time_and_a_message(case: Case, behaviour: st
     case.monkeypatch.setattr(wandb_run, "OPEN_SHARE", 0.05)
     with case.server(behaviour) as server:
         begin = time.monotonic()
-        case.start("online", timeout=20, opened=False)
+        case.start("online", opened=False)
         assert time.monotonic() - begin < 0.5
         write_run(case.folder)
-        wait_until(lambda: server.requests or behaviour == "refuses")
+        wait_until(lambda: server.requests)
         written = (case.folder / "metrics.jsonl").read_bytes()
         begin = time.monotonic()
-        said = case.finish(write=False, killed=True)
+        said = case.finish(write=False, killed=True, seconds=20.0)
         assert time.monotonic() - begin < 2.5
     assert (case.folder / "metrics.jsonl").read_bytes() == written
     assert said.startswith("wandb: nothing was logged (")
     assert said.count("\n") == 1
-
-
-def test_what_wandb_refused_is_sent_by_a_command(case: Case) -> None:
-    with case.server() as server:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("WANDB_API_KEY", "")
-            case.start("online", opened=False)
-            said = case.finish()
-        assert "No API key configured" in said
-        assert not server.history
-        command = shlex.split(said.partition("send it with: python ")[2])
-        sent = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    assert f"wandb: {server.url}/someone/flyte-ddp/runs/exec-task-7" in sent.stdout
-    assert logged_rows(server.history) == ROWS
-    assert [name for name in server.uploads if name.startswith("media/table/predictions")]
 
 
 IMPATIENT = "import sys; from flyte_ddp.tracking import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
@@ -205,71 +189,32 @@ def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-PARENT = """
-import sys, time
-from pathlib import Path
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import JsonLines
-from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
-folder = Path(sys.argv[1])
-wandb = start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
-while not wandb.receive_status():
-    time.sleep(0.02)
-JsonLines(folder / "metrics.jsonl").write({"kind": "train", "epoch": 0, "step": 1, "loss": 2.5})
-print("open", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_parents_death_ends_it_and_it_leaves_a_retry_alone(case: Case) -> None:
-    """It comes to its end while the retry, in the same run folder, has begun already."""
-    command = [sys.executable, "-c", PARENT, str(case.folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "open\n"
-        late = case.processes(FEED)
-        for pid in late:
-            os.kill(pid, signal.SIGSTOP)
-        parent.kill()
-    case.start("offline")
-    for pid in late:
-        os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not {*late} & {*case.processes(FEED)}, seconds=15)
-    records = offline_records(case.folder, run_id="x")
-    assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
-    assert [record["exit_code"] for record in records["exit"]] == [1]
-    wandb_runs.write_records(case.folder, [END])
-    said = case.finish(write=False, killed=True)
-    [own] = case.folder.glob("wandb/offline-run-*-exec-task-7")
-    assert own.name in said
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_a_wandb_that_is_killed_or_hangs_is_not_waited_for(case: Case, how: signal.Signals) -> None:
     wandb = case.start("offline", timeout=2)
     for victim in case.processes(FEED):
         os.kill(victim, how)
     begin = time.monotonic()
-    wandb.finish()
+    wandb.finish(2.0)
     assert time.monotonic() - begin < 3
     wait_until(lambda: case.processes() == case.processes("wandb-symon"), seconds=15)
     reason = "wandb was killed" if how == signal.SIGKILL else "out of time"
     assert case.capsys.readouterr().err.startswith(f"wandb: kept offline ({reason}); send it with: wandb sync ")
 
 
-@pytest.mark.exhaustive
 def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:
     """Because it is disabled, not installed, or cannot make its folder."""
-    assert start_wandb(case.folder, wandb_runs.settings("disabled"), HYPERPARAMETERS, "a name") is None
-    assert list(case.folder.iterdir()) == []
+    with log_to_wandb(case.folder, Settings(wandb_mode="disabled"), HYPERPARAMETERS):
+        assert list(case.folder.iterdir()) == []
     case.break_wandb()
     case.start("offline", opened=False)
     said = case.finish()
-    assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); see ")
+    assert said.startswith(
+        "wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); all metrics are in"
+    )
     assert "ModuleNotFoundError" in (case.folder / "wandb/feed.log").read_text()
-    assert start_wandb(Path("/dev/null"), wandb_runs.settings("offline"), HYPERPARAMETERS, "a name") is None
-    assert case.capsys.readouterr().err.startswith("wandb: not started (")
+    with log_to_wandb(Path("/dev/null"), Settings(wandb_mode="offline"), HYPERPARAMETERS):
+        assert case.capsys.readouterr().err.startswith("wandb: not started (")
 
 
 # Own functions: a run begins with the first record
