@@ -5,14 +5,11 @@ import gc
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import cache_from_source
 from pathlib import Path
-
-from flyte_ddp.files import atomic_write, file_digest
 
 # torchcodec is an extra and may be missing. SciPy draws mixup's shares, scikit-learn's measures select weights.
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", "scikit-learn")
@@ -31,28 +28,14 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsi
 
 @cache
 def library_digest(root: Path = Path(__file__).parents[1]) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over DECIDING, the code that decides a run's result.
-
-    Comments, docstrings and formatting do not count. Keeps the digest in ``__pycache__``.
-    """
-    paths = [path for name in DECIDING for path in list_python_files(root / name)]
-    # Parsing takes 60 ms, reading 1. The bytes of this file count too: it may compute digests in another way one day.
-    key = hash_files(root, paths, bytes) + file_digest(Path(__file__))
-    remembered = Path(cache_from_source(str(root / "library_digest.py"))).with_suffix(".txt")
-    with suppress(OSError, ValueError):
-        found, digest = remembered.read_text().split()
-        if found == key:
-            return digest
-    digest = hash_files(root, paths, lambda source: normalize_code(source, parse_python(source)))
-    with suppress(OSError), atomic_write(remembered) as file:  # not in a folder that is not ours, or is read-only
-        file.write(f"{key} {digest}\n".encode())
-    return digest
+    """Return 16 hexadecimal digits of a SHA-256 over DECIDING, the code that decides a run's result."""
+    return hash_files(root, [path for name in DECIDING for path in list_python_files(root / name)])
 
 
 @cache
 def package_digest(root: Path = Path(__file__).parents[1]) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over the library's Python, TOML and JSON files."""
-    return hash_files(root, list_package_files(root), bytes)
+    return hash_files(root, list_package_files(root))
 
 
 def list_package_files(root: Path) -> list[Path]:
@@ -63,11 +46,10 @@ def list_python_files(place: Path) -> list[Path]:
     return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
-def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], bytes]) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over relative names and ``normalize(content)`` of the files."""
+def hash_files(root: Path, paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        content = normalize(path.read_bytes())
+        content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]

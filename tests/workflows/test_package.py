@@ -25,7 +25,7 @@ from flyte_ddp.pods.profiles import ENGINES, parse_quantity
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.user_code.digest import library_digest, package_digest
 
-DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_packed")))
+DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "verify_packed")))
 LIGHT = (CHECK,)
 JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
 PROMOTING = tuple(f"tasks.release.{name}" for name in ("carry_out_verdict", "promote_version", "roll_back_champion"))
