@@ -23,7 +23,7 @@ from flyte_ddp.runs.run_folder import (
     resume_run,
 )
 from flyte_ddp.runs.work import Launch, Work
-from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
+from flyte_ddp.settings import Settings, read_settings
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ def run_training(
     from flyte_ddp.training.job import INITIAL_WEIGHTS, Training
 
     settings = settings or read_settings()
-    check_wandb_settings(settings)
     request = replace(request_ranks(hp), threads=threads)
     launch = launch or choose_launcher(request)
     progress = Progress(settings.progress)

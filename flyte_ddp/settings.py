@@ -4,7 +4,6 @@ variables.toml is the one table of them, for the functions below, flyte_ddp/pods
 """
 
 import os
-import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,6 @@ from flyte_ddp.errors import UserError
 
 ALLOWED = "FLYTE_DDP_ALLOWED_ADDRESSES"
 REQUESTED_GPUS = "FLYTE_DDP_GPUS"
-WANDB_NAME_LENGTH, WANDB_RESERVED = 128, "/\\#?%:"  # wandb's own rules for the name of a project
 HERE, REGISTRATION = "this machine", "registration"
 ALL_PODS, TRAINING_PODS, REGISTRY_PODS = "all pods", "training pods", "pods that use the registry"
 
@@ -88,20 +86,6 @@ def read_settings() -> Settings:
         results_copy=read_text("FLYTE_DDP_RESULTS"),
         weights_source=read_text("FLYTE_DDP_WEIGHTS"),
     )
-
-
-def check_wandb_settings(settings: Settings) -> None:
-    """Raise UserError if wandb would refuse its project or WANDB_BASE_URL, and then log nothing."""
-    if settings.wandb_mode == "disabled":
-        return
-    project, address = settings.wandb_project, read_text("WANDB_BASE_URL")
-    if len(project) > WANDB_NAME_LENGTH or set(project) & set(WANDB_RESERVED):
-        raise UserError(
-            f"WANDB_PROJECT={project!r}: must have at most {WANDB_NAME_LENGTH} characters, and none of "
-            f"{' '.join(WANDB_RESERVED)}; the name of a team goes into WANDB_ENTITY"
-        )
-    if address and not re.match(r"https?://[^/\s]+", address):
-        raise UserError(f"WANDB_BASE_URL={address!r}: must be an address such as https://wandb.example.com")
 
 
 def runs_folder() -> Path:

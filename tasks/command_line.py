@@ -33,7 +33,6 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserErro
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.settings import check_wandb_settings, read_settings
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
@@ -55,7 +54,6 @@ def set_up_command() -> None:
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_registration()
-        check_wandb_settings(read_settings())
     if is_remote:
         from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 

@@ -4,18 +4,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cli import ROOT
 from flytekit.extras import accelerators
 
 from flyte_ddp import settings
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import PROFILES
-from flyte_ddp.run import run_training
 from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
 from flytekitplugins.ddp.elastic import elastic_options
 from tasks import pods
@@ -81,16 +78,6 @@ def test_a_registration_takes_over_what_is_set_but_no_secret_no_folder_of_here_a
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: unknown variable 'FLYTE_DDP_TIMOUT': did you mean 'FLYTE_DDP_TIMEOUT'?")
     assert "listed in docs/configuration.md" in ended.stderr
-
-
-def test_a_run_checks_the_settings_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not those of the environment. The next check of a run refuses the folder, which holds no data set."""
-    given = settings.Settings(progress="off", wandb_project="team/project")
-    with pytest.raises(UserError, match=r"^WANDB_PROJECT='team/project': "):
-        run_training(Hyperparameters(), tmp_path, tmp_path / "run", given)
-    monkeypatch.setenv("WANDB_PROJECT", "team/project")
-    with pytest.raises(UserError, match=f"^{tmp_path}"):
-        run_training(Hyperparameters(), tmp_path, tmp_path / "run", replace(given, wandb_project="project"))
 
 
 @pytest.mark.parametrize("field", ["loaders", "wandb_table_rows", "cache_bytes"])

@@ -29,7 +29,7 @@ from flyte_ddp.runs.run_folder import (
     unwritable_folder_error,
 )
 from flyte_ddp.runs.work import Launch, Work
-from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
+from flyte_ddp.settings import Settings, read_settings
 from flyte_ddp.text.json_lines import read_records
 
 
@@ -112,7 +112,6 @@ def run_call(
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
-    check_wandb_settings(settings)
     launch = launch or choose_launcher(request)
     with hold_run_folder(folder):
         prepare_function_folder(folder)

@@ -7,11 +7,10 @@ from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetching
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.settings import check_wandb_settings, read_settings
+from flyte_ddp.settings import read_settings
 from flyte_ddp.user_code.source import explain_own_errors
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
@@ -23,8 +22,6 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     ``engine`` is elastic, ray, dask, or "" for one pod. ``kickoff_time`` makes this another run: a schedule's time, or
     NO_SCHEDULE for the present time.
     """
-    if not is_in_pod():
-        check_wandb_settings(read_settings())  # settings of pods were checked at registration
     identity.check_known_image_size(hp)
     hardware.check_requested_resources(hp, *node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)

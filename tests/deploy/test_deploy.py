@@ -155,7 +155,7 @@ def test_registration_sends_everything_and_activates_what_it_is_told_to(clone: P
         ended = register(clone, *cluster_at(admin.endpoint, clone, tmp_path), *options)
     assert ended.exit_code == 0, ended.output
     created = [*admin.tasks, *admin.workflows, *admin.launch_plans]
-    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (16, 11, 14)
+    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (15, 10, 13)
     assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
     [registered] = {entity.id.version for entity in created}
     assert registered.startswith(f"{commit(clone)}-gpu-")

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 from cli import TINY, Ended
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.settings import check_wandb_settings, read_settings
-
 RESULTS = ("model.pt", "model.json", "report.html", "predictions*")  # patterns of what looks like a result
 
 
@@ -38,24 +35,6 @@ def test_bad_hyperparameters_that_a_task_finds(
 ) -> None:
     assert words in refusal("training", "training_wf", "--hp", json.dumps(values))
     assert not [path for pattern in RESULTS for path in tmp_path.rglob(pattern)]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "rule"),
-    [
-        ("WANDB_PROJECT", "vision#2", "none of / "),
-        ("WANDB_PROJECT", "a" * 129, "must have at most 128 characters"),
-        ("WANDB_BASE_URL", "wandb.example.com:8080", "must be an address such as https://wandb.example.com"),
-    ],
-)
-def test_a_setting_that_wandb_would_refuse(
-    variable: str, value: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=f"^{variable}='{value}': .*{rule}"):
-        check_wandb_settings(read_settings())
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    check_wandb_settings(read_settings())
 
 
 def test_a_file_in_place_of_the_runs_folder(
