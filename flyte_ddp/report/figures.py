@@ -110,7 +110,7 @@ def draw_line_chart(
 def export_svg(figure: Figure, label: str) -> str:
     """Return matplotlib's figure as an SVG element without a width; ``label`` describes it for screen readers."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    figure.savefig(buffer, format="svg", dpi=200, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # The page gives it its width. Nothing refers to its groups, and several figures share the page.
     drawn = re.sub(r'<g id="[^"]*">', "<g>", buffer.getvalue())
     body, view = drawn[drawn.index(">", drawn.index("<svg")) + 1 :], re.search('viewBox="[^"]*"', drawn)

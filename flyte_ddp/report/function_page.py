@@ -9,8 +9,7 @@ from pathlib import Path
 from flyte_ddp import results
 from flyte_ddp.files import list_files
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
-from flyte_ddp.report.page import encode_as_data_uri, fit_image, render_template
-from flyte_ddp.report.run_records import Record, RunRecords
+from flyte_ddp.report.page import Record, RunRecords, encode_as_data_uri, fit_image, render_template
 from flyte_ddp.text.formatting import format_value
 
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite

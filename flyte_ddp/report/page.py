@@ -1,4 +1,4 @@
-"""Rendering HTML templates, and writing pages; every value is escaped, and images are part of the page."""
+"""What pages share: a run's records, templates whose values are escaped, and images that are part of the page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flyte_ddp.catalog import IGNORED
+from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.text.formatting import (
     format_count,
@@ -21,17 +22,46 @@ from flyte_ddp.text.formatting import (
     format_percent,
     format_value,
 )
+from flyte_ddp.text.json_lines import read_records
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from numpy.typing import NDArray
     from PIL.Image import Image
 
+Record = dict[str, Any]
+
 TEMPLATES = Path(__file__).with_name("templates")
 FORMATS = (format_count, format_duration, format_moment, format_number, format_percent, format_value)
 # Of the classes of masks, in reports and in the files of predicted masks.
 FIRST_COLORS = "#4c566a #2e9e6b #e07b39 #3b6fd4 #c9428c #d9b310 #7a4fc4 #23a5b8 #b5453b #86a02c".split()  # noqa: SIM905
-STRIPE = 4  # pixels of the stripes that stand for ignored pixels
+GREY = 220  # of pixels that do not count
+
+
+class RunRecords:
+    """The records of ``metrics.jsonl``; UserError without one of a start."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "metrics.jsonl"
+        self.starts: list[Record] = []  # of all attempts, oldest first
+        self.end: Record = {}  # empty: the last attempt has not finished
+        self.by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}, "record": {}}  # by their kind
+        for record in read_records(path):
+            kind = record.get("kind")
+            if kind == "start":
+                self.starts.append(record)
+                self.end = {}
+                if (checkpoint := record.get("resumed_after_step")) is not None:
+                    for steps in self.by_step.values():
+                        for step in [step for step in steps if step > checkpoint]:
+                            del steps[step]
+            elif kind == "end":
+                self.end = record
+            elif kind in self.by_step:
+                # Of a value that was recorded twice in a step, perhaps by an earlier attempt, the newest counts.
+                self.by_step[kind].setdefault(record["step"], {}).update(record)
+        if not self.starts:
+            raise UserError(f"{path} has no start record: give the folder of a run that began")
 
 
 @functools.cache
@@ -72,11 +102,8 @@ def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
 
     is_ignored = mask == IGNORED
     classes = np.where(is_ignored, 0, mask).astype(np.int64)
-    colored = fit_image(Image.fromarray(color_table(int(classes.max()) + 1)[classes]), side, mix=False)
-    ignored = np.asarray(fit_image(Image.fromarray(is_ignored), side, mix=False))[..., np.newaxis]
-    rows, columns, _ = np.indices(ignored.shape)
-    hatch = np.where((rows + columns) // STRIPE % 2, 236, 205).astype(np.uint8)
-    return encode_as_data_uri(Image.fromarray(np.where(ignored, hatch, np.asarray(colored))))
+    colors = np.where(is_ignored[..., np.newaxis], np.uint8(GREY), color_table(int(classes.max()) + 1)[classes])
+    return encode_as_data_uri(fit_image(Image.fromarray(colors), side, mix=False))
 
 
 def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:

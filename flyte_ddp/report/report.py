@@ -15,8 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR
 from flyte_ddp.report.charts import list_section_values
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart
-from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.report.run_records import Record, RunRecords
+from flyte_ddp.report.page import Record, RunRecords, render_template, write_html
 from flyte_ddp.text.formatting import format_measure, name_measure
 from flyte_ddp.text.sections import Section, decode_sections
 
@@ -32,17 +31,16 @@ PARTS = {  # of rank 0's time: name and colour
 SPLITS = {"validation": GREEN, "test": ORANGE}
 
 
-class Run:
+class Run(RunRecords):
     """What the files of a run folder say so far; records are in the order of their steps."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         """Read the run's files; UserError if one is damaged, or ``metrics.jsonl`` has no start record."""
+        super().__init__(folder)
         self.name = name or folder.name
-        found = RunRecords(folder)
-        self.starts, self.end = found.starts, found.end
         self.start = self.starts[-1]  # of the last attempt
         self.train, self.evaluations = (
-            [record for _, record in sorted(found.by_step[kind].items())] for kind in ("train", "evaluation")
+            [record for _, record in sorted(self.by_step[kind].items())] for kind in ("train", "evaluation")
         )
         self.classes = [str(each) for each in self.start.get("classes", [])]  # in the order of the labels
         # Whether "higher" or "lower" is better, by the objective's measures, the main one first.
