@@ -3,8 +3,9 @@
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import packaged
@@ -114,17 +115,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
-    """Makes packages, each only once."""
-    packages: dict[tuple[tuple[str, str], ...], Package] = {}
+def default(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The package of somebody who chose no profile, but said whom to notify, and where results and models go."""
+    stores = {"FLYTE_DDP_RESULTS": "s3://bucket/results", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
+    others = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_NOTIFY": "a@example.com, b@example.com"}
+    return packaged.make_shared(
+        tmp_path_factory, "default", lambda folder: packaged.make(folder, **stores, **others)[0]
+    )
 
-    def make(**environment: str) -> Package:
-        key = tuple(sorted(environment.items()))
-        if key not in packages:
-            ended, package = packaged.make(tmp_path_factory.mktemp("package"), **environment)
-            assert ended.exit_code == 0, ended.output
-            package.output = ended.output
-            packages[key] = package
-        return packages[key]
 
-    return make
+@pytest.fixture(scope="session")
+def of_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The package of somebody who chose two nodes."""
+    make = partial(packaged.make, FLYTE_DDP_NODES="2")
+    return packaged.make_shared(tmp_path_factory, "two-nodes", lambda folder: make(folder)[0])

@@ -106,7 +106,7 @@ class Segmentation(Objective):
         if absent:
             text += f" Not in the mean IoU, because they occur nowhere: {join_first(absent)}."
         header = ("Class", "IoU", "Pixels in truth", "Predicted", "Correct")
-        worst = "The test samples with the largest loss. Ignored pixels are hatched."
+        worst = "The test samples with the largest loss. Ignored pixels are grey."
         return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]
 
 

@@ -94,14 +94,3 @@ def surroundings(home: Path, runs: Path) -> dict[str, str]:
 def train(hp: dict[str, Any], name: str = "training_wf", workflow: str = WORKFLOWS, **options: Any) -> Ended:
     """Run ``pyflyte run WORKFLOW NAME --hp '{...}'``."""
     return pyflyte("run", workflow, name, "--hp", json.dumps(hp), **options)
-
-
-# A user's own model, for a module in the directory where ``pyflyte`` is called.
-OWN_MODEL = """
-import torch
-
-
-def linear(num_classes, input_shape):
-    channels, height, width = input_shape
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes))
-"""

@@ -1,14 +1,16 @@
 """Packages of serialized tasks, workflows and launch plans, as ``pyflyte package`` makes them, read back."""
 
+import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import pytest
 from cli import ROOT, Ended, pyflyte
 from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
@@ -17,6 +19,8 @@ from flyteidl.core.literals_pb2 import KeyValuePair, Literal
 from flyteidl.core.tasks_pb2 import Container, Resources, TaskTemplate
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
+
+from flyte_ddp.files import hold_lock
 
 # What Kubernetes' PodSecurity level "restricted" demands of a pod, and of each of its containers.
 RESTRICTED_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -46,6 +50,20 @@ def make(
     arguments = ("--pkgs", pkgs, "package", "--image", "flyte-ddp:test", "--output", str(archive), *options)
     ended = pyflyte(*arguments, home=folder / "home", directory=directory, **environment)
     return ended, read(archive, folder / "package") if archive.exists() else Package()
+
+
+def make_shared(factory: pytest.TempPathFactory, name: str, make_in: Callable[[Path], Ended]) -> Package:
+    """Make a package of this name, once for all workers of the suite, by a function that gets a folder for it."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"package-{name}"
+    with hold_lock(folder, "lock"):
+        if not (folder / "output").exists():
+            ended = make_in(folder)
+            assert ended.exit_code == 0, ended.output
+            (folder / "output").write_text(ended.output)
+    package = read(folder / "package.tgz", factory.mktemp("package"))
+    package.output = (folder / "output").read_text()
+    return package
 
 
 def unpack(archive: Path, folder: Path) -> None:

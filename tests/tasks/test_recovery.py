@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,11 @@ from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.user import FlyteRecoverableException
 from kept_checkpoints import names, write
-from processes import wait_until
 from s3_server import S3Server
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore
+from flyte_ddp.pods.checkpoint_store import DONE, STARTED, CheckpointStore
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import UNFINISHED
@@ -33,9 +31,7 @@ STOPPED = "stopped by SIGTERM; the same run will go on from its last checkpoint"
     ("prefix", "folder"),
     [
         ("s3://bucket/data/xy/f1-n1-0/", "s3://bucket/data/flyte-ddp-checkpoints"),
-        ("s3://bucket/xy/f1-n1-0", "s3://bucket/flyte-ddp-checkpoints"),
         ("gs://bucket/deep/er/xy/f1-n1-0", "gs://bucket/deep/er/flyte-ddp-checkpoints"),
-        ("abfs://container/data/xy/f1-n1-0", "az://container/data/flyte-ddp-checkpoints"),
         ("abfss://container@account.dfs.core.windows.net/xy/f1-n1-0", "az://container/flyte-ddp-checkpoints"),
     ],
 )
@@ -77,21 +73,6 @@ class TestInAPod:
     def newest_step(folder: Path) -> int:
         newest = checkpoint.verify_checkpoints(folder)[0]
         return newest.step if newest else 0
-
-    def test_checkpoints_are_sent_before_old_files_are_deleted(self, project: Path, tmp_path: Path) -> None:
-        """Which is done at the end."""
-        abandoned = project / "another/execution"
-        abandoned.mkdir(parents=True)
-        for number in range(6):
-            (abandoned / f"{SAVED}-0-{number}-0-{int(time.time()) - 15 * 86_400}").write_text("content")
-
-        def save(folder: Path) -> None:
-            write(folder / SLOTS[0], 4)
-            wait_until(lambda: names(project / "run") == ["one 0 4"])
-            assert len(names(project / "another")) == 6
-
-        self.attempt(tmp_path / "0", save)
-        assert names(project / "another") == []
 
     def test_the_last_checkpoint_is_sent(self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(folder: Path) -> None:

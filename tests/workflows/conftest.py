@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 import packaged
 import pytest
-from cli import ROOT
+from cli import ROOT, Ended
 from engine_rules import resolved
-from packaged import Package
 from pod import Cluster, PodEnded
 from pod_inputs import CHECK, SMOKE, VERSION, Inputs, check_inputs, from_console
 from s3_server import s3_server
@@ -19,24 +18,18 @@ from s3_server import s3_server
 from tasks.command_line import show_errors_in_panels
 
 
-@pytest.fixture(scope="session")
-def default(made: Callable[..., Package]) -> Package:
-    """The package of somebody who chose no profile, but said whom to notify, and where results and models go."""
-    stores = {"FLYTE_DDP_RESULTS": "s3://bucket/results", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
-    wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online"}
-    return made(FLYTE_DDP_NOTIFY="a@example.com, b@example.com", **stores, **wandb)
+def package_for_a_cluster(folder: Path) -> Ended:
+    """Package the project as it is here, but for the library's version, for a cluster without GPUs."""
+    packaged.copy_project(folder / "project")
+    (folder / "project/flyte_ddp/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
+    environment = {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
+    return packaged.make(folder, "--copy", "all", directory=folder / "project", **environment)[0]
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The project as it is here, but for the library's version, packaged for a cluster without GPUs."""
+    package = packaged.make_shared(tmp_path_factory, "cluster", package_for_a_cluster)
     folder = tmp_path_factory.mktemp("cluster")
-    project = folder / "project"
-    packaged.copy_project(project)
-    (project / "flyte_ddp/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
-    environment = {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
-    ended, package = packaged.make(folder, "--copy", "all", directory=project, **environment)
-    assert ended.exit_code == 0, ended.output
     (folder / "store/flyte").mkdir(parents=True)
     with s3_server(folder / "store") as server:
         yield Cluster(package, server, folder)

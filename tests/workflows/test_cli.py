@@ -4,13 +4,12 @@ import hashlib
 import json
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cli import OWN_MODEL, TINY, WORKFLOWS, Ended, pyflyte, train
+from cli import TINY, WORKFLOWS, Ended, pyflyte, train
 from locks import held_by_another_process
 
 from flyte_ddp.config import Hyperparameters
@@ -99,16 +98,6 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(
     assert state(home / "runs") == before
 
 
-@pytest.mark.exhaustive
-def test_a_run_that_a_person_starts_inside_a_pod_is_a_local_run(tmp_path: Path) -> None:
-    """As in a workspace on the cluster: all of the pod's variables are there, and the person has changed the code."""
-    pod = {f"FLYTE_INTERNAL_EXECUTION_{name}": name.lower() for name in ("PROJECT", "DOMAIN", "ID")}
-    pod |= {"FLYTE_INTERNAL_TASK_NAME": "tasks.training.train_model", "FLYTE_DDP_CODE": "other"}
-    ended = train(TINY, home=tmp_path, FLYTE_DDP_POD_FOLDER=str(tmp_path / "pod"), **pod)
-    assert run_folder(ended).parent == tmp_path / "runs"
-    assert "made in" in ended.output
-
-
 @pytest.mark.parametrize(
     ("lost", "trains"),
     [
@@ -154,16 +143,6 @@ def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[Files, Pa
     assert state(first) == before
 
 
-@pytest.mark.exhaustive
-def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
-    """Three, two of them equal, of which the later one is refused or gets the result of the other."""
-    with ThreadPoolExecutor() as pool:
-        *equal, other = pool.map(lambda hp: train(hp, home=tmp_path), [TINY, TINY, {**TINY, "seed": 1}])
-    assert sum(trained(one) for one in equal if one.exit_code == 0) == 1
-    assert all(one.exit_code == 0 or "another run is writing into it" in one.panel for one in equal)
-    assert trained(other)
-
-
 OWN_DATA = """
 from pathlib import Path
 
@@ -176,6 +155,16 @@ def load(source):
     images = np.load(Path(source) / "images.npy")
     labels = np.arange(len(images)) % 2
     return image_arrays(images, labels, images[:6], labels[:6], ["even", "odd"])
+"""
+
+
+OWN_MODEL = """
+import torch
+
+
+def linear(num_classes, input_shape):
+    channels, height, width = input_shape
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * height * width, num_classes))
 """
 
 
@@ -196,13 +185,6 @@ def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: P
     changed, again = run(11, OWN_MODEL + "\nCHANGED = True\n"), run(10, OWN_MODEL)
     assert [trained(ended) for ended in (first, changed, again)] == [True, True, False]
     assert run_folder(changed) != run_folder(first) == run_folder(again)
-
-
-def test_launch_plans_by_name(finished: tuple[Files, Path]) -> None:
-    files, home = finished
-    same = train(TINY, name="training_on_demand", home=home)
-    assert not trained(same)
-    assert outputs(same) == files
 
 
 def test_help_has_the_hyperparameters_in_columns(tmp_path: Path) -> None:

@@ -2,16 +2,15 @@
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import packaged
 import pytest
 import yaml
-from cli import ROOT
-from engine_rules import packed, resolved
+from cli import ROOT, Ended
 from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
 from flyteidl.core.execution_pb2 import WorkflowExecution
-from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 from flytekit.core.type_engine import TypeEngine
@@ -21,7 +20,7 @@ from packaged import Package
 from pod_inputs import CHECK, FETCH, PREDICT, TRAIN
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import ENGINES, parse_quantity
+from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.user_code.digest import library_digest, package_digest
 
@@ -43,10 +42,8 @@ SMALL, SMALL_LIMITS = (
 )
 
 
-@pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The package of a fork with a schedule of its own, for a sandbox."""
-    folder = tmp_path_factory.mktemp("fork")
+def package_a_fork(folder: Path) -> Ended:
+    """Package a fork with a schedule of its own, for a sandbox."""
     packaged.copy_project(folder / "project")
     (folder / "project/config/mine.json").write_text('{"epochs": 7}')
     (folder / "project/config/schedules.yaml").write_text(
@@ -56,9 +53,12 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Package:
         """
     )
     environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_RESULTS": "/a/folder"}
-    ended, package = packaged.make(folder, directory=folder / "project", **environment)
-    package.output = ended.output
-    return package
+    return packaged.make(folder, directory=folder / "project", **environment)[0]
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return packaged.make_shared(tmp_path_factory, "fork", package_a_fork)
 
 
 def resources(entries: Any) -> dict[str, str]:
@@ -114,23 +114,6 @@ def test_pods_without_a_chosen_profile(
         variables = environment(default, name)
         assert variables["FLYTE_DDP_GPUS"] == requests.get("GPU", "2"), "light pods check what training will have"
         assert (variables["FLYTE_DDP_PROFILE"], variables["FLYTE_DDP_CODE"]) == ("gpu", package_digest())
-
-
-def test_pods_of_the_sandbox(sandbox: Package) -> None:
-    """They fit on a laptop, and under a LimitRange of the training pod's size."""
-    limits = {
-        name: resources(packaged.container(each.template).resources.limits) for name, each in sandbox.tasks.items()
-    }
-    small = {"CPU": "1", "MEMORY": "2Gi", "EPHEMERAL_STORAGE": "2Gi"}
-    assert limits[TRAIN] == limits[PREDICT] == small
-    assert limits[FETCH] == {**small, "EPHEMERAL_STORAGE": "4Gi"}
-    for name in {*sandbox.tasks} - TRAINING:
-        for resource in ("CPU", "MEMORY"):
-            assert parse_quantity(limits[name][resource]) <= parse_quantity(limits[TRAIN][resource]), name
-    template = sandbox.tasks[TRAIN].template
-    assert (template.extended_resources.shared_memory.size_limit, template.metadata.pod_template_name) == ("128Mi", "")
-    assert not template.security_context.secrets
-    assert environment(sandbox, PREDICT)["FLYTE_DDP_GPUS"] == "0"
 
 
 def test_training_pods_know_how_long_their_last_checkpoint_may_take(default: Package, sandbox: Package) -> None:
@@ -216,20 +199,6 @@ def test_a_fork_with_a_schedule_of_its_own(sandbox: Package) -> None:
     shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
     values = {name: field["default"] for name, field in shown.items()}
     assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
-
-
-def test_what_the_console_leaves_out_is_not_asked_for(default: Package) -> None:
-    """The first task completes the hyperparameters; others take them from there."""
-    hp: dict[str, float] = {"epochs": 3.0}
-    given = Literal()
-    given.scalar.generic.update(hp)
-    for name, workflow in default.workflows.items():
-        if name.endswith("training_wf"):
-            [check, train] = workflow.template.nodes
-            made = {"hp": packed(Hyperparameters(**hp).to_dict()), "data": Literal(), "run_version": Literal()}
-            inputs = resolved(check.inputs, {"start-node": {"hp": given, "kickoff_time": Literal()}})
-            assert inputs["hp"] == given
-            assert resolved(train.inputs, {check.id: made}) == made
 
 
 def test_the_console_explains_tasks_workflows_and_inputs(default: Package) -> None:

@@ -21,7 +21,6 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.user_code.digest import library_digest, package_digest
 
 pytestmark = pytest.mark.slow
-again = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +128,3 @@ def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_
     assert "This attempt has failed" in ended.deck
     assert "the loss is" in message
     assert "lower learning_rate (now 1000)" in message
-
-
-@again
-def test_a_pod_with_another_library_is_refused(cluster: Cluster, train_inputs: Inputs, tmp_path: Path) -> None:
-    image = unpacked(cluster.package, tmp_path / "image")
-    (image / "flyte_ddp/__init__.py").write_text('__version__ = "stale"\n')
-    message = refused(cluster.run(TRAIN, train_inputs, image=image))
-    assert f"this pod runs library sources {package_digest(image / 'flyte_ddp')}" in message

@@ -40,20 +40,11 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
     assert read_schedules(tmp_path / "empty.yaml") == []
 
 
-@pytest.mark.parametrize("keys", ["", "cron:, hyperparameters:", 'cron: "", hyperparameters: ""'])
-def test_a_key_with_nothing_after_it_is_left_out(tmp_path: Path, keys: str) -> None:
-    [found] = read(tmp_path, f"- {{name: a, workflow: training_wf, {keys}}}")
-    assert found == Schedule(name="a", workflow="training_wf")
-
-
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
         ("{name: a}", "schedules.yaml: must be a list of entries such as {name: weekly, "),
-        ("- a", "schedules.yaml, entry 1: keys must be a JSON object, got 'a'"),
-        ("- {workflow: training_wf}", "entry 1: name='': must be "),
         ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must be letters, digits and '_' only"),
-        ("- {name: 7, workflow: training_wf}", "entry 1: name=7: must be text"),
         ("- &x {name: a, workflow: training_wf}\n- *x", ", a: an entry before has this name, too"),
         ("- {name: a", "yaml: is not valid YAML: expected ',' or '}', but got '<stream end>', line 1, column 11;"),
         *(
@@ -62,12 +53,8 @@ def test_a_key_with_nothing_after_it_is_left_out(tmp_path: Path, keys: str) -> N
                 "train_wf": "unknown workflow 'train_wf': did you mean 'training_wf'? choose one of",
                 "training_wf, crom: x": "unknown key 'crom': did you mean",
                 "training_wf, model_name: x": "model_name and policy are for release_wf only: leave",
-                "release_wf": "model name '': must be letters, digits",
                 "release_wf, model_name: x, policy: {alpha: 2}": "alpha=2.0: must be below 0.5",
-                "training_wf, cron: 5": "cron=5: must be text",
                 "training_wf, hyperparameters: {epoch: 3}": "unknown hyperparameter 'epoch': did you",
-                "training_wf, hyperparameters: {epochs: 0}": "epochs=0: must be at least 1",
-                "training_wf, hyperparameters: [1]": "hyperparameters=[1]: must be text",
                 "training_wf, hyperparameters: config/fats.json": "hyperparameters='config/fats.json': No such file or "
                 "directory; must be an object, or a file of",
                 "training_wf, hyperparameters: /etc/hosts": "hyperparameters='/etc/hosts': is not in the repository",
@@ -83,8 +70,7 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
 @pytest.mark.parametrize(
     "cron",
     [
-        *("0 3 * *", "0 3 * * * *", "60 * * * *", "* * * * 7", "0 0 L * *"),
-        *("0 0 * * 5#2", "@daily", "0 0 30 2 *", "0 3 * FOO *", "a b c d e", "0 22-4 * * *", "0 3 * * FRI-MON"),
+        *("0 3 * *", "60 * * * *", "* * * * 7", "0 0 L * *", "@daily", "0 0 30 2 *", "0 22-4 * * *"),
     ],
 )
 def test_a_cron_that_flyte_would_not_take(tmp_path: Path, cron: str) -> None:
