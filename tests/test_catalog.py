@@ -99,15 +99,7 @@ def test_the_smallest_size_works_and_one_pixel_less_is_refused(
             without_memory(model, dataclasses.replace(spec, height=wrong, width=wrong))
 
 
-@pytest.mark.parametrize(("model", "smallest"), [("small_cnn", 8), ("tutorial", 16)])
-def test_the_small_models_smallest_size(model: str, smallest: int) -> None:
-    spec = spec_for(model, smallest, channels=5)
-    assert zoo.build_model(model, CLASSES, spec)(torch.zeros(2, 5, smallest, smallest)).shape == (2, CLASSES)
-    with pytest.raises(UserError, match=f"at least {smallest}"):
-        spec_for(model, smallest - 1)
-
-
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (28, 28), (32, 17), (63, 500), (225, 225)])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (32, 17), (225, 225)])
 def test_the_size_that_a_message_names_is_taken(height: int, width: int) -> None:
     refused = 0
     for model in catalog.MODELS:
@@ -137,8 +129,6 @@ def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:
             spec_for("resnet18", 32, channels=channels)
 
 
-@pytest.mark.parametrize("model", sorted(model for model in CLASSIFIERS if model.startswith("vit_")))
-def test_vision_transformers_refuse_oblong_images(model: str) -> None:
-    side = catalog.SIZE_MULTIPLES[model]
-    with pytest.raises(UserError, match=f"{side}x{2 * side} images: they must be square; set image_size"):
-        zoo.build_model(model, CLASSES, spec_for(model, side, width=2 * side))
+def test_vision_transformers_refuse_oblong_images() -> None:
+    with pytest.raises(UserError, match="16x32 images: they must be square; set image_size"):
+        spec_for("vit_b_16", 16, width=32)

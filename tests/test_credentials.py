@@ -13,7 +13,7 @@ from tars import samples, shard_bytes
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
@@ -29,16 +29,13 @@ USES: dict[str, Callable[[Path], object]] = {
     "a test set": lambda _: Hyperparameters(dataset="shards:x", test_dataset=f"shards:{URL}"),
     "a mirror": lambda _: Hyperparameters(data_source=URL),
     "initial weights": lambda _: Hyperparameters(init_from=URL),
-    "hyperparameters as JSON": lambda _: Hyperparameters.from_json(json.dumps({"data_source": URL})),
     "a policy": lambda _: Policy(slices=URL),
-    "a prediction": lambda _: fingerprint(f"shards:{URL}", ""),
     "a prediction's mirror": lambda folder: fetch("mnist", URL, folder / "data", progress="off"),
     "shards": lambda folder: create_index([URL], folder / "index.json", progress="off"),
     "an index": lambda _: read_index(URL),
     "a registry": lambda _: Registry("s3://key:hidden@bucket/models", "x"),
     "results": lambda folder: mirror_results(folder, URL, folder.name, resuming=False).__enter__(),
     "a bucket": lambda _: storage.read_file("s3://key:hidden@bucket/x"),
-    "an unknown kind": lambda _: storage.read_file("ftp://me:hidden@host/x"),
     "a user alone": lambda _: storage.read_file("https://hidden@data.example.com/x"),
 }
 

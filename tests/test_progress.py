@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TextIO
 
 import pytest
@@ -82,9 +81,9 @@ def on_terminal(show: Callable[[TextIO], object]) -> str:
     return output.decode()
 
 
-def show_training(mode: str, stream: TextIO) -> None:
+def show_training(stream: TextIO) -> None:
     clock = Clock()
-    progress = StepProgress(mode, 40, 20, stream=stream, clock=clock)
+    progress = StepProgress("auto", 40, 20, stream=stream, clock=clock)
     for step in range(1, 41):
         clock.now += 0.02
         progress.show_step(step, {"loss": f"loss {1 / step:.4f}", "samples": "17,000 samples/s"})
@@ -93,8 +92,8 @@ def show_training(mode: str, stream: TextIO) -> None:
     progress.close()
 
 
-def test_a_terminal_gets_a_bar_and_the_evaluations_above_it_or_lines() -> None:
-    output = on_terminal(partial(show_training, "auto"))
+def test_a_terminal_gets_a_bar_and_the_evaluations_above_it() -> None:
+    output = on_terminal(show_training)
     states = [part for part in output.split("\r") if "steps [" in part]
     assert "0/40 steps" in states[0]
     for words in ("40/40 steps", "epoch 2/2: 100%", "17,000 samples/s"):
@@ -103,9 +102,6 @@ def test_a_terminal_gets_a_bar_and_the_evaluations_above_it_or_lines() -> None:
     for epoch in (1, 2):
         assert f"epoch {epoch}/2, step {epoch * 20}/40: test accuracy 87.50 % (loss 0.5000)" in output
     assert output.endswith("\n")
-    output = on_terminal(partial(show_training, "lines"))
-    assert "steps [" not in output
-    assert output.splitlines()[0] == "epoch 1/2, step 1/40, loss 1.0000, 17,000 samples/s, 00:00 elapsed"
 
 
 def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end() -> None:
@@ -135,17 +131,6 @@ def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end
     ]
 
 
-@pytest.mark.parametrize("mode", ["auto", "bar", "off"])
-def test_a_function_that_records_nothing_shows_nothing(mode: str) -> None:
-    stream = io.StringIO()
-    StepProgress(mode, stream=stream).close()
-    off = StepProgress("off", stream=stream)
-    off.show_step(1, {"loss": 1.0})
-    off.print_note("a note")
-    off.close()
-    assert stream.getvalue() == ""
-
-
 class Closed(io.StringIO):
     """A pipe whose reader has gone, as after ``| head``."""
 
@@ -161,8 +146,3 @@ def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
         progress.show_step(step, {"loss": 1.0})
     progress.print_evaluation(evaluation(1, 5))
     progress.close()
-    function = StepProgress(mode, stream=Closed())
-    for step in range(1, 11):
-        function.show_step(step, {"loss": 1.0})
-    function.print_note("a note")
-    function.close()

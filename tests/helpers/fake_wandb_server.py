@@ -20,26 +20,7 @@ class FakeServer:
     run_ids: set[str] = field(default_factory=set)
     history: list[dict[str, Any]] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
-    artifacts: list[dict[str, Any]] = field(default_factory=list)  # as they were asked for
     requests: int = 0
-
-    def stored_artifact(self, project: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a query for the last artifact."""
-        asked = self.artifacts[-1]
-        sequence = {"name": asked["artifactCollectionName"], "project": {**project, "name": "p", "internalId": "i"}}
-        times = {
-            "ttlDurationSeconds": -1,
-            "ttlIsInherited": True,
-            "createdAt": "2026-01-01T00:00:00",
-            "updatedAt": None,
-        }
-        numbers = {"versionIndex": 0, "size": 1, "fileCount": 1, "historyStep": None, "commitHash": None}
-        about = {name: asked[name] for name in ("description", "metadata", "digest", "digestAlgorithm")}
-        aliases = [
-            {"id": each["alias"], "alias": each["alias"], "artifactCollection": None} for each in asked["aliases"]
-        ]
-        kind = {"state": "COMMITTED", "tags": [], "aliases": aliases, "artifactType": {"name": "model"}}
-        return {"id": "a", "artifactSequence": sequence, **kind, **about, **numbers, **times}
 
     def asked_for(self, name: str) -> dict[str, Any]:
         """Return the answer with the upload address of an artifact's file."""
@@ -52,8 +33,6 @@ class FakeServer:
         project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "someone"}}
         if "query ArtifactType" in body["query"]:
             return {"project": {"artifact": None}}
-        if "query ArtifactByID" in body["query"]:
-            return {"artifact": self.stored_artifact(project)}
         match body.get("operationName"):
             case "Viewer":
                 viewer = {"id": "u", "entity": "someone", "username": "someone", "email": "", "flags": "{}"}
@@ -73,7 +52,6 @@ class FakeServer:
         """Return the answer to a step of an artifact's upload."""
         match operation:
             case "CreateArtifact":
-                self.artifacts.append(variables["input"])
                 artifact = {"id": "a", "state": "PENDING", "artifactSequence": {"id": "s", "latestArtifact": None}}
                 return {"createArtifact": {"artifact": artifact}}
             case "CreateArtifactManifest" | "UpdateArtifactManifest" as name:
@@ -110,18 +88,13 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
     """Run a server until the end of the block.
 
     Args:
-        behaviour: works, refuses (connections), hangs (accepts them and never answers), fails (500), denies (401, the
-            key is wrong), or babbles (answers something that is not JSON). Between the last four it may change.
+        behaviour: works, hangs (accepts connections and never answers), denies (401, the key is wrong), or babbles
+            (answers something that is not JSON). Between all but hangs it may change.
     """
     server = FakeServer(behaviour)
-    if behaviour in ("refuses", "hangs"):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))  # bound and not listening: the port is ours and refuses
+    if behaviour == "hangs":
+        with socket.create_server(("127.0.0.1", 0)) as listener:
             server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            if behaviour == "refuses":
-                yield server
-                return
-            listener.listen()
             silent = threading.Thread(target=accept_only, args=(listener, server), daemon=True)
             silent.start()
             yield server
@@ -136,8 +109,8 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
             status, content = 200, b"<html>hello</html>"
             if server.behaviour == "works":
                 content = json.dumps(server.answer(self.path, body)).encode()
-            elif server.behaviour in ("fails", "denies"):
-                status = 500 if server.behaviour == "fails" else 401
+            elif server.behaviour == "denies":
+                status = 401
             self.answer(status, {"Content-Length": str(len(content))}, content)
 
         do_GET = do_PUT = do_POST

@@ -51,33 +51,20 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "misspelt": ({"epoch": 3}, ("'epoch'", "did you mean 'epochs'")),
     "unknown": ({"colour": "red"}, ("unknown hyperparameter 'colour'", "choose one of", "batch_size")),
     "text for int": ({"epochs": "4"}, ("epochs='4'", "whole number")),
-    "text for float": ({"learning_rate": "0.1"}, ("learning_rate='0.1'", "number")),
     "true for int": ({"epochs": True}, ("epochs=True", "whole number")),
-    "number for text": ({"dataset": 7}, ("dataset=7", "text")),
     "huge float for int": ({"max_steps": 1e300}, ("max_steps=", "at most 9007199254740992")),
-    "unknown dataset": ({"dataset": "imagenet"}, ("dataset 'imagenet'", "digits", "fashion_mnist", "package.module")),
-    "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "vision/stable/models.html")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
-    "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of")),
-    "unknown objective": ({"objective": "soup"}, ("objective 'soup'", "classification, language", "callable")),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},
         ("label_smoothing=0.1", "objective='regression' has no use for it", "leave it out"),
     ),
-    "weights of numbers": (
-        {"objective": "regression", "class_weights": "balanced"},
-        ("class_weights='balanced'", "objective='regression' has no use for it"),
-    ),
     **{
         f"class weights {text!r}": ({"class_weights": text}, (f"class_weights={text!r}", "balanced", "at least 0"))
-        for text in ("heavy", "1,,2", "1;2", "1,-2", "1,nan", "1,inf", "0,0", "Balanced", ",")
+        for text in ("heavy", "1,,2", "1,-2", "1,inf", "0,0")
     },
     "options that are no JSON": ({"options": "{width: 3}"}, ("options='{width: 3}'", "is not JSON", "column 2")),
     "options that are a list": ({"options": "[1]"}, ("options='[1]'", "JSON object of objects by hyperparameter")),
-    "options without a name": ({"options": {"model": "x"}}, ("JSON object of objects by hyperparameter",)),
-    "unknown keep": ({"keep": "first"}, ("keep 'first'", "best, ema, last")),
-    "unknown precision": ({"precision": "fp16"}, ("precision 'fp16'", "auto, bf16, fp32, fp64")),
     "warm-up of an own schedule": (
         {"schedule": "mine:factor", "warmup_steps": 5},
         ("warmup_steps=5", "not for a schedule of your own"),
@@ -103,11 +90,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
 NOT_EVERYWHERE: dict[str, tuple[Values, tuple[str, ...]]] = {
     "nan": ({"learning_rate": float("nan")}, ("learning_rate=nan", "finite")),
     "infinity": ({"learning_rate": float("inf")}, ("learning_rate=inf", "finite")),
-    "minus infinity": ({"momentum": float("-inf")}, ("momentum=-inf", "finite")),
-    "nan for int": ({"epochs": float("nan")}, ("epochs=nan", "whole number")),
-    "infinity for int": ({"max_steps": float("inf")}, ("max_steps=inf", "whole number")),
     "huge int": ({"max_steps": 10**400}, ("max_steps=1000", "whole number")),
-    "huge int for float": ({"grad_clip_norm": 10**400}, ("grad_clip_norm=1000", "finite")),
     "int next to a double": ({"max_steps": 2**53 + 1}, ("max_steps=9007199254740993", "at most 9007199254740992")),
 }
 
@@ -116,32 +99,13 @@ GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
     "defaults": ({}, {}),
     "whole double for int": ({"epochs": 3.0, "seed": 0.0}, {"epochs": 3, "seed": 0}),
     "int for float": ({"learning_rate": 1, "weight_decay": 0}, {"learning_rate": 1.0, "weight_decay": 0.0}),
-    "largest seed": ({"seed": 2**31}, {"seed": 2**31}),
     "no short decimal": ({"learning_rate": 1 / 3}, {"learning_rate": 1 / 3}),
-    "smallest double": ({"learning_rate": 5e-324}, {"learning_rate": 5e-324}),
     "own code": ({"model": "my_package.models:Net"}, {"model": "my_package.models:Net"}),
-    "own optimiser and schedule": ({"optimizer": "mine:groups", "schedule": "mine:factor"},) * 2,
-    "own data": ({"dataset": "flowers:load", "data_source": "s3://b/k"},) * 2,
     "text beyond ASCII": ({"data_source": "/données/été 🌞\n"}, {"data_source": "/données/été 🌞\n"}),
-    "every choice": ({"optimizer": "adamw", "schedule": "cosine", "keep": "best", "precision": "bf16"},) * 2,
-    "moving average": ({"keep": "ema", "ema_decay": 0.99},) * 2,
-    "batch of ranks and parts": ({"batch_size": 12, "num_ranks": 3, "accumulation_steps": 4},) * 2,
-    "no momentum": ({"momentum": 0.0, "nesterov": False},) * 2,
-    "adam needs no momentum": ({"optimizer": "adam", "momentum": 0.0},) * 2,
-    "own objective": (
-        {
-            "objective": "losses:Focal",
-            "options": '{"objective": {"gamma": 2}}',
-            "select_by": "f1",
-            "class_weights": "1,0",
-        },
-    )
-    * 2,
     "options as an object": (
         {"objective": "losses:Focal", "options": {"objective": {"kind": "hard"}, "model": {"bias": True}}},
         {"objective": "losses:Focal", "options": '{"model": {"bias": true}, "objective": {"kind": "hard"}}'},
     ),
-    "bool": ({"nesterov": False, "compile": True, "deterministic": True},) * 2,
     **{path.stem: (json.loads(path.read_text()),) * 2 for path in PRESETS},
     **{
         f"{field} {end}": ({**BESIDE, field: value},) * 2

@@ -78,15 +78,6 @@ def test_a_change_of_own_code_is_another_run_and_is_sent(
         assert before != after
 
 
-def test_own_code_is_named_once_and_in_the_order_of_the_fields() -> None:
-    hp = Hyperparameters(dataset="mine:data", model="mine:model")
-    assert hp.own_code() == ("mine:data", "mine:model")
-    assert hp.own_code("dataset") == ("mine:model",)
-    assert Hyperparameters(dataset="same:thing", model="same:thing").own_code() == ("same:thing",)
-    for dataset in ("digits", "shards:s3://bucket/index.json", "stream:x", "image_folder:/photos"):
-        assert Hyperparameters(dataset=dataset).own_code() == ()
-
-
 def test_a_missing_module_is_named_before_anything_starts(digits: Path, tmp_path: Path) -> None:
     for field in OWN:
         if field not in ("dataset", "collate"):  # digits are images, which have no collate

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from cli import HELPERS
 from processes import wait_until
 from s3_server import s3_server
 
@@ -53,8 +52,7 @@ def test_files_and_events_are_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "/etc/passwd", "..", "a/../../b", "a/", ".hidden", "a/.b", "a\\b", "a\nb", "a//b"),
-        *("events.jsonl", "./events.jsonl"),
+        *("", "/etc/passwd", "a/../../b", "a/.b", "a\\b", "events.jsonl", "./events.jsonl"),
     ],
 )
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
@@ -72,8 +70,6 @@ def test_what_is_no_file_and_no_event(kept: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(UserError, match=r"event \['value'\]: .* not JSON serializable; give numbers, text"):
         results.event(value=object())
-    with pytest.raises(UserError, match="event: rank is added to each event; choose another name"):
-        results.event(rank=7)
     with pytest.raises(UserError, match="result 'a': content is of type int, and must be bytes"):
         results.submit("a", 5)
 
@@ -89,41 +85,22 @@ def test_what_cannot_be_kept_is_told_once(tmp_path: Path, capsys: pytest.Capture
     assert f"cannot write {tmp_path}/results/a" in said
 
 
-def test_a_run_that_restarts_from_scratch_has_none_of_the_run_before(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(HELPERS)
-    stale = tmp_path / "run/results/stale"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
-    run_training(HP, digits, tmp_path / "run", QUIET)
-    assert sorted(path.name for path in stale.parent.iterdir()) == ["events.jsonl", "forward-1.txt", "forward-2.txt"]
-
-
 @pytest.mark.slow
-def test_a_copy_is_made_while_training_in_a_folder_and_on_s3(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_made_while_training_on_s3(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served/bucket").mkdir(parents=True)
+    copy = tmp_path / "served/bucket/all/run"
     with s3_server(tmp_path / "served") as server:
         for name, value in server.flyte_environment().items():
             monkeypatch.setenv(name, value)
-        for address, copy in (
-            (str(tmp_path / "copies"), tmp_path / "copies/run"),
-            ("s3://bucket/all/", tmp_path / "served/bucket/all/run"),
-        ):
-            with mirror_results(kept.parent, address, kept.parent.name, resuming=False):
-                wait_until((copy / "maps/epoch-1.png").exists)  # what was there before
-                (kept / "later").write_bytes(b"1")
-                if address[0] == "/":
-                    wait_until((copy / "later").exists)
-                (kept / "last").write_bytes(b"2")
-            assert (copy / "last").read_bytes() == b"2"
-            assert (copy / "events.jsonl").read_bytes() == (kept / "events.jsonl").read_bytes()
-            assert {path.name for path in copy.iterdir()} == {"maps", "events.jsonl", "later", "last"}
+        with mirror_results(kept.parent, "s3://bucket/all/", kept.parent.name, resuming=False):
+            wait_until((copy / "maps/epoch-1.png").exists)  # what was there before
+            (kept / "last").write_bytes(b"2")
+        assert (copy / "last").read_bytes() == b"2"
+        assert (copy / "events.jsonl").read_bytes() == (kept / "events.jsonl").read_bytes()
+        assert {path.name for path in copy.iterdir()} == {"maps", "events.jsonl", "last"}
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/all", "/dev/null/all", "nothing-like-it://a", "the run's own folder"])
+@pytest.mark.parametrize("address", ["s3://bucket/all", "/dev/null/all", "the run's own folder"])
 def test_a_place_that_takes_nothing_is_refused(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:

@@ -90,9 +90,7 @@ def test_a_finished_run_stays_while_it_is_made_again(
     assert contents(folder)[METRICS] != before[METRICS]
 
 
-@pytest.mark.parametrize(
-    "name", [METRICS, "a.ckpt", OUTPUTS[0], *[pytest.param(name, marks=pytest.mark.exhaustive) for name in OUTPUTS[1:]]]
-)
+@pytest.mark.parametrize("name", [METRICS, "a.ckpt", OUTPUTS[0]])
 def test_a_full_disk_leaves_nothing_like_a_result_and_the_error_says_what_to_do(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, name: str
 ) -> None:
@@ -116,7 +114,6 @@ def test_a_full_disk_leaves_nothing_like_a_result_and_the_error_says_what_to_do(
 
 ENDS: dict[str, tuple[Any, str, bool]] = {
     "with a model": (artifacts, "save_model", True),
-    "before it takes over": (run, "publish_complete_run", False),
     "while it takes over": (Path, "replace", True),
     "when wandb has ended": (wandb_run, "print_to_stderr", False),
 }
@@ -137,7 +134,6 @@ def _pythons_own_handler() -> Iterator[None]:
     ("moment", "again"),
     [
         ("with a model", True),
-        pytest.param("before it takes over", False, marks=pytest.mark.exhaustive),
         ("while it takes over", True),
         pytest.param("when wandb has ended", False, marks=pytest.mark.slow),
     ],
@@ -168,7 +164,7 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
     if moment in ("while it takes over", "when wandb has ended"):
         assert {path.name for path in folder.iterdir()} - {"wandb"} == ENTRIES, "by the run itself"
     if publish_if_complete(folder) and contents(folder) != before:
-        assert moment in ("before it takes over", "while it takes over", "when wandb has ended")
+        assert moment in ("while it takes over", "when wandb has ended")
     else:
         assert contents(folder) == before
         found = saved(folder)
@@ -183,26 +179,20 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", ["a run", pytest.param("nothing", marks=pytest.mark.exhaustive)])
-def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(tmp_path: Path, before: str) -> None:
+def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     work = folder / UNFINISHED
     (work / checkpoint.FOLDER).mkdir(parents=True)
     (work / checkpoint.FOLDER / "a.ckpt").touch()
-    for name in FILES:
-        (work / name).write_text("new")
-        if before != "nothing":
-            (folder / name).write_text("old")
-    if before == "a run":
-        (work / results.FOLDER).mkdir()
-        (work / results.FOLDER / "new").write_text("new")
-        (folder / results.FOLDER).mkdir()
-        (folder / results.FOLDER / "old").write_text("old")
-    expected = {**dict.fromkeys(FILES, b"new"), **({"results/new": b"new"} if before == "a run" else {})}
+    for place, content in ((work, "new"), (folder, "old")):
+        (place / results.FOLDER).mkdir()
+        for name in (*FILES, f"{results.FOLDER}/{content}"):
+            (place / name).write_text(content)
+    expected = {**dict.fromkeys(FILES, b"new"), f"{results.FOLDER}/new": b"new"}
     copies = 0
     for copy in ended_before_each_change(folder, publish_if_complete):
         copies += 1
-        assert before == "nothing" or is_finished(copy)
+        assert is_finished(copy)
         assert publish_if_complete(copy)
         assert contents(copy) == expected
         assert not [*(copy / UNFINISHED).glob("*")]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from wandb_runs import IMAGES, RECORDS
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.table_columns import merge_columns
@@ -42,14 +41,6 @@ def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
     with JsonLines(path) as log:
         log.write({"kind": "train", "step": 2})
     assert [record["step"] for record in read_records(path)] == [1, 2]
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
-        JsonLines(tmp_path / "nowhere" / "metrics.jsonl")
-    if Path("/dev/full").exists():
-        with JsonLines(Path("/dev/full")) as log, pytest.raises(UserError, match="No space left"):
-            log.write({"kind": "train"})
 
 
 # What wandb is fed from
