@@ -278,8 +278,6 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         super().__post_init__()
         if ":" not in self.dataset and self.dataset not in catalog.DATASETS:
             raise unknown_name_error("dataset", self.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
-        if self.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
-            raise UserError(f"dataset={self.dataset!r}: must name an address, such as {self.dataset}s3://bucket/folder")
         kind = catalog.encoded_kind(self.dataset)
         fitting = kind.replace("stream", "shards")
         if self.test_dataset and (not kind or catalog.encoded_kind(self.test_dataset) != fitting):
@@ -369,12 +367,8 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
     if ":" in hp.augment and kind == "stream":
         yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
-    if hp.sample and ":" not in hp.sample:
-        yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
     if hp.sample and kind not in ("shards", "image_folder"):
         yield f"sample={hp.sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
-    if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
-        yield f"collate={hp.collate!r}: {unfit}, whose images have one size; leave it out"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
         fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"

@@ -1,4 +1,4 @@
-"""What a person sees of ``pyflyte``: errors as one panel, missing engines, and nothing left in the temporary folder.
+"""What a person sees of ``pyflyte``: errors as one panel, missing engines, and hyperparameters in its help.
 
 flytekit reads the command line before any code of ours runs, and shows most mistakes in it as a traceback. But it
 imports our modules within click's context of the command, and click (since 8.3) passes exceptions to a context's
@@ -12,21 +12,16 @@ import importlib.util
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import yaml
-from flytekit import FlyteContextManager
-from flytekit.configuration import Config
 from flytekit.constants import CopyFileDetection
-from flytekit.core.data_persistence import flyte_tmp_dir
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
@@ -48,7 +43,6 @@ def set_up_command() -> None:
     if context is None or command not in ("run", "register", "package"):
         return
     context.with_resource(show_errors_in_panels(context))
-    remove_temporary_folders_at_exit()
     if command == "run" and "--help" in sys.argv:
         context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
@@ -83,15 +77,6 @@ def change_remote_run(parameters: RunLevelParams) -> None:
     remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
     if parameters.overwrite_cache:  # Flyte does not tell pods
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
-
-
-def remove_temporary_folders_at_exit() -> None:
-    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours."""
-    sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
-    for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
-        if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
-            # Processes that multiprocessing starts do not run functions of atexit.
-            Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 
 def unreadable_reason(error: Exception) -> str:

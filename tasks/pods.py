@@ -56,10 +56,10 @@ def training_pod() -> dict[str, Any]:
 
 def launching_pod(size: Size) -> dict[str, Any]:
     """Return the options of a training task whose own pod has this size; it launches its ranks there or in others."""
-    profile = chosen_profile()
+    profile, secret = chosen_profile(), environment.wandb_secret_id()
     return {
         **pod_options(size, environment.training_environment(), template=profile.pod_template),
-        "secret_requests": secret_requests(),
+        "secret_requests": [Secret(*secret, mount_requirement=Secret.MountType.ENV_VAR)] if secret else [],
         "interruptible": profile.interruptible,
         # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
         "retries": read_whole_number("FLYTE_DDP_RETRIES"),
@@ -94,12 +94,6 @@ def pod_options(
 def gpu_type() -> Optional[GPUAccelerator]:
     name = chosen_profile().gpu_type
     return GPUAccelerator(name) if name else None
-
-
-def secret_requests() -> list[Secret]:
-    """Return the request for the secret with wandb's key, as an environment variable; [] if pods get no secret."""
-    names = environment.wandb_secret_id()
-    return [Secret(*names, mount_requirement=Secret.MountType.ENV_VAR)] if names else []
 
 
 def training_cache() -> Cache:

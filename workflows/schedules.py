@@ -122,12 +122,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 def read_schedules(file: Path = FILE) -> list[Schedule]:
     """Return all entries of the file, checked, and read once in a process; [] for no entries."""
     label = f"{file.parent.name}/{file.name}"
-    try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{label}: {unreadable_reason(error)}; restore it, or leave it empty to have no launch plans"
-        ) from None
+    entries = read_yaml(file, label, "restore it, or leave it empty to have no launch plans") or []
     if not isinstance(entries, list):
         raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {short_repr(entries)}")
     schedules: list[Schedule] = []
@@ -156,11 +151,14 @@ def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
     file = (ROOT / text).resolve()
     if not file.is_relative_to(ROOT.resolve()):
         raise UserError(f"{key}={text!r}: is not in the repository; {must}")
+    return kind.from_json(json.dumps(read_yaml(file, f"{key}={text!r}", must), default=str))
+
+
+def read_yaml(file: Path, label: str, fix: str) -> Any:
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{key}={text!r}: {unreadable_reason(error)}; {must}") from None
-    return kind.from_json(json.dumps(values, default=str))
+        raise UserError(f"{label}: {unreadable_reason(error)}; {fix}") from None
 
 
 def refuse_bad_cron(text: str) -> None:

@@ -112,8 +112,8 @@ class CheckedFields(DataClassJsonMixin):
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Return a value in its field's type; UserError for one that does not fit.
 
-    In an int field 3.0 becomes 3, because the console's form has only doubles. Refuses texts that are not UTF-8, and
-    addresses with a user name or a password. Where own code is allowed, any text with a colon is a choice.
+    In an int field 3.0 becomes 3, because the console's form has only doubles. Refuses addresses with a user name or a
+    password. Where own code is allowed, any text with a colon is a choice.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -125,15 +125,9 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         fits = fits and (kind is float or value == int(value))
     if not fits:
-        misread = kind is str and isinstance(value, bool)
-        hint = "; YAML takes on, off, yes and no for true and false unless they are in quotes" if misread else ""
-        raise UserError(f"{field.name}={short_repr(value)}: must be {TYPES[kind]}{hint}")
+        raise UserError(f"{field.name}={short_repr(value)}: must be {TYPES[kind]}")
     value = kind(value)
     if kind is str:
-        if value.encode(errors="replace").decode() != value:
-            raise UserError(
-                f"{field.name}={short_repr(value)}: must be UTF-8, as a model's files are; rename what it names"
-            )
         refuse_credentials(field.name, value)
     choices = rule["choices"]
     if choices is not None and value not in choices and not (rule["own"] and ":" in value):

@@ -128,25 +128,20 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_failure_details(error: BaseException, output_folder: Path) -> None:
-    """Write a RankError's details to a file, and set its ``file`` and ``step``; give a KeyboardInterrupt its text."""
+    """Give a KeyboardInterrupt its text, and a RankError its ``step`` and ``file``, to which its details are written.
+
+    If that fails prints them.
+    """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
     if not isinstance(error, RankError):
         return
     error.step = checkpoint.newest_step(output_folder)
-    if error.file is None:
-        error.file = write_details(error, output_folder / TRACEBACK)
-
-
-def write_details(error: RankError, path: Path) -> Path | None:
-    """Write details and cause to ``path`` and return it; None without any, or, after printing them, if that fails."""
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
-    if not error.details and not cause:
-        return None
-    text = "\n\n".join(filter(None, (str(error), cause.rstrip())))
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
-    except OSError as reason:
-        print(f"{path}: {reason.strerror}; the text of this file is:\n{text}", file=sys.stderr, flush=True)
-        return None
-    return path
+    if error.file is None and (error.details or cause):
+        path, text = output_folder / TRACEBACK, "\n\n".join(filter(None, (str(error), cause.rstrip())))
+        try:
+            path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+            error.file = path
+        except OSError as reason:
+            print(f"{path}: {reason.strerror}; the text of this file is:\n{text}", file=sys.stderr, flush=True)
