@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -97,22 +96,6 @@ def test_the_smallest_size_works_and_one_pixel_less_is_refused(
     if model not in ANY_SIZE:
         with pytest.raises((RuntimeError, AssertionError, ValueError)):
             without_memory(model, dataclasses.replace(spec, height=wrong, width=wrong))
-
-
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (32, 17), (225, 225)])
-def test_the_size_that_a_message_names_is_taken(height: int, width: int) -> None:
-    refused = 0
-    for model in catalog.MODELS:
-        with suppress(UserError):
-            spec_for(model, height, width=width)
-            continue
-        refused += 1
-        with pytest.raises(UserError) as caught:
-            spec_for(model, height, width=width)
-        side = int(caught.value.message.rpartition("; set image_size=")[2])
-        taken = zoo.choose_input_spec(model, images(1, height, width), size=side)
-        assert (taken.height, taken.width) == (side, side)
-    assert refused
 
 
 def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:

@@ -31,14 +31,12 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.tasks: list[task_pb2.TaskCreateRequest] = []
         self.workflows: list[workflow_pb2.WorkflowCreateRequest] = []
         self.launch_plans: list[launch_plan_pb2.LaunchPlanCreateRequest] = []
-        self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
         self.executions: list[execution_pb2.ExecutionCreateRequest] = []
         self.uploads: list[bytes] = []
 
     CreateTask = storing("tasks", task_pb2.TaskCreateResponse)
     CreateWorkflow = storing("workflows", workflow_pb2.WorkflowCreateResponse)
     CreateLaunchPlan = storing("launch_plans", launch_plan_pb2.LaunchPlanCreateResponse)
-    UpdateLaunchPlan = storing("activated", launch_plan_pb2.LaunchPlanUpdateResponse)
 
     def GetTask(self, request: Any, context: Any) -> Any:
         task = self.found(self.tasks, request, context)

@@ -60,7 +60,6 @@ class Cluster:
         task: str,
         inputs: Mapping[str, Literal],
         *,
-        image: Path | None = None,
         environment: Mapping[str, str] | None = None,
         execution: str = "f1a2b3c4",
         attempt: int = 0,
@@ -71,7 +70,6 @@ class Cluster:
         Args:
             task: name of the task.
             inputs: its inputs, by name.
-            image: a folder of sources that the image contains; then the package's sources are not sent.
             environment: more variables, over those of the container.
             execution: name of the execution.
             attempt: number of the attempt, from 0.
@@ -81,20 +79,16 @@ class Cluster:
         pod, store = self.folder / name, self.server.folder / BUCKET / name
         self.pods.append(pod)
         workdir = pod / "root"
-        if image is None:
-            workdir.mkdir(parents=True)
-        else:
-            shutil.copytree(image, workdir)
+        workdir.mkdir(parents=True)
         (pod / "site").mkdir()
         (pod / "site/sitecustomize.py").write_text(WITHOUT_REPOSITORY)
         store.mkdir(parents=True)
         (store / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())
         spec = self.package.tasks[task]
-        command = self.command(spec, name, workdir)
         attempted = {"FLYTE_INTERNAL_EXECUTION_ID": execution, "FLYTE_ATTEMPT_NUMBER": str(attempt)}
         with (pod / "log").open("wb") as output:
             process = subprocess.Popen(
-                command if image is None else command[command.index("--") + 1 :],
+                self.command(spec, name, workdir),
                 cwd=workdir,
                 env={**self.environment(spec, pod), **attempted, **(environment or {})},
                 stdin=subprocess.DEVNULL,

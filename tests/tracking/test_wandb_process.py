@@ -189,17 +189,15 @@ def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
-def test_a_wandb_that_is_killed_or_hangs_is_not_waited_for(case: Case, how: signal.Signals) -> None:
+def test_a_wandb_that_is_killed_is_not_waited_for(case: Case) -> None:
     wandb = case.start("offline", timeout=2)
     for victim in case.processes(FEED):
-        os.kill(victim, how)
+        os.kill(victim, signal.SIGKILL)
     begin = time.monotonic()
     wandb.finish(2.0)
     assert time.monotonic() - begin < 3
     wait_until(lambda: case.processes() == case.processes("wandb-symon"), seconds=15)
-    reason = "wandb was killed" if how == signal.SIGKILL else "out of time"
-    assert case.capsys.readouterr().err.startswith(f"wandb: kept offline ({reason}); send it with: wandb sync ")
+    assert case.capsys.readouterr().err.startswith("wandb: kept offline (wandb was killed); send it with: wandb sync ")
 
 
 def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:

@@ -1,7 +1,6 @@
 """What a Flyte cluster is given: the serialized tasks, workflows and launch plans, read back from the package."""
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -199,20 +198,6 @@ def test_a_fork_with_a_schedule_of_its_own(sandbox: Package) -> None:
     shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
     values = {name: field["default"] for name, field in shown.items()}
     assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
-
-
-def test_the_console_explains_tasks_workflows_and_inputs(default: Package) -> None:
-    for name, entity in {**default.tasks, **default.workflows}.items():
-        assert entity.description.short_description.endswith("."), name
-    for name, workflow in default.workflows.items():  # whose pages show nothing else
-        assert "Returns " in workflow.description.long_description.value, name
-        assert not re.search(r"\bo\d\b", " ".join(workflow.template.interface.outputs.variables)), name
-        for variable, found in workflow.template.interface.inputs.variables.items():
-            assert len(found.description) > len(variable) + 10, f"{name}: {variable}"
-            assert found.description.endswith("."), f"{name}: {variable}"
-    # The console sorts inputs by name, and does not say which of them it waits for before one can launch.
-    parameters = default.launch_plans["workflows.release.release_wf"].spec.default_inputs.parameters
-    assert not [name for name, parameter in parameters.items() if parameter.required]
 
 
 def test_the_console_draws_forms(default: Package) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import packaged
 import pytest
 import torch
-from engine_rules import packed, resolved, value_of
+from engine_rules import resolved, value_of
 from image_folders import write_files
 from mnist_files import sums, tiny_files
 from pod import Cluster, PodEnded, unpacked
-from pod_inputs import CHECK, FETCH, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console, refused
+from pod_inputs import CHECK, FETCH, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.user_code.digest import library_digest, package_digest
@@ -118,13 +118,3 @@ def test_what_wandb_could_not_be_sent_is_kept(cluster: Cluster, trained: PodEnde
     [said] = re.findall(r"wandb: kept offline.*; send it with: wandb sync (\S+), which you find in (\S+)", trained.log)
     [file] = cluster.stored("/".join(reversed(said))).glob("*.wandb")
     assert file.stat().st_size > 1000
-
-
-def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: Inputs) -> None:
-    hp = {**SMOKE, "learning_rate": 1000.0, "schedule": "constant", "max_steps": 0}
-    ended = cluster.run(TRAIN, {**train_inputs, "hp": packed(hp), "run_version": packed("not-finite")})
-    message = refused(ended)
-    assert ended.deck is not None
-    assert "This attempt has failed" in ended.deck
-    assert "the loss is" in message
-    assert "lower learning_rate (now 1000)" in message

@@ -8,7 +8,6 @@ from pathlib import Path
 import packaged
 import pytest
 from cli import ROOT, Ended, pyflyte
-from image_folders import image_files, write_files
 from packaged import Package
 
 pytestmark = pytest.mark.slow
@@ -73,23 +72,6 @@ def test_mistakes_are_refused(
     assert said in refusal("release", workflow, *arguments)
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").glob("*/model.pt")], "before any training"
     assert not (tmp_path / "runs/registry").exists()
-
-
-def test_data_that_should_not_be_trained_on(refusal: Callable[..., str], tmp_path: Path) -> None:
-    """One panel, with what is wrong and where, and no training."""
-    files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(20)))
-    files["dog/x.png"] = files["cat/3.png"]
-    tests = {**image_files("cat/x.jpg"), "cat/y.jpg": b"none"}
-    folders = [write_files(tmp_path / name, found) for name, found in {"train": files, "test": tests}.items()]
-    hp = {"dataset": f"image_folder:{folders[0]}", "test_dataset": f"image_folder:{folders[1]}"}
-    # The classes of the two must be the same, so there is a dog to be tested on, of which nothing can be decoded.
-    write_files(folders[1], {"dog/z.jpg": b"none"})
-    said = refusal("release", "release_wf", "--model_name", "x", "--hp", json.dumps(hp))
-    assert "2 images cannot be decoded, more than bad_samples=0: " in said
-    assert f"image {folders[1]}/cat/y.jpg (of no known format)" in said
-    assert "2 of 44 samples have the pixels of another one with another label" in said
-    assert f"image {folders[0]}/cat/3.png (label 0) and image {folders[0]}/dog/x.png (label 1)" in said
-    assert not [*(tmp_path / "runs").glob("image_folder*/model.pt")]
 
 
 def test_pods_of_releases_know_the_registry_and_are_never_cached(default: Package) -> None:
