@@ -22,11 +22,9 @@ from flyte_ddp.text.formatting import format_percent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Floats = NDArray[np.float64]
-
 BLUE, ORANGE, GREEN, MUTED = "#2457c5", "#d9660f", "#1b8a5a", "#5d6878"
 LARGEST = 1e250  # larger values are left out of charts: matplotlib cannot draw a range beyond all floats
-MAX_POINTS = 300  # more cannot be told apart at the size of a chart
+MAX_POINTS = 300  # more cannot be told apart at the size of a chart: means of neighbours are drawn
 NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
 LABELLED_CLASSES = 50  # and up to here for names
 PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
@@ -82,8 +80,9 @@ def draw_line_chart(
             x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
             y = np.where(np.abs(y) < LARGEST, y, np.nan)
             if len(x) > MAX_POINTS:
-                x, low, y, high = thin_series(x, y)
-                axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
+                starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
+                counts = np.diff(np.append(starts, len(x)))
+                x, y = (np.add.reduceat(each, starts) / counts for each in (x, y))
             axes.plot(x, y, "o-" if len(x) <= 40 else "-", color=line.color, label=line.label)
         if len({x for line in series for x in line.x}) == 1:
             axes.set_xlim(series[0].x[0] - 1, series[0].x[0] + 1)
@@ -115,14 +114,6 @@ def export_svg(figure: Figure, label: str) -> str:
     drawn = re.sub(r'<g id="[^"]*">', "<g>", buffer.getvalue())
     body, view = drawn[drawn.index(">", drawn.index("<svg")) + 1 :], re.search('viewBox="[^"]*"', drawn)
     return f'<svg {view and view[0]} role="img" aria-label="{html.escape(label)}">{body}'
-
-
-def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Cut a long series into ``MAX_POINTS`` parts; return the mean x, and the smallest, mean and largest y of each."""
-    starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
-    counts = np.diff(np.append(starts, len(x)))
-    low, total, high = (combined.reduceat(y, starts) for combined in (np.minimum, np.add, np.maximum))
-    return np.add.reduceat(x, starts) / counts, low, total / counts, high
 
 
 def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
