@@ -359,7 +359,6 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
 
 
 def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
-    """Yield a sentence for each field that does not fit the data set: its value, why, what to do."""
     kind = catalog.encoded_kind(hp.dataset)
     unfit = f"not for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):

@@ -8,7 +8,6 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import is_quickly_prepared
-from flyte_ddp.errors import UserError
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
 from tasks import pods
@@ -51,8 +50,6 @@ def check_inputs(
     if model_name is not None:
         from flyte_ddp.release.registry import Registry
 
-        if not model_name:
-            raise UserError("model_name is empty: give the name of the model in the registry, such as digits")
         Registry(paths.registry_address(), model_name)  # refuses a bad name
     run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)

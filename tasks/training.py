@@ -50,28 +50,19 @@ def train_in_run_folder(
     hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train, *, page: bool = True
 ) -> Result:
     """Download the data, train in the run's folder unless a local run is finished there, and return the result."""
-    result = read_finished_run(run_version)
-    if result is None:
-        folder = paths.resolve_folder(run_version)
-        with (
-            publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
-            upload_unsent_wandb(PLATFORM, folder),
-            sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,
-        ):
-            prepared = Path(data.download())
-            record_attempt_start()
-            result = train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
-    return result
-
-
-def read_finished_run(run_version: str) -> Result | None:
-    """Return the result of a finished local run; None in a pod, or if retraining was requested."""
-    # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.
     folder = paths.resolve_folder(run_version)
-    if is_in_pod() or PLATFORM.is_retraining_requested() or not is_finished(folder):
-        return None
-    print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
-    return read_result(folder)
+    # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.
+    if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
+        print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
+        return read_result(folder)
+    with (
+        publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
+        upload_unsent_wandb(PLATFORM, folder),
+        sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,
+    ):
+        prepared = Path(data.download())
+        record_attempt_start()
+        return train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
 
 
 def training_outputs(result: Result) -> TrainingOutputs:

@@ -53,7 +53,6 @@ def log_to_wandb(
 
 
 def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``wandb.init`` for a run."""
     return {
         "dir": str(run_folder.absolute()),
         "mode": settings.wandb_mode,

@@ -60,7 +60,7 @@ def test_promoted_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workflow", "arguments", "said"),
     [
-        ("release_wf", (), "model_name is empty: give the name of the model in the registry, such as digits"),
+        ("release_wf", (), "model name '': must be letters, digits"),
         ("rollback_wf", ("--model_name", "../x", "--reason", "y"), "model name '../x': must be letters, digits"),
         ("promote_wf", ("--model_name", "x", "--version", "1", "--reason", "y"), "version '1': must be the SHA-256"),
         ("release_wf", ("--model_name", "x", "--policy", '{"alpha": 2}'), "alpha=2.0: must be below 0.5"),
