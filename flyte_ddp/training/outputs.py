@@ -18,6 +18,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
@@ -31,11 +32,12 @@ from flyte_ddp.samples.leaves import call_with_leaves
 from flyte_ddp.text.json_lines import replace_non_finite
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.predictions import collect_predictions
-from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.recording import Recorder, describe_waiting
 from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.user_code.digest import library_digest
 from flyte_ddp.user_code.version import VERSION
 
+LEAST_STEPS = 30  # a shorter run is a trial
 VERIFIED_SAMPLES = 64
 MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
 
@@ -114,6 +116,12 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         described = collect_predictions(state, Objective(state.objective.facts), test, rows)
     with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **described)
+    if state.step >= LEAST_STEPS:
+        pictures = isinstance(state.spec, InputSpec)
+        loaders = state.training.source.loaders
+        recorder.add_warning(
+            describe_waiting(state.clock.seconds, state.hp, state.hardware, loaders, pictures=pictures)
+        )
     recorder.log.write(
         {
             "kind": "end",

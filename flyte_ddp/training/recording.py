@@ -1,12 +1,14 @@
 """Metrics while a run trains, and the progress on the terminal. Rank 0 writes."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.machine.clock import DATA, WAITING
 from flyte_ddp.machine.resources import read_cpu
@@ -19,6 +21,7 @@ from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
+LONG_WAIT = 0.2  # share of the steps' time in which a GPU has nothing to do
 SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies", "warnings")
 
 
@@ -135,6 +138,26 @@ class Recorder:
         }
         total = self.clock.total()
         return {**seconds, "other": total - sum(seconds.values()), "total": total}
+
+
+def describe_waiting(
+    seconds: Mapping[str, float], hp: Hyperparameters, hardware: Hardware, loaders: int, *, pictures: bool
+) -> str:
+    """Return what to do if the GPU had nothing to do for more than a fifth of the steps; else ""."""
+    for_data, for_launches = (seconds.get(name, 0.0) for name in WAITING)
+    share = (for_data + for_launches) / (seconds.get("steps") or 1.0)
+    if share <= LONG_WAIT:
+        return ""
+    waited = f"The GPU waited {100 * share:.0f} % of the training time, mostly for"
+    if for_launches >= for_data:
+        compiled = "" if hp.compile else ", or compile=true"
+        return f"{waited} the host to launch its work; use a larger batch_size (now {hp.batch_size}){compiled}."
+    if not loaders:
+        return f"{waited} data, which the rank loads itself; use a GPU with room for them, or a larger batch_size."
+    cores, each = hardware.threads, ", for each rank" if hardware.num_ranks > 1 else ""
+    more = f"FLYTE_DDP_LOADERS={cores - 1}" if loaders < cores - 1 else "more cores"
+    less = "smaller stored pictures, or a smaller image_size" if pictures else "or faster functions that load samples"
+    return f"{waited} data: {loaders} loader process(es) on {cores} core(s){each}; use {more}, {less}."
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.machine.clock import WORK, Clock, make_clock
-from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.recording import Recorder, describe_waiting
 
 WAITS = ("waiting_data", "waiting_launches")
 
@@ -108,6 +111,14 @@ def check_parts(device: Device, clock: Clock, seconds: float) -> dict[str, float
     return found
 
 
+def test_a_device_that_is_the_limit_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, clock = make_device(monkeypatch)
+    seconds = train(device, clock, 200, host=1e-4, kernel=1e-3)
+    found = check_parts(device, clock, seconds)
+    assert sum(found[name] for name in WAITS) < 0.01 * seconds
+    assert not device.spun
+
+
 @pytest.mark.parametrize("load", [0.0, 0.5])
 def test_busy_time_is_told_from_waits_for_launches_and_for_data(monkeypatch: pytest.MonkeyPatch, load: float) -> None:
     """The spins take next to no time: the device had nothing to do."""
@@ -125,6 +136,27 @@ def test_busy_time_is_told_from_waits_for_launches_and_for_data(monkeypatch: pyt
     assert seconds < 1.001 * without
 
 
+def test_batches_that_are_late_and_longer_than_a_spin_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, clock = make_device(monkeypatch)
+    train(device, clock, 100, host=1e-4, kernel=1e-3, load=4.0)
+    found = clock.seconds
+    assert found["forward_backward"] == pytest.approx(device.busy["forward_backward"])
+    assert found["data"] < 0.01 * found["steps"]
+    assert found["waiting_data"] > 0.95 * found["steps"]
+
+
+def test_a_resumed_run_has_the_time_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, clock = make_device(monkeypatch)
+    train(device, clock, 100, host=1e-3, kernel=1e-4)
+    earlier, total = dict(clock.seconds), clock.total()
+    device, clock = make_device(monkeypatch)
+    clock.add_earlier(earlier, total)
+    assert clock.seconds == earlier
+    train(device, clock, 100, host=1e-3, kernel=1e-4)
+    assert clock.seconds == {name: pytest.approx(2 * seconds) for name, seconds in earlier.items()}
+    assert clock.total() == pytest.approx(2 * total)
+
+
 def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
     """An evaluation ends by waiting for the device; the rate of the next steps is without it."""
     clock = Clock(lambda: pytest.fail("needs no event"))
@@ -138,3 +170,33 @@ def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
     assert 0.0 < on_cpu.seconds["data"] <= on_cpu.total(), "a block that raises is counted"
     assert [*on_cpu.steps("ab")] == ["a", "b"]
     assert on_cpu.seconds.keys() == {"data"}, "a CPU waits for nobody"
+
+
+HP = Hyperparameters(batch_size=48)
+ON_16 = Hardware(1, "cuda", 16, precision="bf16", channels_last=True)
+
+
+def waits(data: float, launches: float) -> dict[str, float]:
+    return {"steps": 10.0, "waiting_data": data, "waiting_launches": launches}
+
+
+def test_waits_of_more_than_a_fifth_are_told() -> None:
+    assert not describe_waiting(waits(1.0, 0.99), HP, ON_16, 15, pictures=True)
+    assert describe_waiting(waits(1.0, 1.01), HP, ON_16, 15, pictures=True)
+    assert not describe_waiting({"data": 5.0}, HP, ON_16, 15, pictures=True), "as a CPU's clock says"
+
+
+def test_what_a_gpu_waits_for_most_decides_what_to_do() -> None:
+    told = describe_waiting(waits(8.0, 0.5), HP, ON_16, 15, pictures=True)
+    assert told == (
+        "The GPU waited 85 % of the training time, mostly for data: 15 loader process(es) on 16 core(s); use more "
+        "cores, smaller stored pictures, or a smaller image_size."
+    )
+    of_four = describe_waiting(waits(8.0, 0.5), HP, replace(ON_16, num_ranks=4), 3, pictures=False)
+    assert "3 loader process(es) on 16 core(s), for each rank; use FLYTE_DDP_LOADERS=15, or faster functions" in of_four
+    assert "room for them" in describe_waiting(waits(8.0, 0.5), HP, ON_16, 0, pictures=True)
+    for_host = describe_waiting(waits(0.5, 8.0), HP, ON_16, 15, pictures=True)
+    assert "launch" in for_host
+    assert for_host.endswith("use a larger batch_size (now 48), or compile=true.")
+    compiled = describe_waiting(waits(0.5, 8.0), replace(HP, compile=True), ON_16, 15, pictures=True)
+    assert compiled.endswith("use a larger batch_size (now 48).")
