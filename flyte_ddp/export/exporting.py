@@ -1,19 +1,80 @@
-"""Exporting a model as ONNX, and comparing it with torch on all test samples."""
+"""Exports a model as ONNX, and compares it with torch on all test samples.
 
+Inputs and outputs have names. Of a model of images, in any size, they are ``images`` and ``logits``.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, has_pictures
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.export import Dim
+
+from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, has_pictures, order_test_split
 from flyte_ddp.errors import UnreachableError
-from flyte_ddp.export.comparison import Comparison
-from flyte_ddp.export.exporting_images import export_images_model
-from flyte_ddp.export.exporting_leaves import export_leaves_model
-from flyte_ddp.export.graphs import ONNX, NotExportedError
-from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.export.graphs import ONNX, NotExportedError, write_onnx
+from flyte_ddp.export.onnx_process import OnnxProcess
+from flyte_ddp.export.served import ServedImages, ServedLeaves
+from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
+from flyte_ddp.loading.encoded import Encoded, map_samples
+from flyte_ddp.loading.opening import open_image_reader
+from flyte_ddp.loading.opening_items import open_item_test_split, open_items
+from flyte_ddp.machine.resources import count_cores
+from flyte_ddp.models import artifacts
+from flyte_ddp.models.inputs import LeavesSpec
+from flyte_ddp.objectives.segmentation import logits_of
+from flyte_ddp.order.random_state import keep_random_state
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
+from flyte_ddp.samples.leaves import Leaves, form_of
+
+BATCH_SIZES = (1, 7, 64)  # of several, as a graph may have taken the size of a batch for a constant
+EXAMPLE = 7  # samples of the batch that exporters follow through the model
+MOST_BYTES = 2**28  # of an image that is repeated
+BATCH_BYTES = 2**30  # of the outputs of a batch of more samples than that: a text's may have 50,000 for each token
+TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the outputs' range; a GPU's convolutions are in TF32, of 10 bits
+ROUNDING = 1e-5  # of the largest number of an output: float32 cannot be compared more exactly, however small the range
+
+Named = Mapping[str, Tensor]
+Batches = Iterable[tuple[Named, Named]]  # inputs, and torch's outputs
+
+
+@dataclass
+class Comparison:
+    """How far an output of an ONNX, such as its logits, is from torch's on the batches so far."""
+
+    device: str = "cpu"  # where torch computed
+    worst: float = 0.0  # the largest difference of a number
+    lowest: float = np.inf  # of torch's outputs
+    highest: float = -np.inf
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference that is allowed; known when all samples are."""
+        largest = max(abs(self.lowest), abs(self.highest))
+        return TOLERANCE[self.device] * (self.highest - self.lowest) + ROUNDING * largest
+
+    @property
+    def passed(self) -> bool:
+        return self.worst <= self.tolerance
+
+    def add_batch(self, of_onnx: NDArray[np.float32], of_torch: NDArray[np.float32]) -> None:
+        differences = np.nan_to_num(np.abs(of_onnx - of_torch), nan=np.inf)
+        self.worst = max(self.worst, float(differences.max(initial=0.0)))
+        self.lowest = min(self.lowest, float(of_torch.min(initial=np.inf)))
+        self.highest = max(self.highest, float(of_torch.max(initial=-np.inf)))
 
 
 def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
-    """Export a model, compare the ONNX with torch on all test samples, and return the comparison.
+    """Export a model, and return the comparison of the output that is furthest from torch's for its range.
 
     Writes ``model.onnx`` into an existing folder if the comparison passes. Raises UnreachableError if the storage of
     the test split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other
@@ -38,3 +99,131 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
             line = next((line for line in lines if "to be a constant" in line), lines[0])  # of a size that must not be
             raise NotExportedError(f"{type(cause).__name__}: {line[:200]}") from error
     return found
+
+
+def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
+    served = ServedImages(*artifacts.load_model(*model.files)).eval()
+    shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
+    example = {"images": torch.arange(int(np.prod(shape))).remainder(251).to(torch.uint8).reshape(shape)}
+    sizes = {"images": {place: Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")}}
+    write_onnx(served, example, sizes, folder)
+
+    def compute_logits() -> Iterator[Tensor]:
+        """Yield torch's logits of each decodable test sample, with the user's own ``sample`` as in the judgement."""
+        for batch in read_test_split(model, data):
+            if len(batch.inputs):
+                yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu()
+
+    def make_batches() -> Batches:
+        """Yield each image alone, of its own size, with its logits, and the first repeated in the other BATCH_SIZES."""
+        images = read_test_images(model, data, served.channels)
+        for place, (image, row) in enumerate(zip(images, compute_logits(), strict=True)):
+            sizes = [size for size in BATCH_SIZES if size * image.nbytes <= MOST_BYTES] if place == 0 else []
+            for size in sizes or BATCH_SIZES[:1]:
+                pixels = torch.from_numpy(np.repeat(image[None], size, 0))
+                yield {"images": pixels}, {"logits": row.expand(size, *row.shape)}
+
+    return compare_outputs(folder / ONNX, make_batches(), model.device.type)
+
+
+def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
+    """Yield the decodable images of the test split, uint8 [H, W, channels], in its order, neither cropped nor resized.
+
+    Grey ones become RGB if ``channels`` is 3.
+    """
+    if not isinstance(data, EncodedSet):
+        items, seed = open_items(data)["test"], int(model.sidecar.get("hyperparameters", {}).get("seed", 0))
+        for sample in range(data.test_samples):
+            with keep_random_state():
+                pixels, _ = items.read_item(sample, seed, None)
+            yield np.repeat(pixels, channels // pixels.shape[2], axis=2)
+        return
+
+    def decode_or_none(_: int, found: Encoded) -> Pixels | None:
+        try:
+            return decode_image(found.content)
+        except DecodingError:
+            return None
+
+    order, threads = order_test_split(data), model.settings.loaders or count_cores()
+    samples = order.samples(slice(0, len(order)))
+    with closing(open_image_reader(data.test_source, model.settings)) as images:
+        decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # ahead, of images that are large
+        yield from (image for image in decoded if image is not None)
+
+
+def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
+    """Write ``model.onnx`` into a folder; return :func:`compare_outputs` on all test samples.
+
+    Leaves out batches of 64 whose outputs would be larger than BATCH_BYTES (1 GiB). Raises NotExportedError for inputs
+    or outputs without names.
+    """
+    on_cpu, sidecar = artifacts.load_model(*model.files)
+    hyperparameters = sidecar.get("hyperparameters", {})
+    collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))
+    threads = model.settings.loaders or count_cores()
+    test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), threads)
+    assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
+    with closing(test.source):
+        samples = test.order.samples(slice(0, EXAMPLE))
+        inputs = test.load_batch(samples).inputs
+        example, served = name_inputs(inputs, spec, collate), ServedLeaves(on_cpu, form_of(inputs)).eval()
+        outputs = write_onnx(served, example, choose_sizes(example, spec, collate, len(samples)), folder)
+        row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
+
+        def compute_batches() -> Batches:
+            for size in BATCH_SIZES:
+                if size > EXAMPLE and size * row_bytes > BATCH_BYTES:
+                    continue
+                for _, batch in test.load_evaluation_batches(size, 0, 1):
+                    named = name_inputs(batch.inputs, spec, collate)
+                    with torch.no_grad():
+                        yield named, served(named)
+
+        return compare_outputs(folder / ONNX, compute_batches(), "cpu")
+
+
+def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
+    """Run the ONNX at ``path`` on all batches in a new process, and compare each output with torch's on ``device``."""
+    found = defaultdict[str, Comparison](lambda: Comparison(device))
+    with OnnxProcess(path, count_cores()) as onnx:
+        for inputs, of_torch in batches:
+            of_onnx = onnx.compute_outputs({name: values.numpy() for name, values in inputs.items()})
+            for name, values in of_torch.items():
+                found[name].add_batch(of_onnx[name], values.numpy())
+    return max(found.values(), key=lambda each: (not each.passed, each.worst / (each.tolerance or 1)))
+
+
+def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
+    """Return the leaves of a batch by name, as float32, int64 or bool; NotExportedError if they are no tensors.
+
+    A dict has its keys. One leaf is called ``inputs``, the leaves of a tuple ``inputs_0``, ``inputs_1``, ...; a padded
+    batch's last one is ``mask``. ``spec`` describes one sample.
+    """
+    if isinstance(inputs, Mapping):
+        named = dict(inputs)
+    else:
+        leaves = [*inputs] if isinstance(inputs, tuple) else [inputs]
+        masked = collate == PADDED and len(leaves) > len(spec.leaves)
+        count = len(leaves) - masked
+        names = ["inputs"] if count == 1 else [f"inputs_{place}" for place in range(count)]
+        named = dict(zip([*names, *[MASK] * masked], leaves, strict=True))
+    if not all(isinstance(leaf, Tensor) for leaf in named.values()):
+        raise NotExportedError("its inputs are no tensor, and no tuple or dict of tensors")
+    return {name: widen_type(leaf) for name, leaf in named.items()}
+
+
+def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
+    """Return which dimensions of a batch's leaves differ between batches, each with a size for the exporter."""
+    number = Dim("n", min=1)
+    names = named if spec.form != "dict" else (name for name, _ in spec.leaves)
+    shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # the mask comes last
+    sizes = dict[str, dict[int, Any]]()
+    for name, leaf in named.items():
+        if ":" in collate:
+            others = dict.fromkeys(range(leaf.dim()), Dim.AUTO)
+        else:
+            lengths = shapes.get(name, (None,))  # the mask has the lengths of the leaves
+            others = {place: Dim.DYNAMIC for place, length in enumerate(lengths, 1) if length is None}
+        sizes[name] = others | ({0: number} if leaf.shape[:1] == (samples,) else {})
+    return sizes

@@ -3,13 +3,13 @@
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flyte_ddp.errors import install_hint
 
@@ -21,20 +21,13 @@ class NotExportedError(Exception):
 
 
 def write_onnx(
-    module: nn.Module,
-    example: Any,
-    sizes: Mapping[Any, Any],
-    folder: Path,
-    *,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-) -> None:
-    """Write ``model.onnx`` into a folder.
+    module: nn.Module, example: Mapping[str, Tensor], sizes: Mapping[str, Mapping[int, Any]], folder: Path
+) -> Mapping[str, Tensor]:
+    """Write ``model.onnx`` into a folder, and return the module's outputs for the example.
 
-    ``example`` is the only argument of ``module``, in evaluation mode: a tensor, or a dict of tensors. ``sizes`` are
-    the ``torch.export.Dim`` of each dimension of other sizes than the example's; of a dict for each name. Exporters
-    take sizes of 0 and 1 for constants, and their exceptions go through. Raises NotExportedError without the extra
-    ``export``.
+    ``module``, in evaluation mode, takes and returns tensors by name. ``sizes`` are the ``torch.export.Dim`` of each
+    dimension of other sizes than the example's. Exporters take sizes of 0 and 1 for constants, and their exceptions go
+    through. Raises NotExportedError without the extra ``export``, and for a module without outputs.
     """
     try:
         import onnx  # noqa: F401
@@ -43,14 +36,17 @@ def write_onnx(
     except ImportError as error:
         raise NotExportedError(f"{error.name} is not installed: {install_hint('export')}") from error
     with silence_torch(), torch.no_grad(), export_recurrent_layers_as_loops(module):
+        outputs: Mapping[str, Tensor] = module(example)
+        if not outputs:
+            raise NotExportedError("its outputs hold no tensor of floats by name")
         try:
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,), strict=True)
-        written: Any = torch.onnx.export(
-            program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False
-        )
+        names = {"input_names": [*example], "output_names": [*outputs]}
+        written: Any = torch.onnx.export(program, (), dynamo=True, verbose=False, **names)
         written.save(folder / ONNX, external_data=False)
+    return outputs
 
 
 @contextmanager
@@ -72,19 +68,15 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block."""
-    import torch._dynamo  # noqa: F401  # makes its loggers
+    """Silence all loggers, Python warnings and sys.stderr of the whole process in the block.
 
-    # Exporters try several ways, and log a traceback for each failure.
-    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
-    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs
-    for handler in handlers:
-        handler.addFilter(nothing)
+    Exporters try several ways, and log a traceback for each failure; some graphs are printed.
+    """
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some graphs are printed
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for handler in handlers:
-            handler.removeFilter(nothing)
+        logging.disable(before)

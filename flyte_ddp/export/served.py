@@ -16,8 +16,8 @@ from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 LARGEST = 2**15  # weights of pixels are whole numbers below this
 
 
-class ServedModel(nn.Module):
-    """A module that turns images uint8 [N, H, W, C] of one size, grey or RGB, into outputs float32, such as logits.
+class ServedImages(nn.Module):
+    """A module that turns ``images``, uint8 [N, H, W, C] of one size, grey or RGB, into ``logits``, float32 [N, ...].
 
     It crops and resizes as evaluations do. Resizing is a product with a matrix of weights: no operation for resizing
     that exporters know gives the same pixels as torch's.
@@ -33,8 +33,8 @@ class ServedModel(nn.Module):
         self.register_buffer("scale", scale.clone())
         self.register_buffer("shift", shift.clone())
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the model's outputs float32 [N, ...] for images uint8 [N, H, W, C]; of a dict ``out``."""
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        images = inputs["images"]
         if self.middle:
             height, width = images.shape[1], images.shape[2]
             side = middle_square_side(torch.sym_min(height, width), self.share)
@@ -42,9 +42,8 @@ class ServedModel(nn.Module):
         pixels = resize_rows(images.float(), self.width, rounded=self.middle)
         pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
-        inputs = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
-        outputs: Tensor = logits_of(self.model(inputs)).float()
-        return outputs
+        normal = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
+        return {"logits": logits_of(self.model(normal)).float()}
 
 
 class ServedLeaves(nn.Module):

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.comparison import Comparison
-from flyte_ddp.export.exporting import export_model
+from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
