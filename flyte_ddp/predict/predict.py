@@ -3,15 +3,18 @@
 import codecs
 import csv
 import math
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
 from itertools import compress, repeat
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
@@ -24,23 +27,17 @@ from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
-from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.new_rows import read_new_rows
-from flyte_ddp.predict.prediction_batches import (
-    Batch,
-    SavedModel,
-    find_images,
-    read_folder_batches,
-    read_test_split,
-)
+from flyte_ddp.predict.prediction_batches import Batch, SavedModel, find_images, read_folder_batches, read_test_split
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.report.page import class_colors, render_template, write_html
+from flyte_ddp.report.page import class_colors, color_table, render_template, write_html
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent
 from flyte_ddp.user_code.source import explain_own_errors
 
 PICTURES = 24  # on the page
+PALETTE = 256  # colours that a PNG with a palette can have
 
 
 def write_prediction_table(
@@ -70,8 +67,6 @@ def write_prediction_table(
         raise UserError(f"images={images}, dataset={dataset}, table={table}: give exactly one of the three")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
-    if bad_samples is not None and bad_samples < 0:
-        raise UserError(f"bad_samples={bad_samples}: must be at least 0")
     settings = settings or Settings()
     progress = Progress(settings.progress)
     model = SavedModel(model_path, sidecar_path, settings, bad_samples)
@@ -83,62 +78,96 @@ def write_prediction_table(
         batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
     elif table is not None:
         rows, ids = read_new_rows(model.sidecar, str(table))
-        batches = read_test_split(
-            model, SampleArrays(str(table), rows, None, rows, None, test_ids=ids), batch_size, bad
-        )
+        data = SampleArrays(str(table), rows, None, rows, None, test_ids=ids)
+        batches = read_test_split(model, data, batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
-    first, header, undefined = FirstPredictions(model.classes), list[str](), list[str]()
-    with (
-        replace_file(output) as file,
-        MaskFolder(mask_folder(output), len(model.classes)) as masks,
-    ):
+    predictor = Predictor(model)
+    with replace_file(output) as file, replace_folder(mask_folder(output)) as masks:
         # surrogateescape: file names that are not UTF-8 go through as they are.
-        writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
-        for batch in batches:
-            answers = answer_batch(batch, model, masks, header)
-            undefined += answers.undefined
-            if not header:
-                header = ["id", *answers.columns]
-                writer.writerow(header)
-            cells = [[format_cell(name, value) for value in values] for name, values in answers.columns.items()]
-            writer.writerows(zip(batch.ids, *cells, strict=True))
-            are_images, are_classes = isinstance(model.spec, InputSpec), batch.truths is not None
-            shown = images_from_inputs(batch.inputs, model.require_images()) if are_images else repeat(None)
-            first.add_batch(shown, answers.pictures, samples=len(batch.ids), are_classes=are_classes)
-    write_html(output.with_suffix(".html"), first.render_page(output.stem))
-    print_samples_without_prediction(progress, undefined, bad)
+        write_rows(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
+    write_html(output.with_suffix(".html"), predictor.render_page(output.stem))
+    print_samples_without_prediction(progress, predictor.undefined, bad)
     return output
 
 
-class FirstPredictions:
-    """Keeps the first PICTURES (24) predictions with their images; counts all predictions, and the correct ones."""
+def write_rows(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
+    """Write a CSV table; UserError if no sample can be decoded, as nothing tells the names of its columns then."""
+    writer: csv.DictWriter[str] | None = None
+    waiting = list[dict[str, str]]()  # rows before the first sample that was decoded
+    for batch in batches:
+        columns = {"id": batch.ids, **predictor.answer_batch(batch, masks)}
+        cells = [[format_cell(name, value) for value in values] for name, values in columns.items()]
+        waiting += [dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True)]
+        if writer is None and any(batch.decoded):
+            writer = csv.DictWriter(file, [*columns], restval="", lineterminator="\n")
+            writer.writeheader()
+        if writer is not None:
+            writer.writerows(waiting)
+            waiting.clear()
+    if writer is None:
+        raise UserError(f"none of the {predictor.samples:,} samples can be decoded; repair them")
 
-    def __init__(self, classes: Sequence[str]) -> None:
-        self.classes = classes
+
+class Predictor:
+    """Predicts batches; counts predictions, and keeps the first PICTURES (24) with their images."""
+
+    def __init__(self, model: SavedModel) -> None:
+        self.model = model
         self.pictures: list[Picture] = []
         self.samples = self.known = self.correct = 0
+        self.undefined: list[str] = []  # ids of the samples with NaN among their outputs; they have no prediction
 
-    def add_batch(
-        self, images: Iterable[NDArray[np.uint8] | None], rows: Sequence[Picture], *, samples: int, are_classes: bool
-    ) -> None:
-        """Count a batch's predictions, and keep the first with their images; ``rows`` are the decoded samples."""
+    def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
+        """Return the table's columns but the id, those of the truth alone without decoded samples; write masks.
+
+        Texts of samples that cannot be decoded are empty.
+        """
+        objective, truths, samples = self.model.objective, TableColumns(), len(batch.ids)
+        if batch.truths is not None:
+            truths = {"truth": batch.truths}
+        elif batch.targets is not None:
+            truths = objective.truths(batch.targets)
+        decoded = [*compress(range(samples), batch.decoded)]
         self.samples += samples
-        if are_classes:
-            self.known += len(rows)
-            self.correct += sum(row.truth == row.prediction for row in rows)
-        for row, image in zip(rows[: PICTURES - len(self.pictures)], images, strict=False):
-            self.pictures.append(replace(row, image=image))
+        if not decoded:
+            return truths
+        with explain_own_errors(f"model {self.model.sidecar['model']!r} on samples {batch.ids[0]} to {batch.ids[-1]}"):
+            outputs = self.model.compute_outputs(batch.inputs)
+        undefined = find_undefined_rows(outputs, len(decoded))
+        self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
+        answers = TableColumns()
+        for name, values in find_answers(self.model, outputs, undefined).items():
+            cells: list[Any] = [""] * samples
+            for place, value in zip(decoded, values, strict=True):
+                cells[place] = value
+            answers[name] = cells
+        columns, shown = merge_columns(answers, truths), dict[int, Sequence[NDArray[Any]]]()
+        if (predicted := objective.masks(outputs)) is not None:
+            columns["mask"] = files = [""] * samples
+            for place, mask in zip(decoded, predicted.cpu().numpy(), strict=True):
+                files[place] = write_mask(masks, batch.ids[place], mask, len(self.model.classes))
+                shown[place] = (mask,) if batch.targets is None else (batch.targets[place].cpu().numpy(), mask)
+        texts = [describe_samples({} if shown else columns, name, samples) for name in ("prediction", "truth")]
+        if batch.truths is not None:
+            self.known += len(decoded)
+            self.correct += sum(texts[0][place] == texts[1][place] for place in decoded)
+        spec, scores = self.model.spec, columns.get("score", [None] * samples)
+        images = images_from_inputs(batch.inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
+        for place, image in zip(decoded[: PICTURES - len(self.pictures)], images, strict=False):
+            facts = texts[0][place], texts[1][place], scores[place]
+            self.pictures.append(Picture(batch.ids[place], image, *facts, masks=shown.get(place, ())))
+        return columns
 
     def render_page(self, title: str) -> str:
-        facts = [("Samples", f"{self.samples:,}")]
+        facts, classes = [("Samples", f"{self.samples:,}")], self.model.classes
         if self.known:
             facts.append(
                 ("Correct", f"{self.correct:,} of {self.known:,}, {format_percent(self.correct / self.known)}")
             )
         values = {"facts": facts, "pictured": f"The first {len(self.pictures)}", "pictures": self.pictures}
         if any(picture.masks for picture in self.pictures):
-            values["legend"] = [*zip(self.classes, class_colors(len(self.classes)), strict=True)]
+            values["legend"] = [*zip(classes, class_colors(len(classes)), strict=True)]
         return render_template("preview.html", title=title, heading="Predictions", **values)
 
 
@@ -168,64 +197,45 @@ def mask_folder(table: Path) -> Path:
     return table.with_name(f"{table.name}.masks")
 
 
-class Answers(NamedTuple):
-    """What the model says of a batch's samples."""
+@contextmanager
+def replace_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder; at the end of a block without an error it replaces that at ``path``, unless it is empty."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
+        new = Path(temporary, path.name)
+        new.mkdir()
+        yield new
+        if any(new.iterdir()):
+            shutil.rmtree(path, ignore_errors=True)
+            new.rename(path)
 
-    columns: TableColumns  # of the table, without the id; empty texts where a sample cannot be decoded
-    pictures: Sequence[Picture]  # of the decoded samples, without their images
-    undefined: Sequence[str] = ()  # ids of the samples with NaN among their outputs; they have no prediction
 
+def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str:
+    """Write a mask [H, W] of class numbers as a PNG; return its path relative to where the folder is.
 
-def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
-    """Predict a batch and return the answers, and write masks; ``header`` has the columns of earlier batches."""
-    truths: TableColumns = {}
-    if batch.truths is not None:
-        truths = {"truth": batch.truths}
-    elif batch.targets is not None:
-        truths = model.objective.truths(batch.targets)
-    empty, inputs, samples = [""] * len(batch.ids), batch.inputs, sum(batch.decoded)
-    if header and not samples:
-        return Answers({name: truths.get(name, empty) for name in header[1:]}, [])
-    if not samples:  # a model gets no empty batch: to learn the names of the columns it gets a black image
-        inputs, samples = inputs.new_zeros(1, *inputs.shape[1:]), 1
-    with explain_own_errors(f"model {model.sidecar['model']!r} on samples {batch.ids[0]} to {batch.ids[-1]}"):
-        outputs = model.compute_outputs(inputs)
-    undefined = find_undefined_rows(outputs, samples)
-    given = find_answers(model, outputs, undefined)
-    found = {name: iter(values) for name, values in given.items()}
-    answers: TableColumns = {
-        name: [next(values) if decoded else "" for decoded in batch.decoded] for name, values in found.items()
-    }
-    columns = merge_columns(answers, truths)
-    decoded = [*compress(range(len(batch.ids)), batch.decoded)]
-    predicted, shown = model.objective.masks(outputs), dict[int, Sequence[NDArray[Any]]]()
-    if predicted is not None:
-        columns["mask"] = files = [*empty]
-        for place, mask in zip(decoded, predicted.cpu().numpy(), strict=False):  # a black image has no place
-            files[place] = masks.write_mask(batch.ids[place], mask)
-            shown[place] = (mask,) if batch.targets is None else (batch.targets[place].cpu().numpy(), mask)
-    described = {} if shown else columns
-    texts = [describe_samples(described, name, len(batch.ids)) for name in ("prediction", "truth")]
-    scores = columns.get("score", [None] * len(batch.ids))
-    pictures = [
-        Picture(batch.ids[place], None, texts[0][place], texts[1][place], scores[place], masks=shown.get(place, ()))
-        for place in decoded
-    ]
-    return Answers(columns, pictures, [batch.ids[place] for place, bad in zip(decoded, undefined, strict=False) if bad])
+    ``name`` may have folders; a number comes behind a name that is taken.
+    """
+    path = Path(folder, *[part for part in PurePosixPath(name).parts if part not in ("/", "..")] or ["mask"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, number = path.with_name(f"{path.name}.png"), 1
+    while file.exists():
+        number += 1
+        file = path.with_name(f"{path.name}-{number}.png")
+    image = Image.fromarray(mask.astype(np.uint16 if classes > PALETTE else np.uint8))
+    if classes <= PALETTE:
+        image.putpalette(color_table(classes).tobytes())
+    image.save(file, format="PNG")
+    return file.relative_to(folder.parent).as_posix()
 
 
 def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
     """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n]."""
-    given, samples = {**model.objective.answers(outputs)}, len(undefined)
-    where = f"objective={model.sidecar.get('objective', 'classification')!r}"
+    given, where = {**model.objective.answers(outputs)}, model.sidecar.get("objective", "classification")
     if not given:
-        raise UserError(f"{where}: has no columns for a table of predictions; override its method answers")
+        raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():
-        if len(values) != samples:
-            raise UserError(
-                f"{where}: answers returned {len(values)} values in column {name!r}: must be one for each of the "
-                f"{samples} samples"
-            )
+        if len(values) != len(undefined):
+            said = f"answers returned {len(values)} values in column {name!r}: must be one for each sample"
+            raise UserError(f"objective={where!r}: {said}, {len(undefined)}")
         if undefined.any() and isinstance(values[0], str):  # the likeliest class of NaN is the first: nobody said so
             given[name] = ["" if bad else value for bad, value in zip(undefined, values, strict=True)]
     return given

@@ -1,4 +1,4 @@
-"""Models of tables, texts and series, the data sets that they take, and what is written beside their weights."""
+"""Models of tables and texts, the data sets that they take, and what is written beside their weights."""
 
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,8 @@ def table() -> SampleArrays:
     return halves(draw_table(), np.arange(TRAIN + TEST) % 3)
 
 
-def texts() -> SampleArrays:
-    return halves({"tokens": draw_tokens()}, np.arange(TRAIN + TEST) % 3)
-
-
 def language() -> SampleArrays:
     return halves(draw_tokens(), draw_tokens())
-
-
-def series() -> SampleArrays:
-    random = np.random.default_rng(3)
-    values = [random.normal(size=(length, 2)) for length in draw_lengths()]
-    return halves({"values": values, "area": draw_table()[:, 0]}, draw_table()[:, 1])
 
 
 def items(source: str) -> OnDemand:
@@ -106,18 +96,6 @@ class Causal(nn.Module):
         attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
         values = values + attended.transpose(1, 2).reshape(samples, length, 8)
         return {"logits": self.last(values), "hidden": 1000 * values}
-
-
-class Recurrent(nn.Module):
-    """Predicts a number from a series and another number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.GRU(2, 4, batch_first=True, bidirectional=True), nn.Linear(9, 1)
-
-    def forward(self, values: Tensor, area: Tensor, mask: Tensor) -> Tensor:
-        hidden = (self.inner(values)[0] * mask[..., None]).sum(1)
-        return self.last(torch.cat([hidden, area[:, None]], 1))[:, 0]
 
 
 class Branching(Mlp):

@@ -198,13 +198,6 @@ def test_new_rows_that_do_not_fit_are_told(ids: list[Any], words: str) -> None:
         read_new_rows({"preprocessing": packed}, ids)
 
 
-def test_ids_that_are_too_few_of_rows_that_are_not_finite() -> None:
-    """Their number is told, as the wrong row may have none."""
-    side = np.array([[1.0], [np.nan]]), [0, 1]
-    with pytest.raises(UserError, match="train_ids has 1 samples, and train_inputs has 2"):
-        arrays((*side, "a"), side)
-
-
 FITTED = """
 class Scale:
     def apply(self, rows):

@@ -19,7 +19,6 @@ import torch
 from cli import ROOT
 from PIL import Image
 
-from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
@@ -28,7 +27,6 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict import prediction_batches
 from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_prediction_table
-from flyte_ddp.predict.prediction_batches import find_images
 from flyte_ddp.settings import Settings
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
@@ -139,17 +137,6 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(grey_model, fo
     assert sorted(path.name for path in TABLE.parent.iterdir()) == ["table.csv", "table.html"]
 
 
-def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> None:
-    for name in ("a/x.png", "a/x.tif", "a/x.ppm", "a/x.pbm", "a/pnm", ".thumbs/x.png", "a/.x.png", "else/x.png"):
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).touch()
-    (tmp_path / "in" / "else").rename(tmp_path / "else")
-    (tmp_path / "in" / "linked").symlink_to(tmp_path / "else")
-    trained = [tmp_path / "in" / name for name in list_images(str(tmp_path / "in")).names]
-    assert find_images(tmp_path / "in")[0] == trained
-    assert [path.suffix for path in trained] == [".pbm", ".png", ".ppm", ".tif", ".png"]
-
-
 @pytest.mark.parametrize(("channels", "spec"), [(1, GREY), (3, RGB), (1, RGB)], ids=["grey", "rgb", "grey as rgb"])
 def test_a_data_set_is_predicted_with_truths(tmp_path: Path, channels: int, spec: InputSpec) -> None:
     paths = save(tmp_path / "model", spec)
@@ -239,24 +226,20 @@ def test_what_is_no_image_is_named_and_leaves_no_table(grey_model, folder, tmp_p
 
 
 def test_undecodable_images_are_named_and_do_not_stop_the_others(
-    grey_model: tuple[Path, Path], folder: Path, capfd, monkeypatch: pytest.MonkeyPatch
+    grey_model: tuple[Path, Path], folder: Path, capfd
 ) -> None:
     images = blocks(4, 1)
-    for name, image in zip("adfg", images, strict=True):
+    for name, image in zip("defg", images, strict=True):
         Image.fromarray(image[:, :, 0]).save(folder / f"{name}.png")
     text_as_png(folder)
     (folder / "b.png").write_bytes(b"")
-    (folder / "c.png").write_bytes((folder / "a.png").read_bytes()[:60])
-    names = ["a.png", "b.png", "c.png", "d.png", "f.png", "g.png", "notes.png"]
+    (folder / "c.png").write_bytes((folder / "d.png").read_bytes()[:60])
+    names = ["b.png", "c.png", "d.png", "e.png", "f.png", "g.png", "notes.png"]
     options = {"images": folder, "batch_size": 2}
     with pytest.raises(UserError, match=r"\.png cannot be decoded: .*; .* 3 such samples, more than bad_samples=2"):
         predict(grey_model, **options, bad_samples=2)
     assert not TABLE.exists()
-    asked: list[int] = []
-    forward = torch.nn.Linear.forward
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: asked.append(len(x)) or forward(self, x))
     rows = predict(grey_model, **options, bad_samples=3)
-    assert (min(asked), sum(asked)) == (1, 4)
     assert [row["id"] for row in rows] == names
     bad = [row for row in rows if row["id"] in ("b.png", "c.png", "notes.png")]
     assert all(value == "" for row in bad for name, value in row.items() if name != "id")
@@ -267,6 +250,10 @@ def test_undecodable_images_are_named_and_do_not_stop_the_others(
     sidecar = json.loads(grey_model[1].read_text()) | {"hyperparameters": {"bad_samples": 3}}
     grey_model[1].write_text(json.dumps(sidecar))
     assert predict(grey_model, **options) == rows, "by default as many are allowed as in training"
+    for name in "defg":
+        (folder / f"{name}.png").unlink()
+    with pytest.raises(UserError, match="none of the 3 samples can be decoded; repair them"):
+        predict(grey_model, **options)
 
 
 def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
@@ -274,7 +261,6 @@ def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, 
         ({"images": None}, "give exactly one"),
         ({"dataset": folder}, "give exactly one"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"bad_samples": -1}, "bad_samples=-1: must be at least 0"),
     ):
         with pytest.raises(UserError, match=words):
             predict(grey_model, **{"images": folder, **options})
