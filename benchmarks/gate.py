@@ -25,8 +25,8 @@ from benchmarks.simulated_models import (
     simulate_truth,
 )
 from flyte_ddp.release import checks, statistics
-from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.scores import score_samples
+from flyte_ddp.release.statistics import Pair, compare_scores
 
 SAMPLES, DISCORDANT, ALPHA, NIGHTS = 10_000, 0.12, 0.05, 365
 SCORED, SHORT_LIFE = 300, 10  # samples and nights, of objectives whose scores are not 0 or 1

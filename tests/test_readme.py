@@ -91,9 +91,7 @@ def test_the_page_of_ones_own_table_runs_as_printed(tmp_path: Path) -> None:
     files, champions = ([*csv.DictReader(path.read_text().splitlines())] for path in written)
     assert [row["id"] for row in files] == ["1", "2", "3", "4", "5"]
     assert files == champions
-    [card] = folder.glob("runs/registry/wine/versions/*/README.md")
-    assert (card.parent / "model.onnx").exists()
-    assert "| Input | float [13] |" in card.read_text()
+    assert [*folder.glob("runs/registry/wine/versions/*/model.onnx")]
 
 
 @pytest.mark.slow

@@ -43,8 +43,9 @@ def write_onnx(
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,), strict=True)
-        names = {"input_names": [*example], "output_names": [*outputs]}
-        written: Any = torch.onnx.export(program, (), dynamo=True, verbose=False, **names)
+        written: Any = torch.onnx.export(
+            program, (), dynamo=True, input_names=[*example], output_names=[*outputs], verbose=False
+        )
         written.save(folder / ONNX, external_data=False)
     return outputs
 

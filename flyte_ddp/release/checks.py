@@ -1,6 +1,5 @@
 """The checks of a judgement: each function returns a Check."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +11,12 @@ from numpy.typing import NDArray
 from flyte_ddp.export.exporting import Comparison
 from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
-from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import name_scores, score_labels
 from flyte_ddp.release.sign_flip import sign_flip_p_value
+from flyte_ddp.release.statistics import Pair, compare_scores
 from flyte_ddp.release.verdict import Check
-from flyte_ddp.text.formatting import format_count, format_measure, format_percent, name_measure
+from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
 LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
@@ -33,15 +32,8 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
     """Return the Check that two tasks (:func:`flyte_ddp.release.versions.read_task`) are the same."""
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
-    shown, rule = describe_task(challenger), describe_task(champion)
-    return Check("same objective, classes and input", not changed, shown=shown, rule=rule, reason=reason)
-
-
-def describe_task(task: Mapping[str, Any]) -> str:
-    options = json.dumps(task["objective's options"], sort_keys=True) if task["objective's options"] else ""
-    target = " x ".join(map(str, task["target shape"]))
-    classes = f"{len(task['classes'])} classes" if task["classes"] else ""
-    return ", ".join(filter(None, (task["objective"], options, classes, target and f"targets {target}", task["input"])))
+    shown = f"another {changed}" if changed else "the same"
+    return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:
@@ -71,25 +63,18 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
     """Return the Check that the challenger is better than the best constant answer; it passes where that is unknown."""
     objective, columns, name = challenger.objective, challenger.columns, "better than the best constant answer"
-    if challenger.classifies and objective.main_measure == "accuracy":
-        share = float(columns["truth"].long().bincount().max()) / challenger.samples
-        p = statistics.binomial_p_value(int(challenger.correct.sum()), challenger.samples, share)
-        name = "better than the most frequent class"
-        right = format_percent(float(challenger.correct.mean()))
-        reason = f"naming the most frequent class is right in {format_percent(share)}, and the model in {right}"
-    elif (found := evaluate_constant(challenger)) is not None:
+    if (found := evaluate_constant(challenger)) is not None:
         p, measure = compare_evaluations(challenger, found).p_value(), objective.main_measure
         scores = [format_measure(measure, each.score) for each in (found, challenger)]
         reason = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model {scores[1]}"
-    else:
-        constant = objective.constant_loss(columns)
-        if constant is None:
-            reason = "the best constant answer is not known, so that it was not compared with it"
-            return Check(name, True, shown="that is not known", reason=reason)
+    elif (constant := objective.constant_loss(columns)) is not None:
         weight = columns.get("weight", columns["loss"].new_ones(challenger.samples))
         p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
         loss = (columns["loss"].sum() / weight.sum()).item()
         reason = f"the best constant answer has a loss of {constant:.4g}, and the model {loss:.4g}"
+    else:
+        reason = "the best constant answer is not known, so that it was not compared with it"
+        return Check(name, True, shown="that is not known", reason=reason)
     return check_p_value(name, p, alpha, "" if p <= alpha else reason)
 
 
@@ -152,31 +137,14 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
     return replace(summary, passed=not vetoes), rows
 
 
-def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the positions of each class's samples by its name, without classes that have none."""
-    truth = challenger.columns["truth"].numpy()
-    members = {name: np.flatnonzero(truth == place) for place, name in enumerate(classes)}
-    return {name: samples for name, samples in members.items() if len(samples)}
-
-
-def check_loss_rise(
-    name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
-) -> Check:
-    """Return the Check of the rise of the mean loss: at most ``limit``, or its lower bound is at most 0."""
-    rise = float((challenger - champion).mean())
-    bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
-    passed = bound <= 0 or rise <= limit
-    shown = f"{champion.mean():.4f} to {challenger.mean():.4f}, a rise of at least {bound:+.4f}"
-    reason = "" if passed else f"its {name} rises by {rise:.4f}, and {limit:g} is allowed"
-    return Check(name, passed, rise, limit, shown, f"a rise of {limit:g}, or by chance", reason)
-
-
-def check_likelihoods(challenger: Evaluation, champion: Evaluation, policy: Policy) -> list[Check]:
-    kinds = (("negative log-likelihood", "nll", policy.nll_rise), ("Brier score", "brier", policy.brier_rise))
-    return [
-        check_loss_rise(name, challenger.columns[key].numpy(), champion.columns[key].numpy(), limit, policy.alpha)
-        for name, key, limit in kinds
-    ]
+def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Policy) -> Check:
+    """Return the Check of the rise of the mean negative log-likelihood: at most ``nll_rise``, or by chance."""
+    ours, theirs = (model.columns["nll"].numpy() for model in (challenger, champion))
+    rise, bound = float((ours - theirs).mean()), statistics.lower_bound_of_mean(ours - theirs, policy.alpha)
+    passed, name = bound <= 0 or rise <= policy.nll_rise, "negative log-likelihood"
+    shown = f"{theirs.mean():.4f} to {ours.mean():.4f}, a rise of at least {bound:+.4f}"
+    reason = "" if passed else f"its {name} rises by {rise:.4f}, and {policy.nll_rise:g} is allowed"
+    return Check(name, passed, rise, policy.nll_rise, shown, f"a rise of {policy.nll_rise:g}, or by chance", reason)
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:

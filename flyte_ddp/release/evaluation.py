@@ -37,8 +37,7 @@ class Evaluation:
 
     objective: Objective
     # By name [N] or [N, k], on the CPU: the objective's, and for classification "nll", the negative log-likelihood of
-    # the label in nats, "brier" (0 to 2; Brier, Monthly Weather Review 78, 1950) and "confidence", the probability of
-    # the prediction.
+    # the label in nats, and "confidence", the probability of the prediction.
     columns: dict[str, Tensor]
     finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
     measures: dict[str, float]  # by name; empty if an output is not finite, unless it is classification
@@ -103,11 +102,9 @@ class Evaluation:
 
 
 def compute_likelihoods(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return confidence, negative log-likelihood and Brier score, [n] each, of logits [n, classes] and labels [n]."""
+    """Return confidence and negative log-likelihood, [n] each, of logits [n, classes] and labels [n]."""
     logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
-    of_label, confidence = logs.gather(1, labels[:, None])[:, 0], logs.max(dim=1).values.exp()
-    brier = logs.exp_().square_().sum(dim=1) - 2 * of_label.exp() + 1
-    return {"confidence": confidence, "nll": -of_label, "brier": brier}
+    return {"confidence": logs.max(dim=1).values.exp(), "nll": -logs.gather(1, labels[:, None])[:, 0]}
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:

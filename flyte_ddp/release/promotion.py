@@ -14,10 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
 from flyte_ddp.release import versions
-from flyte_ddp.release.documents import render_model_card
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
@@ -31,7 +30,7 @@ PROFILE = "data_profile.json"
 def store_version(
     registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes]
 ) -> versions.Version:
-    """Upload a judged model with its verdict and card, and return the version; promote nothing.
+    """Upload a judged model with its verdict, and return the version; promote nothing.
 
     ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
     a UserError if the verdict is on another model, or the weights are stored with another name or task.
@@ -57,7 +56,6 @@ def store_version(
         WEIGHTS: weights,
         SIDECAR: sidecar,
         **beside,
-        "README.md": render_model_card(registry.name, about, verdict, beside),
     }
     return versions.write_version(registry, files)
 
@@ -87,8 +85,8 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    ``once``: an entry that ``by`` has appended before for this version is returned. Raises a UserError for a missing
-    version, the champion, a blank reason, or if somebody else was faster.
+    It is the best version from then on. ``once``: an entry that ``by`` has appended before for this version is
+    returned. Raises a UserError for a missing version, the champion, a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
@@ -96,9 +94,8 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     found, before = versions.read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    best = before.best if before and has_task_of(registry, before.best, found) else version
     versions.verify_files(registry, found)
-    return append(registry, history, found, action=PROMOTE, best=best, reason=reason, by=by)
+    return append(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
 
 
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
@@ -128,20 +125,6 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
     """Return the first such entry of a log, of any version if that is empty."""
     found = (entry for entry in log if (entry.by, entry.action) == (by, action) and version in ("", entry.version))
     return next(found, None)
-
-
-def has_task_of(registry: Registry, best: str, version: versions.Version) -> bool:
-    """Return whether version ``best`` has the same task as the other; False if its files are missing or altered."""
-    try:
-        one, other = (
-            json.loads(versions.read_version_file(registry, found, SIDECAR))
-            for found in (versions.read_version(registry, best), version)
-        )
-    except UnreachableError:
-        raise
-    except UserError:
-        return False
-    return versions.read_task(one) == versions.read_task(other)
 
 
 def download_version(

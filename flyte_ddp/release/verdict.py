@@ -22,24 +22,24 @@ class Check(DataClassJsonMixin):
     reason: str = ""  # why it failed; of a passed check perhaps empty
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict(DataClassJsonMixin):
     """The judgement of a challenger against the champion."""
 
-    decision: str  # promote, keep or no_comparison
-    reason: str
-    challenger: str  # the SHA-256 of its weights
-    champion: str  # the SHA-256 of its weights; empty if there was none
-    best: str  # the version with the best measure so far, the challenger among them
-    log_number: int  # of the log's last entry when this was judged; 0: the log was empty
-    test_digest: str  # of the test split
-    samples: int  # of the test split, without undecodable ones; 0: not evaluated
-    measure: str  # the name of the objective's main measure: accuracy, f1, rmse, miou, loss, or one of an own objective
-    challenger_score: float  # its main measure; 0 if not evaluated; not classification: or not finite
-    champion_score: float  # the same of the champion; 0 if there was none, or it was not evaluated
-    look: int  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
-    alpha: float  # significance level of this judgement; 0: nothing was decided by it
-    time: str  # ISO 8601, UTC
+    decision: str = ""  # promote, keep or no_comparison; empty until it is made
+    reason: str = ""
+    challenger: str = ""  # the SHA-256 of its weights
+    champion: str = ""  # the SHA-256 of its weights; empty if there was none
+    best: str = ""  # the version with the best measure so far, the challenger among them
+    log_number: int = 0  # of the log's last entry when this was judged; 0: the log was empty
+    test_digest: str = ""  # of the test split
+    samples: int = 0  # of the test split, without undecodable ones; 0: not evaluated
+    measure: str = ""  # the objective's main measure: accuracy, f1, rmse, miou, loss, or one of an own objective
+    challenger_score: float = 0.0  # its main measure; 0 if not evaluated; not classification: or not finite
+    champion_score: float = 0.0  # the same of the champion; 0 if there was none, or it was not evaluated
+    look: int = 0  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
+    alpha: float = 0.0  # significance level of this judgement; 0: nothing was decided by it
+    time: str = ""  # ISO 8601, UTC
     checks: list[Check] = field(default_factory=list)
 
     @property

@@ -18,7 +18,6 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.pods.profiles import PROFILES
-from flyte_ddp.release.policy import Policy
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -190,7 +189,7 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     assert first["champion"] == first["version"]
     assert first["outcome"].startswith("promoted: there is no champion yet")
     assert run_release("release_wf", hp=weak) == {**first, "outcome": "kept: it has the champion's weights"}
-    second = run_release("release_wf", hp=good, policy=Policy(latency_ratio=1000))
+    second = run_release("release_wf", hp=good)
     assert second["outcome"].startswith("promoted: +"), second
     back = run_release("rollback_wf", reason="a test")
     assert back == {"version": first["version"], "champion": first["version"], "outcome": "champion 3: a test"}

@@ -14,7 +14,7 @@ from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
 
-PATIENT = Policy(latency_ratio=1000)  # where time is not what the test is about
+DEFAULT = Policy()
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Gate:
     data: Path
     folder: Path
 
-    def judge(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT, **options: Any) -> Judgement:
+    def judge(self, model: str | Path, data: Path | None = None, policy: Policy = DEFAULT, **options: Any) -> Judgement:
         """Judge a model, and change nothing but looks."""
         folder = self.runs[model].run_folder if isinstance(model, str) else model
         given = {"registry": self.registry, "settings": QUIET, **options}
         return judge_challenger(folder / "model.pt", folder / "model.json", data or self.data, policy=policy, **given)
 
-    def release(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT) -> Judgement:
+    def release(self, model: str | Path, data: Path | None = None, policy: Policy = DEFAULT) -> Judgement:
         """Judge a model, and do what its verdict says."""
         found = self.judge(model, data, policy)
         page = write_page(found, self.registry.name, self.folder / "page.html")

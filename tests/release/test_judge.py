@@ -6,23 +6,20 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from encoded_runs import quiet
-from gate import PATIENT, Gate
-from image_folders import image_files, write_files
+from gate import Gate
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, image_arrays, open_arrays
+from flyte_ddp.datasets import image_arrays, open_arrays
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.errors import UnreachableError, install_hint
+from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -86,7 +83,7 @@ def make_champion(registry: Registry, version: Entry, best: str = "") -> Entry:
 def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     first = gate.release("weak").verdict
     assert first.promotes
-    assert first.reason == "there is no champion yet, and it is better than the most frequent class"
+    assert first.reason == "there is no champion yet, and it is better than the best constant answer"
     assert first.challenger_score == pytest.approx(gate.runs["weak"].test_accuracy)
     verdict = gate.release("good").verdict
     page = (gate.folder / "page.html").read_text()
@@ -146,7 +143,7 @@ def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
 def test_useless_weights_are_kept_back(gate: DigitsGate) -> None:
     verdict = gate.release(gate.alter(lambda weights, _: [tensor.zero_() for tensor in weights.values()])).verdict
     assert (verdict.decision, verdict.look) == ("keep", 1)
-    assert "naming the most frequent class is right in" in verdict.reason
+    assert verdict.reason.startswith("the best constant answer has accuracy 11.11\N{NO-BREAK SPACE}%, and the model 9.")
 
 
 def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
@@ -168,38 +165,33 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
         assert (verdict.samples, verdict.challenger_score) == (297, pytest.approx(zeros))
 
 
-@pytest.mark.parametrize("gone", ["model.pt", "its code", "its answers"])
+@pytest.mark.parametrize("gone", ["model.pt", "its answers"])
 def test_a_champion_that_cannot_be_evaluated(
     gate: DigitsGate, gone: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody takes its place without a person's word; the cause is in the verdict, and its traceback on stderr."""
-    gate.release("weak")
-    entry = gate.registry.read_champion()
+    entry = gate.release("weak").registry.read_champion()
     assert entry is not None
-    version = Path(gate.registry.at("versions", entry.version))
-    if gone == "its code":
-        sidecar = version / "model.json"
-        sidecar.write_text(sidecar.read_text().replace('"small_cnn"', '"failing_module:model"'))
-        (gate.folder / "failing_module.py").write_text("def model(*_): raise ZeroDivisionError('the cause')")
-        monkeypatch.syspath_prepend(gate.folder)
-    elif gone == "its answers":
+    if gone == "its answers":
 
         def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
             return evaluate_split(model, split) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
         monkeypatch.setattr(judge, "evaluate_split", failing)
     else:
-        (version / gone).unlink()
+        Path(gate.registry.at("versions", entry.version, gone)).unlink()
     # The export, which a person who promotes the model needs, is a matter of one kind of failure.
     exports = gate.folder / "exports" if gone == "model.pt" else None
     verdict = gate.judge("good", exports=exports).verdict
     assert verdict.decision == "no_comparison"
-    said = "evaluated: ZeroDivisionError: division by zero" if gone == "its answers" else "loaded: "
-    assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be {said}")
+    said = "ZeroDivisionError: division by zero" if gone == "its answers" else gate.registry.address
+    assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be evaluated: {said}")
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
     assert (verdict.look, verdict.challenger_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
     assert (gate.folder / "exports/model.onnx").exists() == (gone == "model.pt")
     assert gate.registry.read_champion() == entry
+    with pytest.raises(UserError, match="cannot be evaluated"):
+        gate.judge("good", counts=False)
 
 
 def test_an_outage_is_no_verdict(gate: DigitsGate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +210,9 @@ def test_a_model_that_answers_as_the_champion_is_kept(gate: DigitsGate) -> None:
     """Other weights, and the same samples right: that is no look at the test split."""
     gate.release("good")
     twin = gate.alter(scale)
-    for rule in ("superior", "not_worse"):
-        verdict = gate.release(twin, policy=Policy(rule=rule, latency_ratio=1000)).verdict
-        assert (verdict.decision, verdict.reason) == ("keep", "both models get the same samples right")
-        assert (verdict.look, verdict.champion_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
+    verdict = gate.release(twin).verdict
+    assert (verdict.decision, verdict.reason) == ("keep", "both models get the same samples right")
+    assert (verdict.look, verdict.champion_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
 
 
 @pytest.mark.parametrize("export", ["if_possible", "required", "off"])
@@ -234,26 +225,6 @@ def test_a_model_without_an_export(gate: DigitsGate, export: str) -> None:
     assert verdict.decision == ("keep" if export == "required" else "promote")
     assert (verdict.reason == said) == (export == "required")
     assert not [*(gate.folder / "exports").iterdir()]
-
-
-@pytest.mark.exhaustive
-def test_both_models_may_meet_as_many_undecodable_images(gate: DigitsGate) -> None:
-    """As the challenger's training: one that came later must not keep the champion for ever."""
-    files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(40)))
-    dataset = f"image_folder:{write_files(gate.folder / 'images', files)}"
-    hp = Hyperparameters(dataset=dataset, test_dataset=dataset, image_size=16, num_ranks=1, epochs=1)
-    settings, verdicts = quiet(gate.folder), []
-    for number, allowed in enumerate((0, 1)):
-        (gate.folder / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
-        data = fetch(dataset, "", gate.folder / f"data{number}", test_dataset=dataset, progress="off")
-        run = train_in(gate.folder / str(number), replace(hp, bad_samples=allowed, seed=number), data, settings)
-        verdicts.append(gate.judge(run.run_folder, data, settings=settings).verdict)
-        if not number:
-            version = store_version(gate.registry, run.model, run.sidecar, verdicts[0], {})
-            promote_version(gate.registry, version.name, "to begin", by="me")
-    assert verdicts[1].decision != "no_comparison", verdicts[1].reason
-    assert verdicts[1].samples == 79
-    assert verdicts[1].champion_score > 0
 
 
 def test_what_a_person_took_back_only_a_person_promotes_again(gate: DigitsGate) -> None:
@@ -302,7 +273,7 @@ def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: DigitsGate) -> 
         (0.01, "not_worse", 3),
         (0.02, "not_worse", 4),
     ):
-        assert gate.judge("weak", policy=replace(PATIENT, margin=margin, rule=rule)).verdict.look == look
+        assert gate.judge("weak", policy=Policy(margin=margin, rule=rule)).verdict.look == look
 
 
 def test_a_slice_that_loses(gate: DigitsGate) -> None:
@@ -314,18 +285,18 @@ def test_a_slice_that_loses(gate: DigitsGate) -> None:
     lost = np.flatnonzero(found.champion.correct & ~found.challenger.correct)[:30]
     table = gate.folder / "slices.csv"
     table.write_text("id,slice\n999,hard\n")
-    wrong = gate.judge("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict
+    wrong = gate.judge("weak", policy=Policy(slices=str(table))).verdict
     assert wrong.decision == "no_comparison"
     assert wrong.reason.endswith("id '999' in line 2 is not in the test split; correct it")
     assert store_version(gate.registry, *found.model.files, wrong, {}).name == wrong.challenger
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
-    reason = gate.release("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
+    reason = gate.release("weak", policy=Policy(slices=str(table))).verdict.reason
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason
 
 
 def test_not_worse_looks_at_the_best_version_ever(gate: DigitsGate) -> None:
     """The champion is a weak one by a person's word; what is better than that is still worse than the best."""
-    lenient = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
+    lenient = Policy(rule="not_worse", margin=0.02)
     gate.release("weak")
     gate.release("good")
     weak, good = gate.registry.read_log()
@@ -333,10 +304,10 @@ def test_not_worse_looks_at_the_best_version_ever(gate: DigitsGate) -> None:
     checks = {check.name: check.passed for check in gate.judge("other", policy=lenient).verdict.checks}
     assert checks["not worse than the champion"]
     assert "not worse than the best version ever" in checks
-    equal = Policy(rule="not_worse", margin=0.05, latency_ratio=1000, nll_rise=10.0, brier_rise=2.0)
+    equal = Policy(rule="not_worse", margin=0.05, nll_rise=10.0)
     verdict = gate.judge(gate.alter(scale), policy=equal).verdict
     assert (verdict.promotes, verdict.best) == (True, good.version), verdict.reason
     shutil.rmtree(gate.registry.at("versions", good.version))
     verdict = gate.judge("other", policy=lenient).verdict
     assert verdict.decision == "no_comparison"
-    assert verdict.reason.startswith(f"version {good.version[:12]} cannot be loaded")
+    assert verdict.reason.startswith(f"version {good.version[:12]} cannot be evaluated")

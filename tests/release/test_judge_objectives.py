@@ -23,7 +23,6 @@ from flyte_ddp.release.promotion import promote_version, roll_back_champion, sto
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.scores import name_scores
 from flyte_ddp.run import Result
-from flyte_ddp.text.formatting import name_measure
 
 pytestmark = pytest.mark.slow
 
@@ -81,21 +80,17 @@ def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> Non
     assert (worse.decision, worse.look) == ("keep", 3)
     names = [check.name for check in worse.checks]
     assert WORDS[measure] in names
-    assert not {"negative log-likelihood", "Brier score"} & {*names}
+    assert "negative log-likelihood" not in names
     page = (gate.folder / "page.html").read_text()
     assert f"{WORDS[measure]} on 300 test samples" in page
-    lenient = gate.judge("good", policy=Policy(rule="not_worse", latency_ratio=1000), counts=False).verdict
+    lenient = gate.judge("good", policy=Policy(rule="not_worse"), counts=False).verdict
     assert lenient.reason == "it has the champion's weights"
-    version = gate.registry.at("versions", good.challenger)
-    card = Path(version, "README.md").read_text()
-    assert f"| Test {name_measure(measure)} | {recorded['good'][f'test_{measure}']} |" in card
-    assert f"| Objective | {CASES[gate.data.name]['objective']} |" in card
 
 
 def test_not_worse_by_a_margin(gate: Gate) -> None:
     """The weak model is, also against the best version ever; the good one is not, and passes."""
     gate.release("good")
-    policy = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
+    policy = Policy(rule="not_worse", margin=0.02)
     verdict = gate.judge("weak", policy=policy).verdict
     assert verdict.decision == "keep"
     [check] = [check for check in verdict.checks if check.name == "not worse than the champion"]
@@ -116,7 +111,7 @@ def test_a_slice_and_a_label_that_lose(gate: Gate) -> None:
     lost = np.argsort(found.challenger.scores - found.champion.scores)[:40]
     table = gate.folder / "slices.csv"
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
-    verdict = gate.judge("weak", policy=Policy(slices=str(table), latency_ratio=1000), counts=False).verdict
+    verdict = gate.judge("weak", policy=Policy(slices=str(table)), counts=False).verdict
     assert f"slice 'hard' loses: {name_scores(found.challenger.objective)} worse by " in verdict.reason
     assert ("label" in found.parts, "class" in found.parts) == {
         "labels": (True, False),

@@ -98,7 +98,7 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         if killed.exitcode == 0:
             break
         assert killed.exitcode == 9
-    assert place == 9, "as many writes as there are"
+    assert place == 8, "as many writes as there are"
 
 
 def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registry, tmp_path: Path) -> None:
@@ -120,7 +120,6 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     contents = {name: versions.read_version_file(registry, champion, name) for name in champion.files}
     assert json.loads(contents["verdict.json"])["decision"] == "promote"
     assert contents["model.onnx"] == b"exported now"
-    assert b"`model.onnx`" in contents["README.md"]
     assert not Path(registry.at(champion.folder, "model.pt")).exists(), "weights are stored once"
     assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
     assert "model.onnx" not in versions.read_version(registry, kept.name, kept.manifest).files
@@ -216,7 +215,7 @@ def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
         roll_back_champion(registry, "too slow", by="me")
     log = registry.read_log()
     assert [entry.action for entry in log] == ["promote"] * 3 + ["rollback"] * 2
-    assert {(entry.by, entry.best) for entry in log} == {("me", names[0])}
+    assert [(entry.by, entry.best) for entry in log] == [("me", entry.version) for entry in log]
     weights, _ = download_champion(registry, tmp_path / "fetched")
     assert weights.read_bytes() == b"one"
 
@@ -262,16 +261,6 @@ def test_other_weights_and_other_classes_are_refused(local: Registry, tmp_path: 
     (one / SIDECAR).write_text((one / SIDECAR).read_text().replace('["a", "b"]', '["b", "a"]'))
     with pytest.raises(UserError, match="is in the registry already, with another classes: equal weights are one"):
         stored(local, one)
-
-
-def test_the_best_version_is_one_that_can_be_compared(local: Registry, tmp_path: Path) -> None:
-    """After new classes, or when its files are gone, the best one so far is whom a person promotes."""
-    names = store_all(local, tmp_path, "one", "two")
-    names.append(stored(local, trained(tmp_path / "three", "abc"))[0].name)
-    bests = [promote_version(local, names[place], "why", by="me").best for place in (0, 1, 2, 1)]
-    assert bests == [names[0], names[0], names[2], names[1]]
-    Path(local.at("versions", names[1], versions.MANIFEST)).unlink()
-    assert promote_version(local, names[0], "why", by="me").best == names[0]
 
 
 def test_looks_are_numbered_and_the_same_two_models_have_one(registry: Registry) -> None:

@@ -14,7 +14,7 @@ from flyte_ddp.release.versions import Version, write_version
 
 
 def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
-    version = write_version(registry, {"README.md": card, "model.pt": weights, "model.json": b"{}"})
+    version = write_version(registry, {"verdict.json": card, "model.pt": weights, "model.json": b"{}"})
     promoter.append(registry, registry.read_champion(), version.name, version.manifest)
     return version
 
@@ -133,17 +133,3 @@ def test_names_and_addresses_that_are_no_registry(tmp_path: Path) -> None:
             Registry(address, "model")
     for name in ("creates-once", "log", "versions"):  # no folder of a model is in the way of another one's
         assert promoter.append(Registry(str(tmp_path), name), None).number == 1
-
-
-def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    for registry in (Registry(str(tmp_path / "file"), "model"), Registry("s3://no-such-bucket-here", "model")):
-        with pytest.raises(UserError, match=r"registry '.*': model cannot be written: .*; check the address"):
-            promoter.append(registry, None)
-    with pytest.raises(UserError, match=r"model cannot be listed: .*; check the address and the rights"):
-        Registry("s3://no-such-bucket-here", "model").read_log()
-    with pytest.raises(UserError, match=r"model cannot be listed: File name too long; check the address"):
-        Registry(str(tmp_path / ("long" * 80)), "model").read_log()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"model cannot be listed: .*Connection refused"):
-        Registry(bucket, "model").read_log()

@@ -29,10 +29,15 @@ from flyte_ddp.release.checks import (
     compare_labels,
 )
 from flyte_ddp.release.evaluation import Evaluation
-from flyte_ddp.release.pairs import NUMBERS, POINTS, Pair, compare_scores
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.pseudo_values import pseudo_values_by_calls, pseudo_values_of_auroc, pseudo_values_of_ratios
-from flyte_ddp.release.scores import needs_calls, score_labels
+from flyte_ddp.release.scores import (
+    needs_calls,
+    pseudo_values_by_calls,
+    pseudo_values_of_auroc,
+    pseudo_values_of_ratios,
+    score_labels,
+)
+from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores
 
 LABELS = ("sun", "sea", "fog")
 N = 60
