@@ -1,4 +1,4 @@
-"""Measure samples of any leaves: each leaf of the inputs, and the targets.
+"""Measure samples of any leaves, images in arrays among them: each leaf of the inputs, and the targets.
 
 Numbers are counted by ranges between powers of two: one look at the data is enough, whatever their scale.
 """
@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
-from flyte_ddp.datasets.prepared import ItemSet
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
+from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
+from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.sample_arrays import Ragged
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.facts import FEW
 from flyte_ddp.loading.opening_items import open_items
@@ -36,11 +38,8 @@ COLUMNS = 64  # of a table of more columns the means of rows are counted, not th
 LOOKED_TWICE = 8  # items of each split
 NAMES = {"train": "training", "test": "test"}
 
-# Whether numbers along an axis hold what training cannot use; in targets NaN stands for an unknown number.
-UNUSABLE = {
-    "inputs": lambda values, axis: ~np.isfinite(values).all(axis),
-    "targets": lambda values, axis: np.isinf(values).any(axis),
-}
+# Whether rows hold what training cannot use; in targets NaN stands for an unknown number.
+UNUSABLE = {"inputs": lambda rows: ~np.isfinite(rows).all(1), "targets": lambda rows: np.isinf(rows).any(1)}
 
 Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or an array of each
 
@@ -97,16 +96,17 @@ def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[st
 
 
 def measure_item_set(
-    data: ItemSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
+    data: PreparedSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
 ) -> list[Compared]:
     """Add all samples of training and test split to the profile; return what the samples are compared by.
 
     Reads items on demand in loader processes, some twice; UserError if an item then differs, or has other leaves.
     """
-    if isinstance(data, SampleArrays):
+    assert not isinstance(data, EncodedSet)
+    if not isinstance(data, OnDemandSet):
         if isinstance(data.train_targets, np.ndarray):
             profile.target_shape = [*data.train_targets.shape[1:]]
-        profile.targets = kind_of_targets(data.train_targets, data.classes)
+        profile.targets = kind_of_targets(data.train_targets, data.classes, of_pictures=data.pictures)
         return [add_split(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES]
     items = open_items(data)
     with keep_random_state():
@@ -136,9 +136,9 @@ def measure_item_set(
     return compared
 
 
-def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[PartProfile]:
+def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterator[PartProfile]:
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
-    samples = data.train_samples if side == "train" else data.test_samples
+    samples: int = getattr(data, f"{side}_samples")
     size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
     step = min(ROWS, max(1, ROW_BYTES * samples // max(1, size)))
     for start in range(0, samples, step):
@@ -240,19 +240,16 @@ def has_numbers(values: Values) -> bool:
     return all(each.dtype.kind in "biuf" for each in ([values] if isinstance(values, np.ndarray) else values))
 
 
-def mean_or_zero(values: NDArray[Any], axis: int) -> NDArray[np.float64]:
-    with np.errstate(all="ignore"):
-        return np.asarray(values.sum(axis, np.float64) / max(1, values.shape[axis]))
-
-
-def first_or_nan(values: NDArray[Any], axis: int) -> NDArray[Any]:
-    return values.take(0, axis) if values.shape[axis] else np.asarray(np.nan)
-
-
-def reduce_samples(values: Values, function: Any) -> NDArray[Any]:
+def reduce_samples(values: Values, function: Callable[[NDArray[Any]], Any]) -> NDArray[Any]:
+    """Return what a function of rows [n, k] returns for each sample, [n]."""
     if isinstance(values, np.ndarray):
-        return np.asarray(function(values.reshape(len(values), -1), 1))
-    return np.array([function(value.reshape(-1), 0) for value in values])
+        return np.asarray(function(values.reshape(len(values), -1)))
+    return np.concatenate([function(value.reshape(1, -1)) for value in values])
+
+
+def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
+    with np.errstate(all="ignore"):
+        return np.asarray(rows.sum(1, np.float64) / max(1, rows.shape[1]))
 
 
 def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
@@ -306,20 +303,16 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
         ones = (np.stack([*values]) == 1).sum(0)
         return Counter({str(label): number for label, number in enumerate(ones.tolist()) if number})
     if kind == NUMBERS:
-        return count_ranges(reduce_samples(values, first_or_nan))
+        return count_ranges(
+            reduce_samples(values, lambda rows: rows[:, 0] if rows.shape[1] else np.full(len(rows), np.nan))
+        )
     return Counter(name for value in values for name in count_ranges(value[value != IGNORED_TOKEN]))
 
 
 def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
     """Return the smallest and largest class number or token outside 0..classes-1, with a sample that has it."""
-
-    def smallest(each: NDArray[Any], axis: int) -> NDArray[Any]:
-        return np.asarray(np.where(each == IGNORED_TOKEN, 0, each).min(axis, initial=0))
-
-    def largest(each: NDArray[Any], axis: int) -> NDArray[Any]:
-        return np.asarray(each.max(axis, initial=0))
-
-    lowest, highest = reduce_samples(values, smallest), reduce_samples(values, largest)
+    lowest = reduce_samples(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
+    highest = reduce_samples(values, lambda rows: rows.max(1, initial=0))
     ends = {str(lowest.min()): int(lowest.argmin()), str(highest.max()): int(highest.argmax())}
     return {token: samples[place] for token, place in ends.items() if not 0 <= int(token) < classes}
 

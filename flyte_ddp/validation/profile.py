@@ -21,8 +21,8 @@ class SplitProfile(DataClassJsonMixin):
     # numbers to predict: number of samples by the range of the first one; of tokens: by each range that it has one in.
     labels: dict[str, int] = field(default_factory=dict)
     undecodable: int = 0
-    # Number of samples by the value of each statistic: of images "colour modes", "sizes" and "brightness", of other
-    # samples those of each leaf, such as "lengths of inputs tokens".
+    # Number of samples by the value of each statistic: of encoded images "colour modes", "sizes" and "brightness", of
+    # others those of each leaf, such as "lengths of inputs tokens".
     statistics: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -39,7 +39,6 @@ class DataProfile(DataClassJsonMixin):
     labelled: dict[str, str]  # for a label, or token to predict, that is no class's number: a sample
     duplicated: list[str]  # examples of duplicates
     conflicting: list[str]  # examples of conflicts
-    equal: int = 0  # size of the largest group of samples with equal pixels or inputs
     targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS
     target_shape: list[int] = field(default_factory=list)  # of one training sample; empty if it is in several leaves
     not_finite: int = 0  # samples with NaN or infinity in their inputs, or infinity in their targets; of images 0

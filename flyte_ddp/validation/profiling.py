@@ -1,8 +1,11 @@
 """Compute a data set's profile from all its samples, check it before training, and compare it with the champion's."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +13,28 @@ from scipy.stats import chi2_contingency
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.prepared import ItemSet, open_prepared, resolve_class_names
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
+from flyte_ddp.datasets.prepared import open_prepared, order_test_split, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import name_sample
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import ImageReader
+from flyte_ddp.loading.decoding import DecodingError, decode_image, open_with_pillow
+from flyte_ddp.loading.encoded import Encoded, ImageReader, map_samples
 from flyte_ddp.loading.facts import FEW, join_few
 from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.machine.resources import count_cores
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
+from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import format_count
-from flyte_ddp.validation.image_profile import measure_encoded_images, measure_image_arrays, sample_numbers
-from flyte_ddp.validation.leaf_profile import Compared, PartProfile, add_split, kind_of_targets, measure_item_set
+from flyte_ddp.validation.leaf_profile import (
+    Compared,
+    PartProfile,
+    add_split,
+    count_targets,
+    digest_leaves,
+    find_unnamed,
+    measure_item_set,
+)
 from flyte_ddp.validation.profile import (
     CLASSES,
     LABELS,
@@ -36,6 +50,8 @@ LABEL = "classes"  # what a sample's targets are called as a statistic
 SHIFT = 0.1  # a warning is for a difference in at least this share of images
 SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
 SPLITS = ("training", "test")
+STATISTICS = ("colour modes", "sizes", "brightness")  # of encoded images
+AHEAD = 512  # images that are read or decoded at a time
 
 
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
@@ -46,33 +62,65 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
-    with ExitStack() as opened:
-        readers: dict[str, ImageReader] = {}
-        if isinstance(data, EncodedSet):
-            for split, source in zip(SPLITS, (data.train, data.test_source), strict=True):
-                readers[split] = opened.enter_context(closing(open_image_reader(source, settings)))
-
-        def name_of(split: str, number: int) -> str:
-            return readers[split].read_sample(number).name if readers else name_sample(data, split, number)
-
-        if isinstance(data, ItemSet):
-            compared = measure_item_set(data, profile, settings, name_of)
-        else:
-            profile.compared = "pixels"
-            parts: dict[str, Iterator[PartProfile]]
-            if isinstance(data, EncodedSet):
-                threads = settings.loaders or count_cores()
-                parts = {
-                    split: measure_encoded_images(reader, sample_numbers(data, split), profile, threads)
-                    for split, reader in readers.items()
-                }
-            else:
-                profile.target_shape = [*data.train_labels.shape[1:]]
-                profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
-                parts = {split: measure_image_arrays(data, split, profile) for split in SPLITS}
-            compared = [add_split(profile, split, parts[split], name_of) for split in SPLITS]
-        add_equal_samples(profile, compared, name_of)
+    if data.pictures and not isinstance(data, OnDemandSet):
+        profile.compared = "pixels"
+    if not isinstance(data, EncodedSet):
+        name_of: Callable[[str, int], str] = partial(name_sample, data)
+        add_equal_samples(profile, measure_item_set(data, profile, settings, name_of), name_of)
         return profile
+    with ExitStack() as opened:
+        readers, compared = dict[str, ImageReader](), list[Compared]()
+        for split, source in zip(SPLITS, (data.train, data.test_source), strict=True):
+            readers[split] = opened.enter_context(closing(open_image_reader(source, settings)))
+
+        def name_image(split: str, number: int) -> str:
+            return readers[split].read_sample(number).name
+
+        for split, reader in readers.items():
+            numbers, threads = sample_numbers(data, split), settings.loaders or count_cores()
+            parts = measure_encoded_images(reader, numbers, len(data.classes), threads)
+            compared.append(add_split(profile, split, parts, name_image))
+        add_equal_samples(profile, compared, name_image)
+    return profile
+
+
+def sample_numbers(data: EncodedSet, split: str) -> Indices:
+    """Return the numbers of the samples of the split "training", which includes validation, or "test", each once."""
+    order = order_test_split(data)
+    tests = order.samples(slice(0, len(order)))
+    if split == "test":
+        return tests
+    numbers = np.arange(int(data.train.counts.sum()) if isinstance(data.train, ShardIndex) else len(data.train.names))
+    return np.setdiff1d(numbers, tests) if data.test is None else numbers
+
+
+def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, threads: int) -> Iterator[PartProfile]:
+    def measure_image(number: int, encoded: Encoded) -> tuple[int, int, int, tuple[str, ...], str]:
+        try:
+            pixels = decode_image(encoded.content)
+            with open_with_pillow(encoded.content) as image:
+                mode = image.mode
+        except DecodingError as error:
+            return number, encoded.label, 0, (), str(error)
+        area, darkest = 2 ** ((pixels.shape[0] * pixels.shape[1]).bit_length() - 1), 16 * int(pixels.mean() / 16)
+        size, brightness = f"{area:,} to {2 * area - 1:,} pixels", f"mean value {darkest} to {darkest + 15}"
+        facts = mode, f"images of {size}", f"images of {brightness}"
+        return number, encoded.label, digest_leaves([pixels]), facts, ""
+
+    found = map_samples(source, numbers, threads, measure_image, AHEAD)
+    while part := [*islice(found, AHEAD)]:  # a part for each image would take far more memory
+        images = [image for image in part if not image[-1]]
+        numbers_of, labels, digests = (np.array([image[place] for image in images], np.int64) for place in range(3))
+        counted = zip(*(facts for *_, facts, _ in images), strict=True)
+        yield PartProfile(
+            numbers_of.tolist(),
+            labels,
+            digests,
+            count_targets(labels, CLASSES),
+            dict(zip(STATISTICS, map(Counter, counted), strict=False)),
+            find_unnamed(numbers_of.tolist(), labels, classes) if images else {},
+            undecodable={number: reason for number, *_, reason in part if reason},
+        )
 
 
 def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
@@ -80,7 +128,6 @@ def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_o
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(*compared, strict=True))
     in_test = np.arange(len(numbers)) >= len(compared[0].numbers)
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
-    profile.equal = int(max(sizes, default=0))
     shared = np.flatnonzero(sizes[group] > 1)
     shared = shared[np.lexsort((shared, group[shared]))]  # grouped by pixels; in a group training comes first
     starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
@@ -144,13 +191,10 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
         )
     samples = profile.training.samples + profile.test.samples
     if profile.conflicts > max_conflicts * samples:
-        remedy = "correct the labels"
-        if profile.equal > samples / 2 and what == "pixels":
-            remedy = f"{profile.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
         problems.append(
             f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of another one with another "
             f"label, more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; "
-            f"{remedy}{normal.format('max_conflicts')}"
+            f"correct the labels{normal.format('max_conflicts')}"
         )
     if problems:
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
