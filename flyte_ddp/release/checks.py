@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.export.exporting import Comparison
+from flyte_ddp.objectives import Multilabel, Segmentation
 from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import name_scores, score_labels
+from flyte_ddp.release.scores import has_formula, name_scores, score_parts
 from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.statistics import Pair, compare_scores
 from flyte_ddp.release.verdict import Check
@@ -99,10 +100,11 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
 
 def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, Pair]:
     """Return the comparison of each label's scores, where its measure is defined; {} without scores of labels."""
-    ours, theirs = (score_labels(model.objective, model.columns) for model in (challenger, champion))
-    if ours is None or theirs is None:
+    objective = challenger.objective
+    if not isinstance(objective, (Multilabel, Segmentation)) or not has_formula(objective):
         return {}
-    named, measure = dict(enumerate(classes)), name_scores(challenger.objective)
+    ours, theirs = (score_parts(objective, model.columns) for model in (challenger, champion))
+    named, measure = dict(enumerate(classes)), name_scores(objective)
     return {
         named.get(place, str(place)): compare_scores(ours[:, place], theirs[:, place], measure)
         for place in range(ours.shape[1])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
@@ -52,7 +53,9 @@ class Evaluation:
             for outputs, targets, samples in batches:
                 columns = compute_columns(objective, outputs, targets, samples)
                 if isinstance(objective, Classification) and isinstance(outputs, Tensor):
-                    columns |= compute_likelihoods(outputs, targets)
+                    logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
+                    of_label = logs.gather(1, targets[:, None])[:, 0]
+                    columns |= {"confidence": logs.max(dim=1).values.exp(), "nll": -of_label}
                 finite = torch.ones(samples, dtype=torch.bool)
                 for tensor in list_floats(outputs):
                     # Of a tensor that has no row for each sample, all numbers count for all samples.
@@ -99,12 +102,6 @@ class Evaluation:
     def correct(self) -> NDArray[np.bool_]:
         """Whether each prediction is the label, [N]; of classification alone."""
         return np.asarray(self.columns["prediction"] == self.columns["truth"])
-
-
-def compute_likelihoods(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return confidence and negative log-likelihood, [n] each, of logits [n, classes] and labels [n]."""
-    logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
-    return {"confidence": logs.max(dim=1).values.exp(), "nll": -logs.gather(1, labels[:, None])[:, 0]}
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
@@ -157,8 +154,10 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
     else:
         truth = truth.long()
         counts = truth.bincount(minlength=objective.outputs)
-        commonest = counts.topk(min(TRIED, len(counts))).indices
-        answers = [(counts / len(truth)).log().clamp(min=-SURE), *(torch.eye(len(counts))[commonest] * SURE)]
+        answers = [(counts / len(truth)).log().clamp(min=-SURE)]
+        if objective.main_measure != "accuracy":  # which is the same for the commonest class by any numbers
+            commonest = counts.topk(min(TRIED, len(counts))).indices
+            answers += [*(functional.one_hot(commonest, len(counts)) * SURE)]
 
     def give_answer(answer: Tensor) -> Iterator[tuple[Any, Leaves, int]]:
         for part in torch.split(truth, ROWS):

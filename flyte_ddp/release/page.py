@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import closing
-from itertools import chain
+from itertools import chain, permutations
 from pathlib import Path
 
 import numpy as np
@@ -47,23 +47,21 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """Return the first PICTURED (12) samples that only challenger, or only champion, gets right, by headline."""
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
-    found: dict[str, list[Picture]] = {}
+    found = dict[str, list[Picture]]()
     if mine is None or theirs is None or not (mine.classifies and theirs.classifies):
         return found
-    places = {
-        (right, wrong): np.flatnonzero(better.correct & ~worse.correct)[:PICTURED].tolist()
-        for right, wrong, better, worse in (
-            ("challenger", "champion", mine, theirs),
-            ("champion", "challenger", theirs, mine),
-        )
+    sides = {"challenger": mine, "champion": theirs}
+    chosen = {
+        (right, wrong): np.flatnonzero(sides[right].correct & ~sides[wrong].correct)[:PICTURED].tolist()
+        for right, wrong in permutations(sides)
     }
-    images = read_test_images(judgement, {*chain(*places.values())})
-    for (right, wrong), chosen in places.items():
-        model = theirs if wrong == "champion" else mine
-        for place in chosen:
-            truth, prediction = (names[int(model.columns[key][place])] for key in ("truth", "prediction"))
-            score = float(model.columns["confidence"][place])
-            picture = Picture(f"sample {model.ids[place]}", images.get(place), prediction, truth, score)
+    images = read_test_images(judgement, {*chain(*chosen.values())})
+    for (right, wrong), places in chosen.items():
+        columns = sides[wrong].columns
+        for place in places:
+            truth, prediction = (names[int(columns[key][place])] for key in ("truth", "prediction"))
+            facts = prediction, truth, float(columns["confidence"][place])
+            picture = Picture(f"sample {mine.ids[place]}", images.get(place), *facts)
             found.setdefault(f"Only the {right} is right; the {wrong} predicts", []).append(picture)
     return found
 

@@ -27,6 +27,7 @@ from flyte_ddp.objectives import (
     Regression,
     Segmentation,
 )
+from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.text.formatting import name_measure
 
@@ -51,20 +52,19 @@ def has_own_scores(objective: Objective) -> bool:
     return type(objective).scores not in inherited or not objective.measures
 
 
-def find_formula(objective: Objective) -> str:
-    """Return the main measure if its scores come from one of the FORMULAS, else ""."""
-    name, known = objective.main_measure, FORMULAS.get(type(objective).measure, ())
-    return name if name in known and not has_own_scores(objective) else ""
+def has_formula(objective: Objective) -> bool:
+    return objective.main_measure in FORMULAS.get(type(objective).measure, ())
 
 
 def needs_calls(objective: Objective) -> bool:
     """Return whether each sample's score needs a call of the objective's measure."""
-    return not find_formula(objective) and not has_own_scores(objective)
+    return not has_formula(objective) and not has_own_scores(objective)
 
 
 def name_scores(objective: Objective) -> str:
-    named = {"rmse": "squared error", "perplexity": "loss of a token"}
-    return named.get(find_formula(objective), name_measure(objective.main_measure))
+    name = objective.main_measure
+    named = {} if has_own_scores(objective) else {"rmse": "squared error", "perplexity": "loss of a token"}
+    return named.get(name if has_formula(objective) else "", name_measure(name))
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -75,39 +75,54 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
     """Return each sample's score [N]: the objective's own, or its pseudo-value of the main measure.
 
     Of labels' and classes' measures and mIoU it is the mean over these. A measure without a formula is called N + 1
-    times; UserError above 20,000 samples.
+    times; UserError above 20,000 samples, and for own scores that are not a finite number for each sample.
     """
-    name, formula = objective.main_measure, find_formula(objective)
     if has_own_scores(objective):
-        return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
-    if not formula:
-        sign = 1 if is_higher_better(objective) else -1
-        return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
-    if formula == "rmse":
+        scores, samples = np.asarray(objective.scores(columns).double().numpy()), len(columns["loss"])
+        if scores.shape != (samples,) or not np.isfinite(scores).all():
+            raise UserError(
+                f"the objective's scores have shape {list(scores.shape)}, and {np.count_nonzero(~np.isfinite(scores))} "
+                f"are not finite: must be a finite number for each of the {samples} samples; override its method scores"
+            )
+        return scores
+    if has_formula(objective):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a mean of nothing
+            return np.asarray(np.nanmean(score_parts(objective, columns), axis=1))
+    name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
+    return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
+
+
+def score_parts(objective: Objective, columns: Columns) -> Floats:
+    """Return pseudo-values [N, K] of each label's main measure, or each class's IoU; K = 1 of other FORMULAS."""
+    name, labels = objective.main_measure, objective.binary_labels(columns)
+    if name == "rmse":
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)
-        return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))
-    if formula == "perplexity":
+        return -pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float))
+    if name == "perplexity":
         losses, tokens = (columns[name].double().numpy()[:, np.newaxis] for name in ("loss", "weight"))
-        return mean_over_labels(-pseudo_values_of_ratios(losses, tokens))
-    for score in (score_labels, score_binary_labels):
-        if (labels := score(objective, columns)) is not None:
-            return mean_over_labels(labels)
-    return score_classes(formula, columns)
+        return -pseudo_values_of_ratios(losses, tokens)
+    if name == "miou":
+        right, predicted, true = (columns[name].double().numpy() for name in ("correct", "predicted", "true"))
+        return pseudo_values_of_ratios(right, predicted + true - right)
+    return score_classes(name, columns) if labels is None else score_binary_labels(name, labels)
 
 
-def require_scores(scores: Floats, samples: int) -> Floats:
-    """Return the scores; UserError unless they are a finite number for each of the samples."""
-    if scores.shape != (samples,) or not np.isfinite(scores).all():
-        raise UserError(
-            f"the objective's scores have shape {list(scores.shape)}, and {np.count_nonzero(~np.isfinite(scores))} are "
-            f"not finite: must be a finite number for each of the {samples} samples; override its method scores"
-        )
-    return scores
+def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
+    truth, scores, named = labels
+    positive, negative = (truth == 1).astype(float), (truth == 0).astype(float)
+    if name == "f1":
+        hits = 2.0 * (positive * named)
+        return pseudo_values_of_ratios(hits, hits + (positive != named) * (positive + negative), positive)
+    if name == "balanced_accuracy":
+        recall = pseudo_values_of_ratios(positive * named, positive)
+        return np.asarray((recall + pseudo_values_of_ratios(negative * ~named, negative)) / 2)
+    return (pseudo_values_of_auroc if name == "auroc" else pseudo_values_of_average_precision)(scores, truth)
 
 
 def score_classes(measure: str, columns: Columns) -> Floats:
-    """Return pseudo-values [N] of macro F1 or balanced accuracy: the mean of each class's against the rest."""
+    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy: the mean of each class's against the rest."""
     truth, predicted = (columns[name].numpy()[:, np.newaxis] for name in ("truth", "prediction"))
     classes = np.unique(truth if measure == "balanced_accuracy" else (truth, predicted))
     total = np.zeros(truth.shape)
@@ -115,45 +130,7 @@ def score_classes(measure: str, columns: Columns) -> Floats:
         there, named = (truth == each).astype(float), (predicted == each).astype(float)
         of = there if measure == "balanced_accuracy" else (there + named) / 2
         total += pseudo_values_of_ratios(there * named, of)
-    return total[:, 0] / len(classes)
-
-
-def score_labels(objective: Objective, columns: Columns) -> Floats | None:
-    """Return pseudo-values [N, K] of each label's main measure (multilabel), or each class's mIoU; otherwise None."""
-    name = objective.main_measure
-    if isinstance(objective, Multilabel):
-        return score_binary_labels(objective, columns)
-    if isinstance(objective, Segmentation) and type(objective).measure is Segmentation.measure and name == "miou":
-        right, predicted, truth = (columns[name].double().numpy() for name in ("correct", "predicted", "true"))
-        return pseudo_values_of_ratios(right, predicted + truth - right)
-    return None
-
-
-def score_binary_labels(objective: Objective, columns: Columns) -> Floats | None:
-    """Return pseudo-values [N, K] of the main measure of labels that samples have or not; None if it is another."""
-    labels, name = objective.binary_labels(columns), objective.main_measure
-    if labels is None or type(objective).measure not in (Classification.measure, Multilabel.measure):
-        return None
-    truth, scores, predicted = labels
-    positive, negative = (truth == 1).astype(float), (truth == 0).astype(float)
-    if name == "f1":
-        right = 2.0 * (positive * predicted)
-        return pseudo_values_of_ratios(right, right + (positive != predicted) * (positive + negative), positive)
-    if name == "balanced_accuracy":
-        recalls = (
-            pseudo_values_of_ratios(positive * predicted, positive),
-            pseudo_values_of_ratios(negative * ~predicted, negative),
-        )
-        return np.asarray((recalls[0] + recalls[1]) / 2)
-    if name == "auroc":
-        return pseudo_values_of_auroc(scores, truth)
-    return pseudo_values_of_average_precision(scores, truth) if name == "average_precision" else None
-
-
-def mean_over_labels(values: Floats) -> Floats:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a mean of nothing
-        return np.asarray(np.nanmean(values, axis=1))
+    return total / len(classes)
 
 
 def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:

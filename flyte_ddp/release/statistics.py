@@ -64,9 +64,9 @@ class Pair:
         return f"{100 * difference:+.2f} {'points' if self.unit == POINTS else '%'}"
 
     def p_value(self) -> float:
-        """Return the p-value of McNemar's exact test, or the exact sign-flip test, that the challenger is better."""
-        if self.unit == POINTS:
-            return mcnemar_p_value(self.gained, self.lost)
+        """Return the p-value of McNemar's exact test (Psychometrika 12, 1947), or of sign flips, that it is better."""
+        if self.unit == POINTS and (differing := self.gained + self.lost):
+            return float(stats.binomtest(self.gained, differing, 0.5, alternative="greater").pvalue)
         return sign_flip_p_value(self.differences)
 
     def p_value_of_loss(self) -> float:
@@ -94,16 +94,6 @@ def compare_scores(mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is
 def alpha_of_look(alpha: float, look: int) -> float:
     """Return the level of the test number ``look``, from 1; the levels sum up to ``alpha`` (Bonferroni's bound)."""
     return alpha * 6 / (math.pi * look) ** 2
-
-
-def mcnemar_p_value(gained: int, lost: int) -> float:
-    """Return the one-sided p-value of McNemar's exact test that the first of two models is better; 1 if none differs.
-
-    Only the first model gets ``gained`` samples right, only the second one ``lost``. McNemar, Psychometrika 12 (1947).
-    """
-    if not gained + lost:
-        return 1.0
-    return float(stats.binomtest(gained, gained + lost, 0.5, alternative="greater").pvalue)
 
 
 def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:

@@ -35,7 +35,7 @@ from flyte_ddp.release.scores import (
     pseudo_values_by_calls,
     pseudo_values_of_auroc,
     pseudo_values_of_ratios,
-    score_labels,
+    score_parts,
 )
 from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores
 
@@ -126,9 +126,7 @@ def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
     )
     np.testing.assert_allclose(found.scores, N * found.score - (N - 1) * without, rtol=1e-9)
     assert found.score == found.measures[name]
-    labels = score_labels(objective, found.columns)
-    if labels is not None:
-        np.testing.assert_allclose(labels.mean(axis=1), found.scores)
+    np.testing.assert_allclose(score_parts(objective, found.columns).mean(axis=1), found.scores)
 
 
 def test_scores_of_numbers_are_squared_errors() -> None:

@@ -15,7 +15,8 @@ from flyte_ddp.release import statistics
 def test_mcnemar_is_a_sum_of_binomial_coefficients(gained: int, lost: int) -> None:
     discordant = gained + lost
     at_least = sum(math.comb(discordant, k) for k in range(gained, discordant + 1))
-    assert statistics.mcnemar_p_value(gained, lost) == pytest.approx(at_least / 2**discordant)
+    pair = statistics.Pair(np.repeat([1.0, -1.0, 0.0], [gained, lost, 9]), "accuracy", statistics.POINTS)
+    assert pair.p_value() == pytest.approx(at_least / 2**discordant)
 
 
 def test_all_looks_together_spend_alpha() -> None:
