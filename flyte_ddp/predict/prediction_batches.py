@@ -60,34 +60,14 @@ class SavedModel:
         evaluated = int(self.sidecar.get("hyperparameters", {}).get("test_batch_size", BATCH_SIZE))
         return evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
-    def describe_input(self) -> str:
-        return describe_input(self.sidecar["input"])
+    def unfit_data_error(self, what: str) -> UserError:
+        takes = describe_input(self.sidecar["input"])
+        return UserError(f"{what}, and the model takes {takes}; give data like those that it was trained on")
 
-    def require_images(self) -> InputSpec:
-        if isinstance(self.spec, LeavesSpec):
-            raise UserError(f"the model takes {self.describe_input()}, no images; give a data set of such samples")
-        return self.spec
-
-    def require_squares(self, dataset: str) -> InputSpec:
-        """Return the model's input; UserError, about ``dataset``, unless it is colour images that are squares."""
-        spec = self.require_images()
-        if spec.channels != 3 or spec.height != spec.width:
-            raise UserError(
-                f"dataset={dataset!r}: has colour images that become squares, and the model takes "
-                f"{self.describe_input()}; predict with a model that was trained on such images"
-            )
-        return spec
-
-    def require_inputs(self, dataset: str, found: ModelInput) -> None:
-        fix = "predict the data set that it was trained on, or one like it"
-        if isinstance(found, InputSpec):
-            spec = self.require_images()
-            if found.channels not in (1, spec.channels):
-                what = f"{found.channels} channels: the model takes {spec.channels}"
-                raise UserError(f"data set {dataset!r} has {what}; {fix}")
-        elif not isinstance(self.spec, LeavesSpec) or not self.spec.takes(found):
-            what = f"{found.describe()}: the model takes {self.describe_input()}"
-            raise UserError(f"data set {dataset!r} has {what}; {fix}")
+    def takes(self, found: ModelInput) -> bool:
+        if isinstance(self.spec, InputSpec):
+            return isinstance(found, InputSpec) and found.channels in (1, self.spec.channels)
+        return not isinstance(found, InputSpec) and self.spec.takes(found)
 
     def compute_outputs(self, inputs: Leaves) -> Any:
         """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
@@ -124,11 +104,9 @@ def read_folder_batches(
     Threads decode the images and scale them to the model's size, so that each holds one large image at a time. Images
     that cannot be decoded count for the size of a batch, and are recorded in ``bad``.
     """
-    spec = model.require_images()
-    if spec.channels not in (1, 3):
-        raise UserError(
-            f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
-        )
+    spec = model.spec
+    if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
+        raise model.unfit_data_error(f"images={folder}: has image files, of 1 or 3 channels")
     middle = model.sidecar["input"].get("crop") == artifacts.MIDDLE
 
     def read_input(path: Path) -> Tensor | DecodingError:
@@ -171,13 +149,15 @@ def read_test_split(
     images count for the size of a batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises
     UserError for inputs that the model does not take, and for targets of other names than the model's.
     """
-    trained, names = model.sidecar.get("hyperparameters", {}), [*data.classes]
+    trained, names, spec = model.sidecar.get("hyperparameters", {}), [*data.classes], model.spec
     images: EncodedSamples | None = None
     if isinstance(data, EncodedSet):
         names = names or model.classes
+        if not isinstance(spec, InputSpec) or spec.channels != 3 or spec.height != spec.width:
+            raise model.unfit_data_error(f"dataset={data.name!r}: has colour images that become squares")
         split, images = open_encoded_test_split(
             data,
-            model.require_squares(data.name),
+            spec,
             len(names),
             BadSamples(model.bad_samples) if bad is None else bad,
             sample=str(trained.get("sample", "")),
@@ -187,9 +167,11 @@ def read_test_split(
     else:
         collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))
         threads = model.settings.loaders or count_cores()
-        like = model.spec if isinstance(model.spec, LeavesSpec) else None
+        like = spec if isinstance(spec, LeavesSpec) else None
         split, found = open_item_test_split(data, collate, seed, model.device, threads, like=like)
-        model.require_inputs(data.name, found)
+        if not model.takes(found):
+            what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
+            raise model.unfit_data_error(f"data set {data.name!r} has {what}")
     with closing(split.source):
         for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):
             samples = split.order.samples(place).tolist()
@@ -206,7 +188,7 @@ def read_test_split(
                 if not decoded[at]:  # the substitute's class; another one only the user's own code would find
                     label = images.read_label(sample) if images else None
                     truths[at] = "" if label is None else names[label]
-            ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, model.spec)
+            ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, spec)
             yield Batch(ids, truths or None, decoded, inputs, others)
 
 

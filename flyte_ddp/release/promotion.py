@@ -35,28 +35,21 @@ def store_version(
     ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
     a UserError if the verdict is on another model, or the weights are stored with another name or task.
     """
-    verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
     if verdict.challenger != name:
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
     stored = versions.find_version(registry, name)
     if stored is not None:
-        stored_about = json.loads(versions.read_version_file(registry, stored, SIDECAR))
-        own, other = ({"model": each["model"], **versions.read_task(each)} for each in (about, stored_about))
-        for field, value in own.items():
-            if other[field] != value:
-                raise UserError(
-                    f"version {name[:12]} is in the registry already, with another {field}: equal weights are one "
-                    "version; train with another seed"
-                )
+        contents = sidecar.read_bytes(), versions.read_version_file(registry, stored, SIDECAR)
+        own, other = ({"model": each["model"], **versions.read_task(each)} for each in map(json.loads, contents))
+        if changed := [field for field, value in own.items() if other[field] != value]:
+            raise UserError(
+                f"version {name[:12]} is in the registry already, with another {changed[0]}: equal weights are one "
+                "version; train with another seed"
+            )
         if not verdict.promotes:
             return stored
-    files: Mapping[str, Path | bytes] = {
-        "verdict.json": verdict_file,
-        WEIGHTS: weights,
-        SIDECAR: sidecar,
-        **beside,
-    }
+    files = {"verdict.json": verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **beside}
     return versions.write_version(registry, files)
 
 
@@ -127,16 +120,14 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
     return next(found, None)
 
 
-def download_version(
-    registry: Registry, version: str, folder: Path, manifest: str = "", *, every_file: bool = False
-) -> tuple[Path, Path]:
-    """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
+def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
+    """Download model.pt and model.json of a version into a folder; return their paths.
 
     Makes the folder, replaces its files. ``manifest`` is the SHA-256 of a revision's manifest; empty: the newest
     revision.
     """
-    found, needed = versions.read_version(registry, version, manifest), (WEIGHTS, SIDECAR)
-    for name in found.files if every_file else needed:
+    found = versions.read_version(registry, version, manifest)
+    for name in (WEIGHTS, SIDECAR):
         address, target = versions.file_address(registry, found, name), folder / name
         with registry.explain_failures("read"), replace_file(target, durable=False) as file:
             storage.retry(address, partial(storage.download_file, file=file))

@@ -39,10 +39,6 @@ PROBE = ".creates-once"  # no model's name; a file that is written to find out w
 DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is not what was written
 
 
-class LogError(UserError):
-    """An entry of the log is missing, damaged or altered."""
-
-
 class LostError(UserError):
     """Somebody else has written the next entry of the log; ``winner`` is that entry."""
 
@@ -178,29 +174,29 @@ class Registry:
         return self.read_entry(numbers[-1]) if numbers else None
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
-        """Return all entries, oldest first; LogError if one, or one of ``at_least`` entries, is missing or altered."""
+        """Return all entries, oldest first; UserError if one, or one of ``at_least`` entries, is missing or altered."""
         last = max([at_least, *self.list_entry_numbers()])
         with ThreadPoolExecutor(READERS) as pool:
             entries = [*pool.map(self.read_entry, range(1, last + 1))]
         for before, entry in itertools.pairwise([None, *entries]):
             if entry is not None and entry.previous != (before.digest if before else ""):
                 said = "does not follow the entry before it: one of the two was altered; restore them"
-                raise LogError(f"{self.entry_address(entry.number)} {said}")
+                raise UserError(f"{self.entry_address(entry.number)} {said}")
         return entries
 
     def list_entry_numbers(self) -> list[int]:
         return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
 
     def read_entry(self, number: int) -> Entry:
-        """Return the log's entry with that number; LogError if it is missing or damaged."""
+        """Return the log's entry with that number; UserError if it is missing or damaged."""
         address = self.entry_address(number)
         if (content := self.read_file(address)) is None:
-            raise LogError(f"{address} is missing; restore it, as no entry may be deleted")
+            raise UserError(f"{address} is missing; restore it, as no entry may be deleted")
         with suppress(*DAMAGED):
             entry = Entry.from_file(content)
             if entry.number == number:
                 return entry
-        raise LogError(f"{address} is damaged; restore it, as no entry of the log may be altered")
+        raise UserError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
         """Write the entry after ``before``, the last one, to the log, and return the new entry.

@@ -271,11 +271,13 @@ def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, 
 
 def test_channels_that_the_model_does_not_take_are_refused(grey_model, folder: Path, tmp_path: Path) -> None:
     colour = write_dataset(tmp_path / "colour", 3)
-    with pytest.raises(UserError, match="data set 'noise' has 3 channels: the model takes 1"):
+    with pytest.raises(
+        UserError, match="data set 'noise' has images of 3 channels, and the model takes 1 x 16 x 16; give data like"
+    ):
         predict(grey_model, dataset=colour)
     Image.fromarray(noise(16, 16)).save(folder / "fine.png")
     four = save(tmp_path / "four", InputSpec(channels=4, height=16, width=16, mean=(0.5,) * 4, std=(0.5,) * 4))
-    with pytest.raises(UserError, match="the model takes 4 channels: image files have 1 or 3"):
+    with pytest.raises(UserError, match="image files, of 1 or 3 channels, and the model takes 4 x 16 x 16"):
         predict(four, images=folder)
 
 

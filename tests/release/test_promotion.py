@@ -15,7 +15,6 @@ from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import (
     apply_verdict,
     download_champion,
-    download_version,
     promote_version,
     roll_back_champion,
     store_version,
@@ -92,7 +91,7 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         registry = Registry(f"{address}{place}", "model")
         assert registry.read_champion() == next(reversed(registry.read_log()), None)
         for entry in registry.read_log():
-            download_version(registry, entry.version, tmp_path / f"fetched{place}", entry.manifest, every_file=True)
+            versions.verify_files(registry, versions.read_version(registry, entry.version, entry.manifest))
         assert promoter.release_model(f"{address}{place}", model) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
         if killed.exitcode == 0:
