@@ -46,7 +46,6 @@ class SavedModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.sidecar = artifacts.load_model(weights, sidecar, self.device)
         self.settings = settings
-        self.bytes = weights.stat().st_size
         self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
         self.classes = [str(name) for name in self.sidecar["classes"]]
         self.objective = objective_of_sidecar(self.sidecar)

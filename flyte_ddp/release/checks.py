@@ -30,7 +30,7 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
-    """Return the Check that two tasks (:func:`flyte_ddp.release.versions.read_task`) are the same."""
+    """Return the Check that two tasks (:func:`flyte_ddp.release.registry.read_task`) are the same."""
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
     shown = f"another {changed}" if changed else "the same"
@@ -42,13 +42,6 @@ def check_finite_outputs(challenger: Evaluation) -> Check:
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     shown = f"{format_count(len(bad), 'sample')} with NaN or infinity"
     return Check("finite", not len(bad), len(bad), 0, shown, "none", reason)
-
-
-def check_ratio(name: str, value: float, limit: float) -> Check:
-    """Return the Check that the challenger's size or time, as a multiple of the champion's, is at most the limit."""
-    passed = value <= limit
-    reason = "" if passed else f"its {name} is {value:.2f} of the champion's, and {limit:g} is allowed"
-    return Check(name, passed, value, limit, f"{value:.2f}x", f"at most {limit:g}x", reason)
 
 
 def check_score(challenger: Evaluation, policy: Policy) -> Check:

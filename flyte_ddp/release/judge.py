@@ -20,12 +20,12 @@ from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.progress import Progress
-from flyte_ddp.release import checks, statistics, versions
+from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.policy_check import group_by_slice
 from flyte_ddp.release.promotion import download_version
-from flyte_ddp.release.registry import Entry, Registry, replay_promotions
+from flyte_ddp.release.registry import Entry, Registry, find_version, read_task, replay_promotions
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
@@ -131,7 +131,7 @@ def decide(judgement: Judgement) -> Decision:
     if judgement.counts and is_champion:
         return unchanged
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if judgement.counts and before is not None and versions.find_version(registry, model.digest):
+    if judgement.counts and before is not None and find_version(registry, model.digest):
         _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
@@ -159,7 +159,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     policy, model, verdict = judgement.policy, judgement.model, judgement.verdict
     slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
     champion, theirs = evaluate_version(judgement, before.version, before.manifest)
-    same = checks.check_same_task(versions.read_task(model.sidecar), versions.read_task(champion.sidecar))
+    same = checks.check_same_task(read_task(model.sidecar), read_task(champion.sidecar))
     verdict.checks.append(same)
     if theirs is None:
         return KEPT, same.reason
@@ -173,10 +173,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
         assert best is not None  # other tasks are promoted by a person, whose version is then the best
         others["best version ever"] = best
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
-    verdict.checks += [
-        checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
-        checks.check_score(ours, policy),
-    ]
+    verdict.checks.append(checks.check_score(ours, policy))
     pair = pairs["champion"]
     if not np.any(pair.differences):
         return KEPT, pair.equal
@@ -226,7 +223,7 @@ def evaluate_version(judgement: Judgement, version: str, manifest: str = "") -> 
         with tempfile.TemporaryDirectory() as folder:
             files = download_version(judgement.registry, version, Path(folder), manifest)
             model = SavedModel(*files, challenger.settings, challenger.bad_samples)
-        if versions.read_task(model.sidecar) != versions.read_task(challenger.sidecar):
+        if read_task(model.sidecar) != read_task(challenger.sidecar):
             return model, None
         model.objective = challenger.objective
         found = evaluate_split(model, judgement.split)

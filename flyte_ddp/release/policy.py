@@ -56,7 +56,6 @@ class Policy(CheckedFields, called="policy setting"):
         "Largest rise of the mean negative log-likelihood (nats); a larger one is a veto if it is significant.",
         at_least=0.0,
     )
-    size_ratio: float = setting(2.0, "Largest size of the weights, as a multiple of the champion's.", above=0.0)
     export: str = setting(
         IF_POSSIBLE,
         "Whether a version gets an ONNX with torch's logits on all test samples; required: a model without one is not "

@@ -16,8 +16,23 @@ from typing import TYPE_CHECKING, Any
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
-from flyte_ddp.release import versions
-from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
+from flyte_ddp.release.registry import (
+    PROMOTE,
+    ROLLBACK,
+    Entry,
+    LostError,
+    Registry,
+    Version,
+    damaged_file_error,
+    file_address,
+    find_version,
+    read_task,
+    read_version,
+    read_version_file,
+    replay_promotions,
+    verify_files,
+    write_version,
+)
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -29,7 +44,7 @@ PROFILE = "data_profile.json"
 
 def store_version(
     registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes]
-) -> versions.Version:
+) -> Version:
     """Upload a judged model with its verdict, and return the version; promote nothing.
 
     ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
@@ -38,10 +53,10 @@ def store_version(
     name = file_digest(weights)
     if verdict.challenger != name:
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
-    stored = versions.find_version(registry, name)
+    stored = find_version(registry, name)
     if stored is not None:
-        contents = sidecar.read_bytes(), versions.read_version_file(registry, stored, SIDECAR)
-        own, other = ({"model": each["model"], **versions.read_task(each)} for each in map(json.loads, contents))
+        contents = sidecar.read_bytes(), read_version_file(registry, stored, SIDECAR)
+        own, other = ({"model": each["model"], **read_task(each)} for each in map(json.loads, contents))
         if changed := [field for field, value in own.items() if other[field] != value]:
             raise UserError(
                 f"version {name[:12]} is in the registry already, with another {changed[0]}: equal weights are one "
@@ -50,10 +65,10 @@ def store_version(
         if not verdict.promotes:
             return stored
     files = {"verdict.json": verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **beside}
-    return versions.write_version(registry, files)
+    return write_version(registry, files)
 
 
-def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Released:
+def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by: str) -> Released:
     """Make a stored version the champion if its verdict promotes it and no other entry was written since it was judged.
 
     An entry that ``by``, the Flyte execution or user, appended in an earlier try counts as this one.
@@ -84,10 +99,10 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     history = registry.read_log()
     if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
         return earlier
-    found, before = versions.read_version(registry, version), history[-1] if history else None
+    found, before = read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    versions.verify_files(registry, found)
+    verify_files(registry, found)
     return append(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
 
 
@@ -104,12 +119,12 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
-    version = versions.read_version(registry, target.version, target.manifest)
-    versions.verify_files(registry, version)
+    version = read_version(registry, target.version, target.manifest)
+    verify_files(registry, version)
     return append(registry, history, version, action=ROLLBACK, best=target.best, reason=reason, by=by)
 
 
-def append(registry: Registry, log: list[Entry], version: versions.Version, **values: str) -> Entry:
+def append(registry: Registry, log: list[Entry], version: Version, **values: str) -> Entry:
     """Append the log entry of a version; ``values`` are action, best, reason and by."""
     return registry.append_entry(log[-1] if log else None, version=version.name, manifest=version.manifest, **values)
 
@@ -126,13 +141,13 @@ def download_version(registry: Registry, version: str, folder: Path, manifest: s
     Makes the folder, replaces its files. ``manifest`` is the SHA-256 of a revision's manifest; empty: the newest
     revision.
     """
-    found = versions.read_version(registry, version, manifest)
+    found = read_version(registry, version, manifest)
     for name in (WEIGHTS, SIDECAR):
-        address, target = versions.file_address(registry, found, name), folder / name
+        address, target = file_address(registry, found, name), folder / name
         with registry.explain_failures("read"), replace_file(target, durable=False) as file:
             storage.retry(address, partial(storage.download_file, file=file))
         if file_digest(target) != found.files[name]:
-            raise versions.damaged_file_error(address)
+            raise damaged_file_error(address)
     return folder / WEIGHTS, folder / SIDECAR
 
 
@@ -146,10 +161,10 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     """Return the profile of the data that trained an entry's version; None without one; UserError if outdated."""
-    version = versions.read_version(registry, entry.version, entry.manifest)
+    version = read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
-    content = versions.read_version_file(registry, version, PROFILE)
+    content = read_version_file(registry, version, PROFILE)
     try:
         return DataProfile.from_json(content)
     except (KeyError, TypeError, ValueError):

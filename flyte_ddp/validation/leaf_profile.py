@@ -28,7 +28,7 @@ from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.samples.leaves import Leaves, name_leaves
+from flyte_ddp.samples.leaves import Leaves, group_leaves, name_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
@@ -74,25 +74,18 @@ class ItemMeasurer:
     side: str
     kind: str  # what a target is, as in the profile
     classes: int  # number of classes that have names
-    dimensions: list[dict[str, int]]  # of the leaves of inputs and targets of the first training sample
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
-        read = [[name_arrays(side) for side in self.items.read_item(sample, 0, None)] for sample in samples]
-        for sample, pair in zip(samples, read, strict=True):
-            if (found := count_dimensions(pair)) != self.dimensions:
-                raise UserError(
-                    f"{NAMES[self.side]} sample {sample} has leaves of the dimensions {found}, and training sample 0 "
-                    f"{self.dimensions}; all must have the same"
-                )
+        read = [self.items.read_item(sample, 0, None) for sample in samples]
+        names = [f"{NAMES[self.side]} sample {sample}" for sample in samples]
         inputs, targets = (
-            {name: [pair[place][name] for pair in read] for name in named}
-            for place, named in enumerate(self.dimensions)
+            {
+                name: [convert_leaf(leaf) for leaf in values]
+                for name, values in group_leaves(kind, leaves, names).items()
+            }
+            for kind, leaves in zip(("inputs", "targets"), zip(*read, strict=True), strict=True)
         )
         return measure_leaves(samples, inputs, targets, self.kind, self.classes)
-
-
-def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[str, int]]:
-    return [{name: leaf.ndim for name, leaf in named.items()} for named in pair]
 
 
 def measure_item_set(
@@ -110,12 +103,11 @@ def measure_item_set(
         return [add_split(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES]
     items = open_items(data)
     with keep_random_state():
-        first = [name_arrays(leaves) for leaves in items["train"].read_item(0, 0, None)]
-    alone = {name: leaf[np.newaxis] for name, leaf in first[1].items()}
-    profile.target_shape = [*first[1][""].shape] if "" in first[1] else []
+        _, target = items["train"].read_item(0, 0, None)
+    alone = {name: convert_leaf(leaf)[np.newaxis] for name, leaf in name_leaves(target).items()}
+    profile.target_shape = [*alone[""].shape[1:]] if "" in alone else []
     profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
-    known = profile.targets, len(data.classes), count_dimensions(first)
-    measurers = [ItemMeasurer(items[side], side, *known) for side in NAMES]
+    measurers = [ItemMeasurer(items[side], side, profile.targets, len(data.classes)) for side in NAMES]
     pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[Compared]()
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
@@ -178,17 +170,15 @@ def add_split(
     return Compared(np.concatenate(numbers), np.concatenate(labels), np.concatenate(digests))
 
 
-def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
-    """Return leaves of one sample by name, as arrays. Objects, for a collate of the user's own, are in an array []."""
-    found = dict[str, NDArray[Any]]()
-    for name, leaf in name_leaves(leaves).items():
-        try:
-            found[name] = np.asarray(leaf)
-        except (TypeError, ValueError):
-            found[name] = np.array(None)
-        if found[name].dtype.kind not in "biufUS":
-            found[name] = np.array(None, object)
-            found[name][()] = leaf
+def convert_leaf(leaf: Any) -> NDArray[Any]:
+    """Return a leaf as an array; an object, for a collate of the user's own, is in an array []."""
+    try:
+        found = np.asarray(leaf)
+    except (TypeError, ValueError):
+        found = np.array(None)
+    if found.dtype.kind not in "biufUS":
+        found = np.array(None, object)
+        found[()] = leaf
     return found
 
 

@@ -14,9 +14,9 @@ from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.policy_check import group_by_slice
+from flyte_ddp.release.registry import read_task
 from flyte_ddp.release.statistics import compare_scores
 from flyte_ddp.release.verdict import Check
-from flyte_ddp.release.versions import read_task
 
 LABELS = np.arange(10_000) % 10
 NAMES = [f"class {number}" for number in range(10)]

@@ -11,7 +11,7 @@ import pytest
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
-from flyte_ddp.release import versions
+from flyte_ddp.release import registry as versions
 from flyte_ddp.release.promotion import (
     apply_verdict,
     download_champion,
@@ -167,11 +167,15 @@ def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path)
     version = local.read_log()[0].version
     path = Path(local.at("versions", version, file))
     path.write_bytes(path.read_bytes() + b" ")
-    said = f"{version}: has no manifest.json with the SHA-256 " if file == "manifest.json" else f"{file}: is damaged or"
+    said = (
+        f"{version}: has no manifest.json with the SHA-256 "
+        if file == "manifest.json"
+        else f"{file}: is missing, damaged or"
+    )
     with pytest.raises(UserError, match=said):
         download_champion(local, tmp_path / "fetched")
     path.unlink()
-    said = "has no complete version" if file == "manifest.json" else f"{file}: is missing; restore it, or promote"
+    said = "has no complete version" if file == "manifest.json" else "model cannot be read: .*no such file"
     with pytest.raises(UserError, match=said):
         download_champion(local, tmp_path / "again")
     assert not [*(tmp_path / "again").glob("*.pt")]
@@ -183,7 +187,7 @@ def test_a_person_can_promote_only_what_is_whole(local: Registry, tmp_path: Path
     for name in names:
         promote_version(local, name, "why", by="me")
     Path(local.at("versions", names[0], "page.html")).write_text("altered")
-    for said in (r"page.html: is damaged or was altered; restore it", r"model.pt: is missing; restore it"):
+    for said in (r"page.html: is missing, damaged or was altered; restore it", r"model.pt: is missing, damaged or"):
         with pytest.raises(UserError, match=said):
             promote_version(local, names[0], "why", by="me")
         with pytest.raises(UserError, match=said):

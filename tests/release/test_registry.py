@@ -9,8 +9,7 @@ from s3_server import S3Server
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.promotion import download_champion
-from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.versions import Version, write_version
+from flyte_ddp.release.registry import Registry, Version, write_version
 
 
 def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:

@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.release import versions
+from flyte_ddp.release import registry as versions
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.policy_check import check_policy
 from flyte_ddp.release.promotion import promote_version

@@ -14,7 +14,6 @@ from flyte_ddp.datasets import arrays, fetch
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import workers
 from flyte_ddp.validation.leaf_profile import count_ranges, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, describe_differences
@@ -116,14 +115,6 @@ def test_other_columns_and_lengths_are_told(tmp_path: Path) -> None:
     assert "300 samples in 1 ranges of numbers of 300 to 300<" in page
     assert "lengths of inputs text" in page.lower()
     assert not any(word in page.partition("<body")[2].lower() for word in ("image", "picture", "pixel"))
-
-
-def test_items_of_another_form_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no item that is measured with them is like the first one."""
-    monkeypatch.setattr(workers, "POSSIBLE", False)
-    data = fetch("plain_sets:rows_of_rows", "", tmp_path / "data", progress="off")
-    with pytest.raises(UserError, match=r"training sample 64 has leaves of the dimensions .* and training sample 0 \["):
-        compute_profile(data, quiet(tmp_path))
 
 
 @pytest.mark.slow
