@@ -109,7 +109,6 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     write_onnx(served, example, sizes, folder)
 
     def compute_logits() -> Iterator[Tensor]:
-        """Yield torch's logits of each decodable test sample, with the user's own ``sample`` as in the judgement."""
         for batch in read_test_split(model, data):
             if len(batch.inputs):
                 yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu()
@@ -127,10 +126,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 
 
 def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
-    """Yield the decodable images of the test split, uint8 [H, W, channels], in its order, neither cropped nor resized.
-
-    Grey ones become RGB if ``channels`` is 3.
-    """
+    """Yield the test split's decodable images, uint8 [H, W, channels], not cropped nor resized; grey ones as RGB."""
     if not isinstance(data, EncodedSet):
         items, seed = open_items(data)["test"], int(model.sidecar.get("hyperparameters", {}).get("seed", 0))
         for sample in range(data.test_samples):
@@ -153,11 +149,6 @@ def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Ite
 
 
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
-    """Write ``model.onnx`` into a folder; return :func:`compare_outputs` on all test samples.
-
-    Leaves out batches of 64 whose outputs would be larger than BATCH_BYTES (1 GiB). Raises NotExportedError for inputs
-    or outputs without names.
-    """
     on_cpu, sidecar = artifacts.load_model(*model.files)
     hyperparameters = sidecar.get("hyperparameters", {})
     collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))

@@ -68,14 +68,10 @@ def write_prediction_table(
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
     settings = settings or Settings()
-    progress = Progress(settings.progress)
     model = SavedModel(model_path, sidecar_path, settings, bad_samples)
     bad = BadSamples(model.bad_samples)
     if images is not None:
-        paths, others = find_images(images)
-        if others:
-            progress.print_note(f"images={images}: {format_count(others, 'file')} left out, as no images")
-        batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
+        batches = read_folder_batches(model, images, find_images(images), batch_size or model.batch_size, bad)
     elif table is not None:
         rows, ids = read_new_rows(model.sidecar, str(table))
         data = SampleArrays(str(table), rows, None, rows, None, test_ids=ids)
@@ -87,7 +83,7 @@ def write_prediction_table(
         # surrogateescape: file names that are not UTF-8 go through as they are.
         write_rows(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
     write_html(output.with_suffix(".html"), predictor.render_page(output.stem))
-    print_samples_without_prediction(progress, predictor.undefined, bad)
+    print_samples_without_prediction(Progress(settings.progress), predictor.undefined, bad)
     return output
 
 
@@ -119,10 +115,7 @@ class Predictor:
         self.undefined: list[str] = []  # ids of the samples with NaN among their outputs; they have no prediction
 
     def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
-        """Return the table's columns but the id, those of the truth alone without decoded samples; write masks.
-
-        Texts of samples that cannot be decoded are empty.
-        """
+        """Return the table's columns but the id, those of the truth alone without decoded samples; write masks."""
         objective, truths, samples = self.model.objective, TableColumns(), len(batch.ids)
         if batch.truths is not None:
             truths = {"truth": batch.truths}
@@ -162,9 +155,8 @@ class Predictor:
     def render_page(self, title: str) -> str:
         facts, classes = [("Samples", f"{self.samples:,}")], self.model.classes
         if self.known:
-            facts.append(
-                ("Correct", f"{self.correct:,} of {self.known:,}, {format_percent(self.correct / self.known)}")
-            )
+            share = format_percent(self.correct / self.known)
+            facts.append(("Correct", f"{self.correct:,} of {self.known:,}, {share}"))
         values = {"facts": facts, "pictured": f"The first {len(self.pictures)}", "pictures": self.pictures}
         if any(picture.masks for picture in self.pictures):
             values["legend"] = [*zip(classes, class_colors(len(classes)), strict=True)]
@@ -233,9 +225,6 @@ def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) 
     if not given:
         raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():
-        if len(values) != len(undefined):
-            said = f"answers returned {len(values)} values in column {name!r}: must be one for each sample"
-            raise UserError(f"objective={where!r}: {said}, {len(undefined)}")
         if undefined.any() and isinstance(values[0], str):  # the likeliest class of NaN is the first: nobody said so
             given[name] = ["" if bad else value for bad, value in zip(undefined, values, strict=True)]
     return given

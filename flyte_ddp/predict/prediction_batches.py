@@ -84,15 +84,15 @@ class Batch(NamedTuple):
     targets: Leaves = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
 
 
-def find_images(folder: Path) -> tuple[list[Path], int]:
-    """Return a folder's image files at all depths, sorted, none hidden, and the number of others; UserError if none."""
+def find_images(folder: Path) -> list[Path]:
+    """Return a folder's image files at all depths, sorted, none hidden; UserError if there are none."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
     images = sorted(folder / name for name in names if is_image(name))
     if not images:
         raise UserError(f"images={folder}: no image among its {len(names):,} files; put {', '.join(SUFFIXES)} there")
-    return images, len(names) - len(images)
+    return images
 
 
 def read_folder_batches(
@@ -114,7 +114,7 @@ def read_folder_batches(
         except DecodingError as error:
             return error
 
-    threads, nothing = model.settings.loaders or count_cores(), (0, spec.channels, spec.height, spec.width)
+    threads = model.settings.loaders or count_cores()
     with map_in_threads(read_input, paths, threads, initializer=limit_threads) as found:
         for start in range(0, len(paths), batch_size):
             part = [*zip(paths[start : start + batch_size], found, strict=False)]
@@ -124,15 +124,12 @@ def read_folder_batches(
             inputs = [image for _, image in part if isinstance(image, Tensor)]
             ids = [path.relative_to(folder).as_posix() for path, _ in part]
             decoded = [isinstance(image, Tensor) for _, image in part]
-            yield Batch(ids, None, decoded, torch.cat([torch.empty(nothing, device=model.device), *inputs]))
+            yield Batch(ids, None, decoded, torch.cat(inputs) if inputs else None)
 
 
 def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
     """Return an image's pixels uint8 [H, W, C], of any size, with ``middle`` the middle square in the model's size."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
+    content = path.read_bytes()
     if middle:
         return torch.from_numpy(cropping.crop_to_square(decode_image(content), spec.height, share=spec.crop_share))
     pixels = decode_with_pillow(content, "L" if spec.channels == 1 else "RGB")

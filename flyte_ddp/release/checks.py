@@ -13,7 +13,7 @@ from flyte_ddp.objectives import Multilabel, Segmentation
 from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import has_formula, name_scores, score_parts
+from flyte_ddp.release.scores import has_formula, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.statistics import Pair, compare_scores
 from flyte_ddp.release.verdict import Check
@@ -26,11 +26,10 @@ PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
     """Return the comparison of two models' scores, of all samples or of those at the positions ``part``."""
     names = name_scores(mine.objective)
-    return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=not mine.higher_is_better)
+    return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=not is_higher_better(mine.objective))
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
-    """Return the Check that two tasks (:func:`flyte_ddp.release.registry.read_task`) are the same."""
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
     shown = f"another {changed}" if changed else "the same"
@@ -45,9 +44,12 @@ def check_finite_outputs(challenger: Evaluation) -> Check:
 
 
 def check_score(challenger: Evaluation, policy: Policy) -> Check:
-    """Return the Check that the main measure satisfies the policy's ``min_score``."""
     name, score, limit = challenger.objective.main_measure, challenger.score, policy.min_score
-    shown, needed, higher = format_measure(name, score), format_measure(name, limit), challenger.higher_is_better
+    shown, needed, higher = (
+        format_measure(name, score),
+        format_measure(name, limit),
+        is_higher_better(challenger.objective),
+    )
     passed = not limit or (score >= limit if higher else score <= limit)
     reason = "" if passed else f"its {name_measure(name)} is {shown}, and min_score is {needed}"
     rule = f"at {'least' if higher else 'most'} {needed}" if limit else ""
@@ -143,7 +145,6 @@ def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Polic
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:
-    """Return the Check that there is an ONNX with torch's logits, or why not; passes unless ``required``."""
     rule = "as torch" if required else ""
     if isinstance(found, str):
         return Check("export", not required, shown="none", rule=rule, reason=f"not exported: {found}")

@@ -80,10 +80,6 @@ class Evaluation:
         return len(self.finite)
 
     @property
-    def higher_is_better(self) -> bool:
-        return is_higher_better(self.objective)
-
-    @property
     def score(self) -> float:
         """The main measure; 0 if it was not measured, because an output is not finite."""
         return self.measures.get(self.objective.main_measure, 0.0)
@@ -95,12 +91,10 @@ class Evaluation:
 
     @property
     def classifies(self) -> bool:
-        """Whether there are a prediction and a true class of each sample, and likelihoods."""
         return isinstance(self.objective, Classification) and {"prediction", "truth", "nll"} <= {*self.columns}
 
     @property
     def correct(self) -> NDArray[np.bool_]:
-        """Whether each prediction is the label, [N]; of classification alone."""
         return np.asarray(self.columns["prediction"] == self.columns["truth"])
 
 
@@ -110,13 +104,13 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     ids, undecoded = list[str](), list[str]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
-        """Yield outputs, targets and number of samples of each batch; add its ids to ``ids`` or ``undecoded``."""
         for batch in read_test_split(model, data):
             truths = [*compress(batch.truths or (), batch.decoded)]
             if unknown := [name for name in truths if name not in places]:
                 known = ", ".join(model.classes[:6])
-                said = f"the model knows {known}; give data with its classes"
-                raise UserError(f"class {unknown[0]!r} of the test split: {said}")
+                raise UserError(
+                    f"class {unknown[0]!r} of the test split: the model knows {known}; give data with these"
+                )
             ids.extend(compress(batch.ids, batch.decoded))
             undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
             if not any(batch.decoded):

@@ -26,6 +26,7 @@ from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.policy_check import group_by_slice
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, find_version, read_task, replay_promotions
+from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
@@ -124,7 +125,6 @@ def judge_challenger(
 
 
 def decide(judgement: Judgement) -> Decision:
-    """Evaluate the challenger, and the champion where there is another; return the decision."""
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
     verdict, unchanged = judgement.verdict, (KEPT, "it has the champion's weights")
     is_champion = verdict.champion == model.digest
@@ -176,7 +176,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     verdict.checks.append(checks.check_score(ours, policy))
     pair = pairs["champion"]
     if not np.any(pair.differences):
-        return KEPT, pair.equal
+        return KEPT, "both models have the same score on each sample"
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
         decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
@@ -184,7 +184,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
         decisive = [checks.check_superior(pair, alpha)]
     verdict.checks += decisive
     add_vetoes(judgement, ours, theirs, slices)
-    sign = 1 if ours.higher_is_better else -1
+    sign = 1 if is_higher_better(model.objective) else -1
     if all(sign * ours.score > sign * other.score for other in others.values()):
         verdict.best = model.digest
     return PROMOTED, decisive[0].reason

@@ -22,14 +22,14 @@ PICTURED = 12  # samples of each kind
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
     """Write the HTML page of a judgement of the model ``name`` to a path, replacing a file there; return the path."""
-    evaluations = {"Challenger": judgement.challenger, "Champion": judgement.champion}
+    evaluations, verdict = {"Challenger": judgement.challenger, "Champion": judgement.champion}, judgement.verdict
     models = {title: model for title, model in evaluations.items() if model is not None}
     page = render_template(
         "verdict.html",
         name=name,
-        verdict=judgement.verdict,
-        measure=name_measure(judgement.verdict.measure),
-        models={title: format_measure(judgement.verdict.measure, model.score) for title, model in models.items()},
+        verdict=verdict,
+        measure=name_measure(verdict.measure),
+        models={title: format_measure(verdict.measure, model.score) for title, model in models.items()},
         confusions={
             title: confusion_section(
                 count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),

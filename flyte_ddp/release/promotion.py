@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +35,7 @@ from flyte_ddp.release.registry import (
     write_version,
 )
 from flyte_ddp.release.verdict import Released, Verdict
+from flyte_ddp.storage import MissingError
 from flyte_ddp.validation.profile import DataProfile
 
 if TYPE_CHECKING:
@@ -125,28 +127,22 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
 
 
 def append(registry: Registry, log: list[Entry], version: Version, **values: str) -> Entry:
-    """Append the log entry of a version; ``values`` are action, best, reason and by."""
     return registry.append_entry(log[-1] if log else None, version=version.name, manifest=version.manifest, **values)
 
 
 def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the first such entry of a log, of any version if that is empty."""
     found = (entry for entry in log if (entry.by, entry.action) == (by, action) and version in ("", entry.version))
     return next(found, None)
 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download model.pt and model.json of a version into a folder; return their paths.
-
-    Makes the folder, replaces its files. ``manifest`` is the SHA-256 of a revision's manifest; empty: the newest
-    revision.
-    """
+    """Download model.pt and model.json of a version's revision (empty: the newest) into a folder; return the paths."""
     found = read_version(registry, version, manifest)
     for name in (WEIGHTS, SIDECAR):
         address, target = file_address(registry, found, name), folder / name
-        with registry.explain_failures("read"), replace_file(target, durable=False) as file:
+        with registry.explain_failures("read"), suppress(MissingError), replace_file(target, durable=False) as file:
             storage.retry(address, partial(storage.download_file, file=file))
-        if file_digest(target) != found.files[name]:
+        if not target.exists() or file_digest(target) != found.files[name]:
             raise damaged_file_error(address)
     return folder / WEIGHTS, folder / SIDECAR
 

@@ -44,12 +44,6 @@ class Pair:
     def difference(self) -> float:
         return float(self.differences.mean())
 
-    @property
-    def equal(self) -> str:
-        """Why nothing is decided where nothing differs."""
-        right = self.unit == POINTS
-        return "both models get the same samples right" if right else "both models have the same score on each sample"
-
     def describe(self) -> str:
         change = self.format_difference(self.difference)
         if self.unit == POINTS:
@@ -73,7 +67,6 @@ class Pair:
         return Pair(-self.differences, self.measure, self.unit).p_value()
 
     def lower_bound(self, alpha: float) -> float:
-        """Return the lower 1 - ``alpha`` confidence bound of the difference."""
         if self.unit == POINTS:
             return lower_bound_of_difference(self.gained, self.lost, self.samples, alpha)
         by_flips = lower_bound_by_sign_flips(self.differences, alpha)

@@ -243,14 +243,11 @@ def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
-    """Return how many samples have each value of a leaf's statistics, by the statistic's name."""
-    counts = {f"types of {name}": Counter[str]()}
     if isinstance(values, np.ndarray):
-        counts[f"types of {name}"][describe_array(values.dtype, values.shape[1:])] = len(values)
+        counts = {f"types of {name}": Counter({describe_array(values.dtype, values.shape[1:]): len(values)})}
     else:
-        counts[f"types of {name}"].update(
-            describe_array(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values
-        )
+        types = (describe_array(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values)
+        counts = {f"types of {name}": Counter(types)}
         if values[0].ndim:
             counts[f"lengths of {name}"] = count_ranges(np.array([len(each) for each in values]))
     if not with_numbers or not has_numbers(values):

@@ -51,11 +51,8 @@ def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> s
     for name, split in {"Training": profile.training, "Test": profile.test}.items():
         numbers = sorted(split.labels.values())
         classes = f" in {len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}" if numbers else ""
-        told = [
-            format_count(split.samples, "sample", classes),
-            f"{split.undecodable:,} cannot be decoded" if split.undecodable else "",
-        ]
-        facts.append((name, "; ".join(filter(None, told))))
+        bad = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
+        facts.append((name, format_count(split.samples, "sample", classes) + bad))
     for statistic, counts in profile.training.statistics.items():
         listed = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
         more = f", and {len(counts) - LISTED} more" if len(counts) > LISTED else ""

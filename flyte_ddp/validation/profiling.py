@@ -237,13 +237,11 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
         if p >= SIGNIFICANCE / tests:
             continue
         now, before = shares[:, most]
-        named = name_target(values[most], profile.classes) if statistic == LABEL else values[most]
+        named = values[most]
+        if statistic == LABEL:
+            is_class = named.isdecimal() and int(named) < len(profile.classes)
+            named = f"class {profile.classes[int(named)]}" if is_class else f"targets of {named}"
         yield (
             f"{split} split: {statistic} differ from the champion's in {distance:.0%} of samples (p = {p:.1g}), most "
             f"in {named}: {now:.0%} instead of {before:.0%}"
         )
-
-
-def name_target(value: str, classes: Sequence[str]) -> str:
-    known = value.isdecimal() and int(value) < len(classes)
-    return f"class {classes[int(value)]}" if known else f"targets of {value}"

@@ -184,7 +184,11 @@ def test_a_champion_that_cannot_be_evaluated(
     exports = gate.folder / "exports" if gone == "model.pt" else None
     verdict = gate.judge("good", exports=exports).verdict
     assert verdict.decision == "no_comparison"
-    said = "ZeroDivisionError: division by zero" if gone == "its answers" else gate.registry.address
+    said = (
+        "ZeroDivisionError: division by zero"
+        if gone == "its answers"
+        else f"{gate.registry.at('versions', entry.version, 'model.pt')}: is missing"
+    )
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be evaluated: {said}")
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
     assert (verdict.look, verdict.challenger_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
@@ -211,7 +215,7 @@ def test_a_model_that_answers_as_the_champion_is_kept(gate: DigitsGate) -> None:
     gate.release("good")
     twin = gate.alter(scale)
     verdict = gate.release(twin).verdict
-    assert (verdict.decision, verdict.reason) == ("keep", "both models get the same samples right")
+    assert (verdict.decision, verdict.reason) == ("keep", "both models have the same score on each sample")
     assert (verdict.look, verdict.champion_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
 
 

@@ -175,7 +175,11 @@ def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path)
     with pytest.raises(UserError, match=said):
         download_champion(local, tmp_path / "fetched")
     path.unlink()
-    said = "has no complete version" if file == "manifest.json" else "model cannot be read: .*no such file"
+    said = (
+        "has no complete version"
+        if file == "manifest.json"
+        else f"{file}: is missing, damaged or was altered; restore it"
+    )
     with pytest.raises(UserError, match=said):
         download_champion(local, tmp_path / "again")
     assert not [*(tmp_path / "again").glob("*.pt")]
