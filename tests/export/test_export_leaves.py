@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import export_model
 from flyte_ddp.export.graphs import NotExportedError, write_onnx
@@ -65,17 +64,6 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
     assert not found.passed
     assert found.worst == pytest.approx(0.05, rel=1e-3)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_samples_that_own_code_reads_and_collates(tmp_path: Path) -> None:
-    """Its whole numbers of 32 bits are sent as int64."""
-    split = OnDemandSet("leaf_models:items", "", leaf_models.TRAIN, leaf_models.TEST, ("a", "b", "c"), "")
-    _, files = leaf_models.save_untrained(tmp_path, leaf_models.MaskedMean, split, collate="leaf_models:collate")
-    assert export_model(SavedModel(*files, QUIET), split, tmp_path).passed
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    assert [each.type for each in session.get_inputs()] == ["tensor(int64)", "tensor(bool)"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flyte_ddp.datasets.on_demand_set import OnDemand, on_demand
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.loading.opening_items import open_item_test_split
@@ -50,34 +49,9 @@ def language() -> SampleArrays:
     return halves(draw_tokens(), draw_tokens())
 
 
-def items(source: str) -> OnDemand:
-    samples = [*zip(draw_tokens(), np.arange(TRAIN + TEST) % 3, strict=True)]
-    return on_demand(samples[:TRAIN], samples[TRAIN:], classes="abc")
-
-
-def collate(samples: list[tuple[np.ndarray, int]]) -> tuple[dict[str, Tensor], Tensor]:
-    longest = max(len(tokens) for tokens, _ in samples)
-    tokens, mask = (torch.zeros(len(samples), longest, dtype=dtype) for dtype in (torch.int32, torch.bool))
-    for row, (each, _) in enumerate(samples):
-        tokens[row, : len(each)], mask[row, : len(each)] = torch.from_numpy(each), True
-    return {"tokens": tokens, "mask": mask}, torch.tensor([int(label) for _, label in samples])
-
-
 class Mlp(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-
-
-class MaskedMean(nn.Module):
-    """Classifies texts by the mean of the embeddings of their tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.last = nn.Embedding(TOKENS, 6), nn.Linear(6, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        counts = mask[..., None].float()
-        return self.last((self.tokens(tokens) * counts).sum(1) / counts.sum(1))
 
 
 class Causal(nn.Module):

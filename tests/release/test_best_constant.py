@@ -1,6 +1,5 @@
 """Classes that are not equally common: the gate goes by the first measure of the objective, whatever its class."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -100,19 +99,3 @@ def test_the_best_constant_answer_of_several_labels_names_them_all() -> None:
     assert constant.score == pytest.approx(metrics.f1_score(truth, np.ones((N, 2)), average="macro"))
     assert check_above_constant(model, 0.03).passed
     assert not check_above_constant(evaluate(objective, torch.full((N, 2), 1.0), truth), 0.03).passed
-
-
-def test_constants_whose_measure_is_not_defined_are_left_out() -> None:
-    """Precision is 0 / 0 where "yes" is never named."""
-
-    def precision(truth: np.ndarray, named: np.ndarray) -> float:
-        return float((truth * named).sum() / named.sum()) if named.any() else math.nan
-
-    objective, (logits, truth) = measured_by(precision, by_scores=False)(Facts(CLASSES)), logits_of(2.0)
-    found = evaluate_constant(evaluate(objective, logits + torch.tensor([0.0, 12.0]), truth))
-    assert found is not None
-    assert found.score == pytest.approx(0.05)
-    nowhere = measured_by(lambda *pair: precision(*pair) if 0 < pair[1].sum() < N else math.nan, by_scores=False)
-    model = evaluate(nowhere(Facts(CLASSES)), logits + torch.tensor([0.0, 12.0]), truth)
-    assert evaluate_constant(model) is None
-    assert check_above_constant(model, 0.03).shown == "that is not known"

@@ -128,12 +128,6 @@ def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert gate.release("weak").verdict.look == 2
-    [entry] = gate.registry.read_log()
-    make_champion(gate.registry, entry)
-    Path(gate.registry.at("log", "00000001.json")).unlink()
-    verdict = gate.judge("weak", counts=False).verdict
-    assert verdict.champion == entry.version, "the last entry is enough"
-    assert gate.release("weak").verdict.champion == entry.version
     elsewhere = Registry(str(gate.folder / "elsewhere"), "digits")
     found = gate.judge("good", registry=elsewhere, counts=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
@@ -220,14 +214,14 @@ def test_a_model_that_answers_as_the_champion_is_kept(gate: DigitsGate) -> None:
 
 
 @pytest.mark.parametrize("export", ["if_possible", "required", "off"])
-def test_a_model_without_an_export(gate: DigitsGate, export: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "onnxscript", None)
-        verdict = gate.judge("good", policy=Policy(export=export), exports=gate.folder / "exports").verdict
+def test_a_model_without_an_export(gate: DigitsGate, export: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    verdict = gate.judge("good", policy=Policy(export=export), exports=gate.folder / "exports").verdict
     said = f"not exported: onnxscript is not installed: {install_hint('export')}"
     assert [check.reason for check in verdict.checks if check.name == "export"] == [said] * (export != "off")
-    assert verdict.decision == ("keep" if export == "required" else "promote")
-    assert (verdict.reason == said) == (export == "required")
+    assert (verdict.decision, verdict.reason == said) == (
+        ("keep", True) if export == "required" else ("promote", False)
+    )
     assert not [*(gate.folder / "exports").iterdir()]
 
 
@@ -267,17 +261,6 @@ def test_another_test_split_judges_anew(gate: DigitsGate) -> None:
     lacking = gate.change_data("lacking", open_arrays(gate.data).test_labels != 4)
     found = gate.judge("weak", lacking)
     assert {row.name for row in found.parts["class"]} == {*"012356789"}
-
-
-def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: DigitsGate) -> None:
-    gate.release("good")
-    for margin, rule, look in (
-        (0.01, "superior", 2),
-        (0.02, "superior", 2),
-        (0.01, "not_worse", 3),
-        (0.02, "not_worse", 4),
-    ):
-        assert gate.judge("weak", policy=Policy(margin=margin, rule=rule)).verdict.look == look
 
 
 def test_a_slice_that_loses(gate: DigitsGate) -> None:

@@ -1,7 +1,6 @@
 """Versions are judged, loaded and used for predictions with the code that they were trained with."""
 
 import csv
-import pickle
 import sys
 from pathlib import Path
 
@@ -12,13 +11,10 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
-from flyte_ddp.user_code.source import read_user_sources
-from flyte_ddp.user_code.stored import StoredSpec
 
 MODEL = """
 import math
@@ -37,9 +33,6 @@ class Net(nn.Module):
     def forward(self, images):
         from layers_of_nets.activations import activate
         return self.last(activate(self.first(images.flatten(1))))
-
-def collate(samples):
-    return "{name}"
 """
 ACTIVATIONS = "from .functions import {name}\n\ndef activate(values):\n    return {name}(values)\n"
 
@@ -48,7 +41,7 @@ def write_code(folder: Path, name: str) -> None:
     """Write the user's module and package with an activation, as an editor would, and forget the imported ones."""
     (folder / "layers_of_nets").mkdir(exist_ok=True)
     (folder / "beside.txt").write_text("data")
-    (folder / "nets.py").write_text(MODEL.replace("{name}", name))
+    (folder / "nets.py").write_text(MODEL)
     (folder / "layers_of_nets/functions.py").write_text("from torch import relu, tanh\n")
     (folder / "layers_of_nets/activations.py").write_text(ACTIVATIONS.format(name=name))
     for module in [one for one in sys.modules if one.partition(".")[0] in ("nets", "layers_of_nets")]:
@@ -108,15 +101,3 @@ def test_predictions_need_no_code_of_today(code: Path, digits: Path) -> None:
     rows = [*csv.DictReader(tables[1].splitlines())]
     right = sum(row["prediction"] == row["truth"] for row in rows)
     assert right / len(rows) == pytest.approx(run.test_accuracy)
-
-
-def test_a_loader_process_gets_the_code_with_the_name(code: Path) -> None:
-    write_code(code, "relu")
-    spec = StoredSpec("nets:collate", read_user_sources("nets:collate"))
-    write_code(code, "tanh")
-    sent = pickle.dumps(OwnFunction("collate", spec))
-    for finder in [one for one in sys.meta_path if type(one).__name__ == "StoredImporter"]:
-        sys.meta_path.remove(finder)  # as in a new process
-    assert pickle.loads(sent).load()([]) == "relu"
-    assert OwnFunction("collate", str(spec)).load()([]) == "relu"
-    assert OwnFunction("collate", "nets:collate").load()([]) == "tanh"

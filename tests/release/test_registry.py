@@ -121,14 +121,3 @@ def test_a_right_that_is_missing_is_an_error(
         proxy.denied, proxy.lists = (), False
         with pytest.raises(UserError, match="model cannot be listed: HTTP 403"):
             registry.read_champion()
-
-
-def test_names_and_addresses_that_are_no_registry(tmp_path: Path) -> None:
-    for name in ("", "a/b", "..", ".hidden", "a b", "a" * 101, "models\n"):
-        with pytest.raises(UserError, match="must be letters, digits"):
-            Registry(str(tmp_path), name)
-    for address in ("https://example.org/models", ""):
-        with pytest.raises(UserError, match=rf"registry '{address}': must be a path, or an address of s3://"):
-            Registry(address, "model")
-    for name in ("creates-once", "log", "versions"):  # no folder of a model is in the way of another one's
-        assert promoter.append(Registry(str(tmp_path), name), None).number == 1

@@ -128,13 +128,3 @@ def test_items_on_demand(tmp_path: Path) -> None:
     changing = fetch("plain_sets:changing_texts", "", tmp_path / "changing", progress="off")
     with pytest.raises(UserError, match="changing_texts': test sample 9 has other content when it is read again"):
         compute_profile(changing, quiet(tmp_path))
-
-
-def test_ids_are_said_with_samples(tmp_path: Path) -> None:
-    names = [f"p{place}" for place in range(8)]
-    rows = np.arange(8.0).reshape(8, 1)
-    data = arrays((rows, np.arange(8) % 2, names), (rows[3:4], [1], ["q"]), classes=["a", "b"])
-    data.train_inputs[5] = np.nan
-    found = profile_of(data, tmp_path / "data")
-    assert found.bad == ["training sample 5 (id 'p5') (inputs)"]
-    assert found.duplicated == ["test sample 0 (id 'q') and training sample 3 (id 'p3')"]
