@@ -1,7 +1,7 @@
 """Processes that use a registry at the same time, or are killed while they do."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -39,16 +39,10 @@ def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
     return found
 
 
-def look(who: str, address: str, rounds: int) -> list[int]:
-    """Claim a look for a new pair in each round; return the numbers of the looks."""
-    registry = Registry(address, "model")
-    return [registry.claim_look("t", f"{who} {number}", "champion", "superior") for number in range(rounds)]
-
-
-def run_at_once(function: Callable[..., Any], address: str, names: Sequence[str], rounds: int) -> list[Any]:
-    """Call ``race`` or ``look`` in a process for each name at the same time; return what they have returned."""
+def race_at_once(address: str, names: Sequence[str], rounds: int) -> list[list[tuple[str, bool, str]]]:
+    """Call ``race`` in a process for each name at the same time; return what they have returned."""
     with ProcessPoolExecutor(len(names), get_context("spawn")) as pool:
-        return [*pool.map(partial(function, address=address, rounds=rounds), names)]
+        return [*pool.map(partial(race, address=address, rounds=rounds), names)]
 
 
 def release_model(address: str, folder: Path) -> str:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from PIL import Image
 from sklearn import metrics
 from tars import shard_bytes
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.predict.predict import own_decoding, write_prediction_table
 from flyte_ddp.run import run_training
@@ -46,18 +46,8 @@ def test_the_test_split_is_decoded_by_the_users_code(tmp_path: Path, monkeypatch
     """Its measures are those of the run's evaluation; of a sample that cannot be decoded nobody knows the truth."""
     monkeypatch.chdir(HELPERS)
     own = "own_loading:members"
-    hp = Hyperparameters.from_dict(
-        BASE.to_dict()
-        | {"dataset": write_shards(tmp_path, "train", 120), "test_dataset": write_shards(tmp_path, "test", 40)}
-        | {
-            "objective": "multilabel",
-            "sample": own,
-            "model": "small_cnn",
-            "image_size": 12,
-            "num_ranks": 1,
-            "epochs": 2,
-        }
-    )
+    sets = {"dataset": write_shards(tmp_path, "train", 120), "test_dataset": write_shards(tmp_path, "test", 40)}
+    hp = replace(BASE, **sets, objective="multilabel", sample=own, model="small_cnn", image_size=12, num_ranks=1)
     settings = quiet(tmp_path, loaders=1)
     data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, sample=own, progress="off")
     result = run_training(hp, data, tmp_path / "run", settings)

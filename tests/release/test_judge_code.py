@@ -1,6 +1,5 @@
 """Versions are judged, loaded and used for predictions with the code that they were trained with."""
 
-import csv
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from training_runs import QUIET, train_in
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
 
@@ -85,19 +83,3 @@ def test_a_champion_has_its_own_code_when_today_has_another(code: Path, digits: 
     today.load_state_dict(weights)
     expected = torch.nn.functional.linear(plain, weights["last.weight"], weights["last.bias"])
     torch.testing.assert_close(today(images), expected)
-
-
-def test_predictions_need_no_code_of_today(code: Path, digits: Path) -> None:
-    write_code(code, "relu")
-    run = train(code / "run", digits, epochs=4)
-    tables = []
-    for gone in (False, True):
-        if gone:
-            (code / "nets.py").unlink()
-        files = run.model, run.sidecar
-        table = write_prediction_table(*files, images=None, dataset=digits, output=code / f"{gone}.csv", settings=QUIET)
-        tables.append(table.read_text())
-    assert tables[0] == tables[1]
-    rows = [*csv.DictReader(tables[1].splitlines())]
-    right = sum(row["prediction"] == row["truth"] for row in rows)
-    assert right / len(rows) == pytest.approx(run.test_accuracy)

@@ -11,7 +11,6 @@ import pytest
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
-from flyte_ddp.release import registry as versions
 from flyte_ddp.release.promotion import (
     apply_verdict,
     download_champion,
@@ -19,31 +18,38 @@ from flyte_ddp.release.promotion import (
     roll_back_champion,
     store_version,
 )
-from flyte_ddp.release.registry import Entry, Registry, replay_promotions
+from flyte_ddp.release.registry import (
+    Entry,
+    Registry,
+    Version,
+    read_version,
+    read_version_file,
+    replay_promotions,
+    verify_files,
+)
 from flyte_ddp.release.verdict import Verdict
 
 
 def judged(model: Path, **values: Any) -> Verdict:
     """A verdict that promotes."""
     digest = file_digest(model / WEIGHTS)
-    about = {"decision": "promote", "reason": "better", "challenger": digest, "champion": "", "best": digest}
-    numbers = {"log_number": 0, "samples": 9, "measure": "accuracy", "challenger_score": 1.0, "champion_score": 0.0}
-    return Verdict(**{**about, **numbers, "look": 1, "test_digest": "t", "alpha": 0.05, "time": "", **values})
+    about = {"decision": "promote", "reason": "better", "challenger": digest, "best": digest}
+    return Verdict(**{**about, **values})
 
 
-def trained(folder: Path, classes: str = "ab") -> Path:
+def trained(folder: Path) -> Path:
     """Files that a registry takes for a model's, with the verdict and its page; weights differ by the folder's name."""
     folder.mkdir()
     (folder / WEIGHTS).write_text(folder.name)
     takes = {"channels": 1, "height": 8, "width": 8}
-    sidecar = {"model": "small_cnn", "classes": [*classes], "input": takes, "digests": {"weights": "w"}}
+    sidecar = {"model": "small_cnn", "classes": ["a", "b"], "input": takes, "digests": {"weights": "w"}}
     (folder / SIDECAR).write_text(json.dumps(sidecar))
     (folder / "page.html").write_text("page")
     (folder / "verdict.json").write_text(judged(folder).to_json())
     return folder
 
 
-def stored(registry: Registry, model: Path, **values: Any) -> tuple[versions.Version, Verdict]:
+def stored(registry: Registry, model: Path, **values: Any) -> tuple[Version, Verdict]:
     """The version that the files of a folder become, and the verdict."""
     verdict = judged(model, **values)
     files = model / WEIGHTS, model / SIDECAR
@@ -91,7 +97,7 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         registry = Registry(f"{address}{place}", "model")
         assert registry.read_champion() == next(reversed(registry.read_log()), None)
         for entry in registry.read_log():
-            versions.verify_files(registry, versions.read_version(registry, entry.version, entry.manifest))
+            verify_files(registry, read_version(registry, entry.version, entry.manifest))
         assert promoter.release_model(f"{address}{place}", model) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
         if killed.exitcode == 0:
@@ -114,36 +120,14 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     apply_verdict(registry, version, verdict, by="x")
     entry = registry.read_champion()
     assert entry is not None
-    champion = versions.read_version(registry, entry.version, entry.manifest)
-    assert champion == version == versions.read_version(registry, entry.version)
-    contents = {name: versions.read_version_file(registry, champion, name) for name in champion.files}
+    champion = read_version(registry, entry.version, entry.manifest)
+    assert champion == version == read_version(registry, entry.version)
+    contents = {name: read_version_file(registry, champion, name) for name in champion.files}
     assert json.loads(contents["verdict.json"])["decision"] == "promote"
     assert contents["model.onnx"] == b"exported now"
     assert not Path(registry.at(champion.folder, "model.pt")).exists(), "weights are stored once"
     assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
-    assert "model.onnx" not in versions.read_version(registry, kept.name, kept.manifest).files
-
-
-def test_two_writers_of_other_files_have_a_revision_each(registry: Registry) -> None:
-    """Whoever comes second at the list of files: no list that is not in the store is ever handed on."""
-    files: dict[str, Path | bytes] = {"verdict.json": b"{}", "model.pt": b"weights", "model.json": b"{}"}
-    create, others = storage.create_file, []
-
-    def interrupted(to: str, content: bytes | Path) -> None:
-        if to.endswith("manifest.json") and not others:
-            others.append(None)
-            others[0] = versions.write_version(registry, {**files, "model.onnx": b"exported"})
-        create(to, content)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "create_file", interrupted)
-        mine = versions.write_version(registry, files)
-    assert versions.read_version(registry, mine.name, mine.manifest) == mine
-    assert versions.read_version(registry, mine.name, others[0].manifest) == others[0]
-    assert [mine.folder, others[0].folder] == [f"versions/{mine.name}/2", f"versions/{mine.name}"]
-    storage.write_file(registry.at(mine.folder, "manifest.json"), b"{}")
-    with pytest.raises(UserError, match=rf"{mine.name}: has no manifest.json with the SHA-256 {mine.manifest[:12]}"):
-        versions.read_version(registry, mine.name, mine.manifest)
+    assert "model.onnx" not in read_version(registry, kept.name, kept.manifest).files
 
 
 def test_a_gap_in_the_log_is_promoted_over_by_nobody(local: Registry, tmp_path: Path) -> None:
@@ -276,10 +260,3 @@ def test_looks_are_numbered_and_the_same_two_models_have_one(registry: Registry)
     assert registry.claim_look("another test split", "a", "champion", "superior") == 1
     assert registry.claim_look("t", "a", "another champion", "superior") == 4
     assert registry.claim_look("t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
-
-
-@pytest.mark.slow
-def test_judges_at_the_same_time_have_a_look_each(address: str) -> None:
-    """Also one who was killed before it had written down which: no look is two judges'."""
-    said = promoter.run_at_once(promoter.look, address, [f"judge {number}" for number in range(4)], 5)
-    assert sorted(number for numbers in said for number in numbers) == [*range(1, 21)]

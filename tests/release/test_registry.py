@@ -8,14 +8,7 @@ from faulty_proxy import Proxy, faulty_proxy
 from s3_server import S3Server
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.promotion import download_champion
-from flyte_ddp.release.registry import Registry, Version, write_version
-
-
-def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
-    version = write_version(registry, {"verdict.json": card, "model.pt": weights, "model.json": b"{}"})
-    promoter.append(registry, registry.read_champion(), version.name, version.manifest)
-    return version
+from flyte_ddp.release.registry import Registry
 
 
 @pytest.mark.slow
@@ -23,7 +16,7 @@ def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
 @pytest.mark.parametrize(("processes", "rounds"), [(5, 3), pytest.param(20, 50, marks=pytest.mark.exhaustive)])
 def test_of_many_who_want_the_next_entry_one_gets_it(processes: int, rounds: int, address: str) -> None:
     names = [f"process {number}" for number in range(processes)]
-    said = promoter.run_at_once(promoter.race, address, names, rounds)
+    said = promoter.race_at_once(address, names, rounds)
     log = Registry(address, "model").read_log()
     assert [entry.number for entry in log] == [*range(1, rounds + 1)]
     for number, entry in enumerate(log):
@@ -89,21 +82,6 @@ def test_what_was_altered_is_named(name: str, content: str, of_champion: str, sa
             three.read_champion()
     else:
         assert three.read_champion() == last
-
-
-def test_one_entry_and_one_manifest_are_read(
-    s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What a prediction asks the store for, however long the log is."""
-    registry = Registry(bucket, "model")
-    version = [promoted(registry, b"weights", card) for card in (b"one", b"two")][1]
-    with faulty_proxy(s3[0].endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        download_champion(registry, tmp_path)
-    model = f"{bucket.removeprefix('s3://')}/model"
-    files = [f"versions/{version.name}/{name}" for name in ("2/manifest.json", "model.pt", "2/model.json")]
-    asked = [name for name in proxy.requests if name.startswith(model)]
-    assert asked == [f"{model}/{name}" for name in ("log/00000002.json", *files)]
 
 
 def test_a_right_that_is_missing_is_an_error(

@@ -69,17 +69,6 @@ def test_shares_at_the_limit_are_allowed() -> None:
     assert len(problems(ten, replace(HP, bad_samples=2), duplicates=0.09)) == 2
 
 
-def test_the_number_of_classes_may_come_from_the_hyperparameters() -> None:
-    unnamed = replace(GOOD, classes=[], labelled={"0": "sample 'a'", "1": "sample 'b'"})
-    check_profile(unnamed, replace(HP, num_classes=2), max_duplicates=0, max_conflicts=0)
-    assert problems(unnamed, replace(HP, num_classes=3)) == [
-        "no decodable training sample is of class 2; add some, or remove the class",
-        "no decodable test sample is of class 2; give a test_dataset that has some, or remove the class",
-    ]
-    with pytest.raises(UserError, match="set num_classes"):
-        check_profile(unnamed, HP, max_duplicates=0, max_conflicts=0)
-
-
 def test_a_difference_is_named_with_its_size() -> None:
     changed = {"colour modes": {"RGB": 75, "L": 25}, "sizes": {"small": 100}}
     now = replace(GOOD, training=split(changed, labels={"0": 80, "1": 20}))
