@@ -34,8 +34,8 @@ from typing import Any, NamedTuple, Self
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
-from flyte_ddp.text.formatting import describe_input
 from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
+from flyte_ddp.text.formatting import describe_input
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 MANIFEST = "manifest.json"
