@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call, fashion_mnist, run_library
-from flyte_ddp.datasets import ImageArrays, open_arrays
+from flyte_ddp.datasets import SampleArrays, open_arrays
 from flyte_ddp.machine.resources import Bf16, bf16_support
 
 COMMON = {"batch_size": 256, "learning_rate": 0.05, "momentum": 0.9, "num_ranks": 2}
@@ -87,13 +87,13 @@ def accuracy_gap(result: Result, side: str) -> Target:
     return Target(what, statistics.fmean(gaps), "%", at_least=-2 * error)
 
 
-def write_idx(arrays: ImageArrays, folder: Path) -> dict[str, Any]:
+def write_idx(arrays: SampleArrays, folder: Path) -> dict[str, Any]:
     """Write the files that torchvision's FashionMNIST reads, and return where they are and how to normalise."""
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for name, images, labels in (
-        ("train", arrays.train_images, arrays.train_labels),
-        ("t10k", arrays.test_images, arrays.test_labels),
+        ("train", arrays.train_inputs, arrays.train_targets),
+        ("t10k", arrays.test_inputs, arrays.test_targets),
     ):
         write_idx_file(raw / f"{name}-images-idx3-ubyte", images[..., 0])
         write_idx_file(raw / f"{name}-labels-idx1-ubyte", labels.astype(np.uint8))

@@ -16,11 +16,11 @@ from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets import fetch, image_arrays, open_prepared
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.loading import opening
-from flyte_ddp.loading.arrays import open_array_images
+from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.split import Split
 from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
 from flyte_ddp.order.sampling import ListedOrder
@@ -72,7 +72,8 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     if side == "arrays":
         pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
         labels = np.arange(order["images"]) % 10
-        return Split(open_array_images(torch.device("cpu"), pixels, labels), ListedOrder(np.arange(len(labels))))
+        data = image_arrays(pixels, labels, pixels[:1], labels[:1], [*map(str, range(10))])
+        return Split(open_array_batches(torch.device("cpu"), data, "train"), ListedOrder(np.arange(len(labels))))
     hp = Hyperparameters(
         dataset=f"shards:{order['index']}",
         augment="resized_crop",

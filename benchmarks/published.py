@@ -128,9 +128,9 @@ def losses(run: Path, batch: int) -> dict[str, list[float]]:
 def documents_validation(weights: Path, data: Path, ranks: int, batch: int) -> float:
     """Return the document's validation loss of N ranks, which in one process are whole batches in order."""
     arrays = open_arrays(data)
-    count = len(arrays.test_labels) // ranks
-    images = torch.tensor(np.array(arrays.test_images[:count])).permute(0, 3, 1, 2) / 255
-    labels = torch.tensor(np.array(arrays.test_labels[:count]))
+    count = len(arrays.test_targets) // ranks
+    images = torch.tensor(np.array(arrays.test_inputs[:count])).permute(0, 3, 1, 2) / 255
+    labels = torch.tensor(np.array(arrays.test_targets[:count]))
     model = Published(len(arrays.classes))
     model.net.load_state_dict(torch.load(weights, weights_only=True))
     with torch.no_grad():  # the model stays in training mode

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from benchmarks.running import write_data
 from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays, arrays, fetch, image_arrays, open_prepared
+from flyte_ddp.datasets import SampleArrays, arrays, fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.prepared_folder import StoredSet
 from flyte_ddp.hardware import detect_hardware, request_ranks
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
@@ -57,7 +57,7 @@ def image_case(model: str, batch_size: int, steps: int, *images: int, quick: boo
     return Case({**hp, "model": model, "batch_size": batch_size}, make_images(*(images or GREY)), steps)
 
 
-def make_images(images: int, side: int, channels: int, classes: int) -> ImageArrays:
+def make_images(images: int, side: int, channels: int, classes: int) -> SampleArrays:
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (images, side, side, channels), np.uint8)
     labels = generator.integers(0, classes, images)

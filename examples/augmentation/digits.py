@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import v2
 
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 
 TRAIN, TEST = 150, 1000
 
 
-def load_few_digits(source: str) -> ImageArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+def load_few_digits(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
     """Return 150 of scikit-learn's digits to train on and 1,000 to test on: uint8 [8, 8, 1], ten classes."""
     from sklearn.datasets import load_digits
 

@@ -6,12 +6,12 @@ pyflyte run workflows/training.py training_wf --hp examples/counting/hp.json
 import numpy as np
 from torch import nn
 
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 
 TRAIN, TEST, SIDE, MOST = 1600, 400, 32, 20
 
 
-def load_grains(source: str) -> ImageArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+def load_grains(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
     """Return 2000 photos uint8 [32, 32, 1] with 0 to 20 grains, and their numbers as float: numbers have no classes."""
     random = np.random.default_rng(0)
     counts = random.integers(0, MOST + 1, TRAIN + TEST)

@@ -21,24 +21,24 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from flyte_ddp import Hyperparameters, fetch, image_arrays, run_training
-from flyte_ddp.datasets.images import ImageArrays
+from flyte_ddp.datasets import SampleArrays
 
 SIDE = 32
 POLYGONS = {"triangle": (3, 0.5), "square": (4, 0.71), "hexagon": (6, 0.87)}  # corners, and how far sides are bent in
 STARS = {"star of three": (3, 0.25), "star of four": (4, 0.35), "star of six": (6, 0.5)}
 
 
-def polygons(_: str) -> ImageArrays:
+def polygons(_: str) -> SampleArrays:
     """Return 3,000 photos of three kinds of polygons, and 300 to test on."""
     return take_photos(POLYGONS, training=3000, seed=0)
 
 
-def stars(_: str) -> ImageArrays:
+def stars(_: str) -> SampleArrays:
     """Return 36 photos of three kinds of stars, and 300 to test on."""
     return take_photos(STARS, training=36, seed=1)
 
 
-def take_photos(kinds: dict[str, tuple[int, float]], training: int, seed: int, tests: int = 300) -> ImageArrays:
+def take_photos(kinds: dict[str, tuple[int, float]], training: int, seed: int, tests: int = 300) -> SampleArrays:
     """Return generated photos of these kinds, equally many of each, as a data set."""
     random, shapes = np.random.default_rng(seed), [*kinds.values()]
     labels = np.arange(training + tests) % len(kinds)

@@ -6,14 +6,14 @@ pyflyte run workflows/training.py training_wf --hp examples/multilabel_photos/hp
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 
 LABELS = ("disc", "square", "stripes", "frame")
 TRAIN, TEST, SIDE = 1600, 400, 24
 UNKNOWN = 0.2  # share of the training labels that nobody has given
 
 
-def load_photos(source: str) -> ImageArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+def load_photos(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
     """Return 2000 photos uint8 [24, 24, 3] with their labels: 1 there, 0 not there, NaN unknown."""
     random = np.random.default_rng(0)
     labels = (random.random((TRAIN + TEST, len(LABELS))) < 0.4).astype(np.float32)

@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, cat, nn
 
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 
 CLASSES = ("background", "disc", "square")
 IGNORED = 255
 TRAIN, TEST, SIDE = 400, 100, 32
 
 
-def load_shapes(source: str) -> ImageArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+def load_shapes(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
     """Return 500 photos uint8 [32, 32, 3], and masks uint8 [32, 32] with a class number or 255 for each pixel."""
     random = np.random.default_rng(0)
     masks = np.stack([draw_mask(random) for _ in range(TRAIN + TEST)])

@@ -1,11 +1,11 @@
 """Data sets by name: fingerprint a data set, fetch it into a prepared folder, and open that folder."""
 
 from flyte_ddp.datasets.fetching import fetch, fingerprint, is_quickly_prepared, is_whole
-from flyte_ddp.datasets.images import ImageArrays, image_arrays, open_arrays
+from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.on_demand_set import on_demand
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import DATASETS
-from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, open_arrays
 
-__all__ = ["DATASETS", "ImageArrays", "SampleArrays", "arrays", "fetch", "fingerprint", "image_arrays"]
+__all__ = ["DATASETS", "SampleArrays", "arrays", "fetch", "fingerprint", "image_arrays"]
 __all__ += ["is_quickly_prepared", "is_whole", "on_demand", "open_arrays", "open_prepared"]

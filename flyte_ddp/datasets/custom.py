@@ -6,27 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
-from flyte_ddp.datasets.images import (
-    ImageArrays,
-    Images,
-    Targets,
-    convert_weights,
-    image_arrays,
-    refuse_masked,
-    require_array,
-)
+from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, require_samples, split_item
-from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, convert_weights
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
-from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, restore_leaves
+from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, refuse_masked, require_array, restore_leaves
 from flyte_ddp.samples.pictures import require_pixels
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.source import user_source_digest
 
-CustomData = ImageArrays | SampleArrays | OnDemandSet
 SETS = ("training set", "test set")
 
 
@@ -41,14 +33,14 @@ class CustomSet:
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
-    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[CustomData, str]:
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:
         """Call the user's callable with ``source``; return checked data and the call as text. Its errors go through."""
         del workspace  # the user's code chooses its own place for downloads
         result = call_seeded(load_callable(self.spec), source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):
-            samples, weights = (len(result.train), len(result.test)), getattr(result.train, "sample_weights", None)
-            weights = None if weights is None else convert_weights(weights, samples[0])
+            samples = len(result.train), len(result.test)
+            weights = convert_weights(getattr(result.train, "sample_weights", None), samples[0])
             content = [*map(str, samples), *result.classes, *([] if weights is None else map(str, weights.tolist()))]
             digest = digest_lines([self.fingerprint(source), *content])
             pictures = has_images("training set", result.train)
@@ -56,33 +48,28 @@ class CustomSet:
         return arrays_from_result(self.spec, result, progress), called
 
 
-def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays | SampleArrays:
+def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArrays:
     """Return a callable's ``result`` as arrays named ``spec``, map-style sets read into memory; UserError if unfit."""
     if isinstance(result, SampleArrays):
         return replace(result, name=spec)
-    if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
-        pairs = result.train_images, result.train_labels, result.test_images, result.test_labels
-        return image_arrays(*pairs, result.classes, name=spec, sample_weights=result.sample_weights)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise UserError(
             f"dataset={spec!r}: returned {type(result).__name__}; must return arrays(...), image_arrays(...) or "
             "on_demand(...) of flyte_ddp, or a pair (training set, test set)"
         )
     try:
-        if not has_images("training set", result[0]):
-            sides = (read_leaves(name, each, progress) for name, each in zip(SETS, result, strict=True))
-            about = {name: getattr(result[0], name, None) for name in ("classes", "sample_weights")}
-            return arrays(*sides, **{key: value for key, value in about.items() if value is not None}, name=spec)
-        train_images, train_labels = read_map_style_set("training set", result[0], progress)
-        test_images, test_labels = read_map_style_set("test set", result[1], progress)
-        given = getattr(result[0], "classes", None)
-        classes = [] if given is None else list(given)
-        if not classes and train_labels.dtype.kind in "iu" and train_labels.ndim == 1:
-            classes = [str(label) for label in range(max(train_labels.max(), test_labels.max()) + 1)]
-        weights = getattr(result[0], "sample_weights", None)
-        return image_arrays(
-            train_images, train_labels, test_images, test_labels, classes, name=spec, sample_weights=weights
+        pictures = has_images(SETS[0], result[0])
+        train, test = (
+            read_side(name, side, progress, pictures=pictures) for name, side in zip(SETS, result, strict=True)
         )
+        classes, weights = (getattr(result[0], attribute, None) for attribute in ("classes", "sample_weights"))
+        named = () if classes is None else [*classes]
+        if not pictures:
+            return arrays(train, test, classes=named, name=spec, sample_weights=weights)
+        labels = [require_array("labels", targets) for _, targets in (train, test)]
+        if not named and labels[0].dtype.kind in "iu" and labels[0].ndim == 1:
+            named = [*map(str, range(max(each.max() for each in labels) + 1))]
+        return image_arrays(*train, *test, named, name=spec, sample_weights=weights)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 
@@ -97,53 +84,36 @@ def has_images(set_name: str, samples: Any) -> bool:
     return hasattr(pixels, "convert") or (getattr(pixels, "dtype", None) == np.uint8 and pixels.ndim in (2, 3))
 
 
-def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves, Leaves]:
-    """Read a map-style data set; return inputs and targets, each leaf a list of its samples' arrays."""
-    count = require_samples(set_name, samples)
-    pairs = list[tuple[Leaves, Leaves]]()
-    with progress.track(set_name, count, "samples") as advance:
-        for index in range(count):
+def read_side(set_name: str, samples: Any, progress: Progress, *, pictures: bool) -> tuple[Leaves, Leaves]:
+    """Read a map-style data set; return inputs, of pictures an array, and targets, each leaf a list of its samples."""
+    pairs, images = list[tuple[Leaves, Leaves]](), np.empty(0, np.uint8)
+    names = [f"{set_name}: item {index}" for index in range(require_samples(set_name, samples))]
+    with progress.track(set_name, len(names), "samples") as advance:
+        for index, name in enumerate(names):
             try:
-                pairs.append(split_item(samples[index]))
+                inputs, targets = split_item(samples[index])
             except ValueError as error:
-                raise UserError(
-                    f"{set_name}: item {index} {error}; of whole arrays return arrays(train, test)"
-                ) from None
+                raise UserError(f"{name} {error}; of whole arrays return arrays(train, test)") from None
+            if pictures:
+                pixels, targets = convert_sample(name, (inputs, targets))
+                images = images if index else np.empty((len(names), *pixels.shape), np.uint8)
+                if pixels.shape != images.shape[1:]:
+                    one, other = ("x".join(map(str, shape)) for shape in (pixels.shape, images.shape[1:]))
+                    raise UserError(
+                        f"{name} is {one} and item 0 is {other}; all images must have one size: resize them and "
+                        "convert them to one mode"
+                    )
+                images[index], inputs = pixels, None
+            pairs.append((inputs, targets))
             advance(1)
-    names = [f"item {index} of the {set_name}" for index in range(count)]
     inputs, targets = (
         restore_leaves(form_of(sides[0]), group_leaves(kind, sides, names))
         for kind, sides in zip(("inputs", "targets"), zip(*pairs, strict=True), strict=True)
     )
-    return inputs, targets
+    return images if pictures else inputs, targets
 
 
-def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, Targets]:
-    count = require_samples(set_name, samples)
-    images, labels = np.empty((0,), dtype=np.uint8), list[Targets]()
-    with progress.track(set_name, count, "images") as advance:
-        for index in range(count):
-            image, label = convert_sample(f"{set_name}: item {index}", samples[index])
-            if index == 0:
-                images = np.empty((count, *image.shape), dtype=np.uint8)
-            if image.shape != images.shape[1:]:
-                one, other = ("x".join(map(str, shape)) for shape in (image.shape, images.shape[1:]))
-                raise UserError(
-                    f"{set_name}: image {index} is {one} and image 0 is {other}; all must have one size: resize them "
-                    "and convert them to one mode"
-                )
-            if labels and label.shape != labels[0].shape:
-                raise UserError(
-                    f"{set_name}: label {index} has shape {list(label.shape)} and label 0 has {list(labels[0].shape)}; "
-                    "all must have one"
-                )
-            images[index] = image
-            labels.append(label)
-            advance(1)
-    return images, np.stack(labels)
-
-
-def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:
+def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     """Return pixels uint8 [H, W, C] and label of an item; ``where`` begins the text of a UserError."""
     try:
         image, given = item

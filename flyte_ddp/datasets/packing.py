@@ -11,7 +11,7 @@ from PIL import Image
 from flyte_ddp import catalog
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
-from flyte_ddp.datasets.images import open_arrays
+from flyte_ddp.datasets.sample_arrays import open_arrays
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import ShardIndex
@@ -32,7 +32,7 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
         return pack_image_folder(source, folder, **options)
     with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
         arrays = open_arrays(fetch(source, "", Path(data) / source, progress="off"))
-        images, labels = (getattr(arrays, f"{split}_{what}") for what in ("images", "labels"))
+        images, labels = (getattr(arrays, f"{split}_{what}") for what in ("inputs", "targets"))
         width = len(str(len(images) - 1))
 
         def encode_sample_as_png(number: int) -> tuple[str, Members]:

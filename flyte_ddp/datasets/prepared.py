@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,9 @@ from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_select_by, encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.images import ImageArrays, open_arrays
 from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_demand
 from flyte_ddp.datasets.prepared_folder import read_description
-from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_sample_arrays
+from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
@@ -24,8 +23,8 @@ from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.user_code.callables import load_callable
 
-ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
-PreparedSet: TypeAlias = ImageArrays | ItemSet | EncodedSet
+ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves, or pictures
+PreparedSet: TypeAlias = ItemSet | EncodedSet
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
@@ -33,10 +32,8 @@ def open_prepared(folder: Path) -> PreparedSet:
     """Open a folder that :func:`flyte_ddp.datasets.fetch` has written; arrays and file lists are memory-mapped."""
     description = read_description(folder)
     if LEAVES in description:
-        return open_sample_arrays(folder)
-    if ON_DEMAND in description:
-        return open_on_demand(folder)
-    return open_encoded_set(folder) if encoded_kind(str(description.get("name"))) else open_arrays(folder)
+        return open_arrays(folder)
+    return open_on_demand(folder) if ON_DEMAND in description else open_encoded_set(folder)
 
 
 def order_test_split(data: PreparedSet) -> SampleOrder:
@@ -190,10 +187,6 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
         return data.train.labels if isinstance(data.train, ImageList) else None
     targets = getattr(data, "train_targets", None)
     return targets if isinstance(targets, np.ndarray) else None
-
-
-def has_pictures(data: PreparedSet) -> TypeGuard[OnDemandSet]:
-    return isinstance(data, OnDemandSet) and data.pictures
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:

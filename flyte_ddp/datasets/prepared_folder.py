@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write
-from flyte_ddp.samples.leaves import Leaves, name_leaves
 
 WEIGHTS = "train_weights.npy"  # file of ``sample_weights``, in the folders of sets that have them
 DESCRIPTION = "dataset.json"
 TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
-FORMAT = {"format": 2}  # version of prepared folders; raise it when the same source is prepared to other content
+FORMAT = {"format": 3}  # version of prepared folders; raise it when the same source is prepared to other content
 
 
 class StoredSet:
@@ -27,7 +26,6 @@ class StoredSet:
     classes: tuple[str, ...]
     digest: str  # SHA-256 (hex) of all arrays, ``classes`` and ``sample_weights``; set where the folder is opened
     sample_weights: NDArray[np.float64] | None  # [N], with which training may draw the training samples
-    pictures: bool = False  # whether the inputs are pictures
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
 
@@ -38,21 +36,6 @@ class StoredSet:
     def describe_content(self) -> dict[str, Any]:
         """Return the entries of ``dataset.json`` that only sets of this class have."""
         raise NotImplementedError
-
-
-class ArraySet(StoredSet):
-    """Base class of data sets whose samples are arrays."""
-
-    train_inputs: Leaves
-    test_inputs: Leaves
-
-    @property
-    def train_samples(self) -> int:
-        return len(next(iter(name_leaves(self.train_inputs).values())))
-
-    @property
-    def test_samples(self) -> int:
-        return len(next(iter(name_leaves(self.test_inputs).values())))
 
 
 def arrays_sha256(data: StoredSet, start: str = "") -> str:

@@ -18,7 +18,8 @@ import numpy as np
 from flyte_ddp import storage
 from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import digest_lines
-from flyte_ddp.datasets.images import ImageArrays, image_arrays
+from flyte_ddp.datasets.images import image_arrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, parse_digest_list
@@ -44,7 +45,7 @@ class PublishedSet:
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
-    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays, str]:
         """Download and verify the files; return checked arrays, and the addresses that served them as text."""
         sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"

@@ -1,7 +1,7 @@
-"""Data sets of arrays that are no images: one or more leaves of inputs and targets, of equal or different lengths."""
+"""Data sets of arrays: one or more leaves of inputs and targets, of equal or different lengths."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,19 @@ from flyte_ddp.datasets.columns import (
     require_finite,
     require_same_columns,
 )
-from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
-from flyte_ddp.datasets.prepared_folder import ArraySet, open_folder, read_array
+from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.samples.leaves import (
+    Leaves,
+    describe_form,
+    form_of,
+    name_leaves,
+    require_array,
+    require_numbers,
+    restore_leaves,
+)
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")
@@ -58,10 +65,11 @@ class Ragged:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleArrays(ArraySet):
-    """A data set of arrays, made by :func:`arrays` or opened by :func:`open_sample_arrays`, which sets ``digest``.
+class SampleArrays(StoredSet):
+    """A data set of arrays, made by :func:`arrays` or :func:`image_arrays`; :func:`open_arrays` sets ``digest``.
 
-    Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them.
+    Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them. Of a set of
+    pictures the inputs are one array uint8 [N, H, W, C].
     """
 
     name: str
@@ -76,6 +84,20 @@ class SampleArrays(ArraySet):
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
     preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
+    mean: tuple[float, ...] = ()  # of each channel of the training pictures, scaled to 0..1; of others empty
+    std: tuple[float, ...] = ()
+
+    @property
+    def pictures(self) -> bool:
+        return bool(self.mean)
+
+    @property
+    def train_samples(self) -> int:
+        return len(next(iter(name_leaves(self.train_inputs).values())))
+
+    @property
+    def test_samples(self) -> int:
+        return len(next(iter(name_leaves(self.test_inputs).values())))
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their files' names: of a leaf ``train_inputs.NAME``, of a ragged one also its ends."""
@@ -101,7 +123,7 @@ class SampleArrays(ArraySet):
         rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
         described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
-        return described | {"not_finite": rows}
+        return described | {"not_finite": rows, "mean": self.mean, "std": self.std}
 
 
 def name_sample(data: object, split: str, number: int) -> str:
@@ -158,10 +180,9 @@ def arrays(
                 require_class_numbers(f"{side}_targets", targets, len(names))
     require_same_columns("test_inputs", test[0], columns := list_columns(train[0]))
     fitted = pack_preprocessing(preprocessing, prepare, columns)
-    found = SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted)
-    if sample_weights is None:
-        return found
-    return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
+    samples = len(next(iter(name_leaves(parts["train_inputs"]).values())))
+    weights = convert_weights(sample_weights, samples)
+    return SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted, sample_weights=weights)
 
 
 def store_inputs(where: str, inputs: Any, named: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
@@ -299,6 +320,37 @@ def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:
     return Ragged(leaf.reshape(-1, *leaf.shape[2:]), np.arange(1, len(leaf) + 1, dtype=np.int64) * leaf.shape[1])
 
 
+def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:
+    """Raise UserError, with ``name`` in its text, for class numbers [N] that are not in 0..classes-1."""
+    wrong = np.flatnonzero((targets < 0) | (targets >= classes))
+    if len(wrong):
+        raise UserError(
+            f"{name}: label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: "
+            f"must be 0..{classes - 1}"
+        )
+
+
+def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
+    """Return ``values`` as float64 [samples], None for None; UserError unless all are finite, >= 0, one above 0."""
+    if values is None:
+        return None
+    weights = require_array("sample_weights", values)
+    if weights.dtype.kind not in "fiu":
+        raise UserError(f"sample_weights: must be numbers, got {weights.dtype}")
+    if weights.shape != (samples,):
+        raise UserError(
+            f"sample_weights: must be one number for each of the {samples} training samples, got {list(weights.shape)}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise UserError(
+            f"sample_weights: weight {weights[wrong[0]]} of sample {wrong[0]}: must be a finite number of at least 0"
+        )
+    if not weights.any():
+        raise UserError("sample_weights: are all 0; give those above 0 that training shall draw")
+    return np.ascontiguousarray(weights, dtype=np.float64)
+
+
 def is_class_numbers(targets: Leaves) -> bool:
     return isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu"
 
@@ -327,7 +379,7 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
     return tuple(map(str, range(largest + 1)))
 
 
-def open_sample_arrays(folder: Path) -> SampleArrays:
+def open_arrays(folder: Path) -> SampleArrays:
     with open_folder(folder) as (description, fields):
         for part in PARTS:
             kind, named = description[LEAVES][part.rpartition("_")[2]], dict[str, Any]()
@@ -337,5 +389,5 @@ def open_sample_arrays(folder: Path) -> SampleArrays:
                 named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
             fields[part] = restore_leaves(kind["form"], named)
         fields |= {name: read_array(folder, f"{name}.npy") for name in description.get("ids", ())}
-        fields["not_finite"] = description.get("not_finite", {})
-        return SampleArrays(**fields, preprocessing=description.get(PREPROCESSING, {}))
+        fields |= {key: tuple(description[key]) for key in ("mean", "std")}
+        return SampleArrays(**fields, not_finite=description["not_finite"], preprocessing=description[PREPROCESSING])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.export import Dim
 
 from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, has_pictures, order_test_split
+from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, order_test_split
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.graphs import ONNX, NotExportedError, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
@@ -83,7 +83,7 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
     with TemporaryDirectory(dir=folder) as name:  # so that the file appears only if the comparison passes
         made = Path(name)
         try:
-            if isinstance(split, ItemSet) and not has_pictures(split):
+            if isinstance(split, ItemSet) and not split.pictures:
                 found = export_leaves_model(model, split, made)
             else:
                 found = export_images_model(model, split, made)

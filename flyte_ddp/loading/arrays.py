@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED
-from flyte_ddp.datasets.sample_arrays import Ragged
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.loading.collate import add_mask, padding_of, widen_type
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.machine.device_copy import copy_to_device
@@ -20,24 +20,6 @@ from flyte_ddp.order.sampling import Indices
 from flyte_ddp.samples.leaves import Leaves, map_leaves, name_leaves
 
 MOST_OF_GPU = 0.25  # of the free memory, for the arrays of one side; model and outputs need the rest
-
-
-@dataclass(frozen=True)
-class ArrayImages(BatchSource):
-    """Source of images in arrays: batches are copied from tensors on the device, or on the CPU."""
-
-    images: Tensor  # uint8 [N, H, W, C]
-    targets: Tensor  # [N] or [N, ...]
-    device: torch.device
-    augment: str = "none"  # kind of augmentation: none, crop or crop_flip
-    seed: int = 0  # of the augmentation
-
-    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        rows = copy_to_device(torch.from_numpy(samples), self.images.device)
-        images, targets = (take_rows(values, rows, self.device) for values in (self.images, self.targets))
-        if epoch is not None:
-            images, targets = augment_batch(images, targets, samples, kind=self.augment, seed=self.seed, epoch=epoch)
-        return Batch(images, targets)
 
 
 def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
@@ -62,6 +44,7 @@ class LoadedLeaf:
     values: Tensor  # [N, ...]; of a ragged leaf [sum of the lengths, ...]
     device: torch.device
     ends: NDArray[np.int64] | None = None  # [N]
+    widened: bool = True  # whether whole numbers become int64, and floats fp32
 
     def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
         """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest].
@@ -69,7 +52,8 @@ class LoadedLeaf:
         ``rows`` are the samples as a tensor where the values are.
         """
         if self.ends is None:
-            return widen_type(take_rows(self.values, rows, self.device)), None
+            taken = take_rows(self.values, rows, self.device)
+            return widen_type(taken) if self.widened else taken, None
         numbers = samples.astype(np.int64)
         ends = self.ends[numbers]
         starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
@@ -87,15 +71,17 @@ class LoadedLeaf:
 
 @dataclass(frozen=True)
 class ArrayBatches(BatchSource):
-    """Source of batches of arrays: copied from tensors on the device, or on the CPU."""
+    """Source of batches of arrays: copied from tensors on the device, or on the CPU. Pictures may be augmented."""
 
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
     store: torch.device  # where the values are
     masked: str | None = None  # name of the input whose mask the model also gets
     ids: NDArray[np.str_] | None = None  # [N]
+    augment: str = "none"  # kind of augmentation of pictures: none, crop or crop_flip
+    seed: int = 0  # of the augmentation
 
-    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
+    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
         rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
         masks: list[Tensor | None] = []
 
@@ -111,32 +97,33 @@ class ArrayBatches(BatchSource):
             all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
             inputs = add_mask(inputs, all_there if mask is None else mask)
         targets = map_leaves(lambda leaf: leaf.take_samples(samples, rows, "targets")[0], self.targets)
+        if self.augment != "none" and epoch is not None:
+            inputs, targets = augment_batch(inputs, targets, samples, kind=self.augment, seed=self.seed, epoch=epoch)
         return Batch(inputs, targets, () if self.ids is None else self.ids[samples].tolist())
-
-
-def open_array_images(
-    device: torch.device, images: NDArray[np.uint8], targets: NDArray[Any], augment: str = "none", seed: int = 0
-) -> ArrayImages:
-    store = choose_store(device, images.nbytes + targets.nbytes)
-    return ArrayImages(to_device(images, store), to_device(targets, store), device, augment, seed)
 
 
 def open_array_batches(
     device: torch.device,
-    inputs: Leaves,
-    targets: Leaves,
-    masked: str | None,
-    ids: NDArray[np.str_] | None = None,
+    data: SampleArrays,
+    side: str,
+    *,
+    masked: str | None = None,
+    augment: str = "none",
+    seed: int = 0,
 ) -> ArrayBatches:
+    """Open the side "train" or "test" of arrays; pictures and their targets keep their types."""
+    inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
 
     def load_leaf(leaf: Any) -> LoadedLeaf:
         if isinstance(leaf, Ragged):
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
-        return LoadedLeaf(to_device(leaf, store), device)
+        return LoadedLeaf(to_device(leaf, store), device, widened=not data.pictures)
 
-    return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), store, masked, ids)
+    return ArrayBatches(
+        map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), store, masked, ids, augment, seed
+    )
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:

@@ -9,12 +9,11 @@ import torch
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import ItemSet, order_test_split
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.arrays import open_array_batches, open_array_images
+from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.collate import PADDED, STACKED
 from flyte_ddp.loading.own_items import ArrayItems, ItemImages, ItemLoader, Items, OnDemandItems
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading, target_spec
@@ -41,7 +40,7 @@ class ItemFacts(NamedTuple):
 
 
 def open_item_splits(
-    data: ImageArrays | ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
+    data: ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
 ) -> Splits:
     """Return the splits of arrays, or of a set on demand; ``workers`` processes load what needs the user's own code."""
     _, augment = import_own_loading(hp)
@@ -56,9 +55,8 @@ def open_item_splits(
     crop = "none" if augment else hp.augment
     direct = dict[str, BatchSource]()
     if not isinstance(data, OnDemandSet) and ":" not in hp.collate:
-        crops = {"augment": crop, "seed": hp.seed} if data.pictures else {}
-        direct["train"] = open_side_of_arrays(data, "train", facts, device, **crops)
-        direct["test"] = open_side_of_arrays(data, "test", facts, device)
+        direct["train"] = open_array_batches(device, data, "train", masked=facts.masked, augment=crop, seed=hp.seed)
+        direct["test"] = open_array_batches(device, data, "test", masked=facts.masked)
     loaders = {
         side: make_loader(data, side, facts, hp.collate, hp.seed, augment=own, image_size=hp.image_size)
         for side, own in (("train", augment), ("test", None))
@@ -70,7 +68,7 @@ def open_item_splits(
 
 
 def open_item_test_split(
-    data: ImageArrays | ItemSet,
+    data: ItemSet,
     collate: str,
     seed: int,
     device: torch.device,
@@ -82,12 +80,12 @@ def open_item_test_split(
     order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, like=like)
     if not isinstance(data, OnDemandSet) and (data.pictures or ":" not in collate):
-        return Split(open_side_of_arrays(data, "test", facts, device), order), facts.inputs
+        return Split(open_array_batches(device, data, "test", masked=facts.masked), order), facts.inputs
     loader = make_loader(data, "test", facts, collate, seed)
     return Split(load_by_processes(loader, make_pool([loader], workers), device), order), facts.inputs
 
 
-def open_items(data: ImageArrays | ItemSet) -> dict[str, Items]:
+def open_items(data: ItemSet) -> dict[str, Items]:
     if isinstance(data, OnDemandSet):
         return {side: OnDemandItems(data, side) for side in ("train", "test")}
     return {
@@ -96,17 +94,8 @@ def open_items(data: ImageArrays | ItemSet) -> dict[str, Items]:
     }
 
 
-def open_side_of_arrays(
-    data: ImageArrays | SampleArrays, side: str, facts: ItemFacts, device: torch.device, **augmentation: Any
-) -> BatchSource:
-    inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
-    if isinstance(data, ImageArrays):
-        return open_array_images(device, inputs, targets, **augmentation)
-    return open_array_batches(device, inputs, targets, facts.masked, ids)
-
-
 def make_loader(
-    data: ImageArrays | ItemSet,
+    data: ItemSet,
     side: str,
     facts: ItemFacts,
     collate: str,
@@ -133,7 +122,7 @@ def load_by_processes(
 
 
 def describe_items(
-    data: ImageArrays | ItemSet,
+    data: ItemSet,
     side: str,
     order: Order,
     collate: str,
@@ -170,11 +159,11 @@ def describe_items(
     return ItemFacts(inputs, single_target_spec(targets), masked if collate == PADDED else None)
 
 
-def describe_images(data: ImageArrays | ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
+def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
     """Return size and normalisation of images, and what their targets are; read the first of pictures on demand."""
-    if isinstance(data, ImageArrays):
-        _, height, width, channels = data.train_images.shape
-        targets = TargetSpec(data.train_labels.dtype, data.train_labels.shape[1:], len(data.classes))
+    if isinstance(data, SampleArrays):
+        _, height, width, channels = data.train_inputs.shape
+        targets = TargetSpec(data.train_targets.dtype, data.train_targets.shape[1:], len(data.classes))
         return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
     first = int(order.samples(slice(0, 1))[0])
     with keep_random_state():

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.images import refuse_masked, require_array
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
@@ -20,6 +19,7 @@ from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
+from flyte_ddp.samples.leaves import refuse_masked, require_array
 from flyte_ddp.samples.pictures import require_pixels
 from flyte_ddp.user_code.callables import load_callable
 

@@ -6,6 +6,7 @@ A list is a leaf, too, such as the tokens of a text.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
@@ -61,6 +62,27 @@ def describe_form(leaves: Leaves) -> str:
     if form == "dict":
         return f"a dict with {', '.join(map(str, leaves)) or 'nothing'}"
     return {"none": "None", "leaf": "one array"}.get(form) or f"a tuple of {len(leaves)}"
+
+
+def require_array(name: str, values: Any) -> NDArray[Any]:
+    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones, or 2**63 and more."""
+    refuse_masked(name, values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
+        raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
+    if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
+        raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats, or lower ones")
+    return array
+
+
+def refuse_masked(name: str, values: Any) -> None:
+    parts = values if isinstance(values, (list, tuple)) else [values]
+    if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
+        raise UserError(
+            f"{name}: has masked values, and the mask would be lost; fill them (.filled(0), of targets that are floats "
+            ".filled(np.nan)), or give the mask as an array of its own"
+        )
 
 
 def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:

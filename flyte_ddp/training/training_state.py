@@ -17,7 +17,6 @@ from torch import nn
 from flyte_ddp import catalog
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
-from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError, unknown_name_error
@@ -237,7 +236,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
             tried = stored[:, :TRIED_TOKENS] if targets is not None and targets.varies else stored
             for rows in np.array_split(tried, -(-len(tried) // hp.test_batch_size)):
-                batch = torch.tensor(rows) if isinstance(data, ImageArrays) else widen_type(torch.tensor(rows))
+                batch = torch.tensor(rows) if data.pictures else widen_type(torch.tensor(rows))
                 require_weights(objective.weights(batch), len(rows))
     if not stored_targets and targets is not None:
         objective.check_targets(np.zeros((1, *targets.shape), targets.dtype))
@@ -247,8 +246,6 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
 
 
 def list_stored_targets(data: PreparedSet) -> list[NDArray[Any]]:
-    if isinstance(data, ImageArrays):
-        return [data.train_labels, data.test_labels]
     stored = [data.train_targets, data.test_targets] if isinstance(data, SampleArrays) else []
     one = [targets.values[np.newaxis] if isinstance(targets, Ragged) else targets for targets in stored]
     return [targets for targets in one if isinstance(targets, np.ndarray)]

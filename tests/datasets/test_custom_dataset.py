@@ -45,9 +45,9 @@ def test_torchvisions_data_sets_can_be_returned_as_they_are(module: Path, tmp_pa
     source = str(tmp_path / "flowers")
     folder = fetch("own_data:flowers", source, tmp_path / "data", progress="off")
     ours = open_arrays(folder)
-    np.testing.assert_array_equal(ours.train_images, np.stack(drawn))
-    np.testing.assert_array_equal(ours.test_images, 255 - np.stack(drawn))
-    assert ours.train_labels.tolist() == ours.test_labels.tolist() == [0, 0, 1, 1]
+    np.testing.assert_array_equal(ours.train_inputs, np.stack(drawn))
+    np.testing.assert_array_equal(ours.test_inputs, 255 - np.stack(drawn))
+    assert ours.train_targets.tolist() == ours.test_targets.tolist() == [0, 0, 1, 1]
     assert (ours.classes, ours.name) == (("daisy", "rose"), "own_data:flowers")
     assert fetch("own_data:flowers", source, tmp_path / "data", progress="off") == folder
 
@@ -78,8 +78,8 @@ def test_image_types_are_converted(kind: str) -> None:
     image, expected = TYPES[kind]
     train = [(image, 0), (image, torch.tensor(1)), (image, np.int64(2))]
     made = arrays_from_result("own:data", (train, train), Progress("off"))
-    np.testing.assert_array_equal(made.train_images, np.stack([expected] * 3))
-    assert made.train_labels.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(made.train_inputs, np.stack([expected] * 3))
+    assert made.train_targets.tolist() == [0, 1, 2]
     assert made.classes == ("0", "1", "2")
 
 
@@ -105,16 +105,16 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
         (iter([]), r"training set: a list_iterator has no len\(\)"),
         ({1, 2}, r"training set: a set has no \[number\]; it must be a map-style data set"),
         ([], "training set: is empty"),
-        ([(GREY, 0), (GREY[1:], 0)], "image 1 is 8x11x1 and image 0 is 9x11x1.*one size"),
+        ([(GREY, 0), (GREY[1:], 0)], "item 1 is 8x11x1 and item 0 is 9x11x1.*one size"),
         ([(Image.new("I", (4, 4)), 0)], "cannot be converted to 8 bits: its pixels are 32-bit or signed"),
         ([(GREY, 0), (GREY / 255, 0)], "item 1: its image is float64.*leave out transforms such as ToTensor"),
         ([(GREY, np.ma.masked_equal(0, 0))], "item 0 must be an image and a label: its label: has masked values"),
         ([(np.ma.masked_equal(GREY, GREY[0, 0]), 0)], "item 0: its image: has masked values"),
         ([(GREY, "cat")], "item 0: its label is a str; must be a number or numbers"),
         ([(GREY, [[1], [2, 3]])], "item 0 must be an image and a label: .*inhomogeneous"),
-        ([(GREY, 0), (GREY, 0, 1)], "item 1 must be an image and a label: too many values to unpack"),
+        ([(GREY, 0), (GREY, 0, 1)], r"item 1 is a tuple: must be a pair \(inputs, targets\)"),
         ([(GREY, 0, 1)], r"item 0 is a tuple: must be a pair \(inputs, targets\), or a dict with labels"),
-        ([(GREY, [1, 0]), (GREY, [1])], r"label 1 has shape \[1\] and label 0 has \[2\]; all must have one"),
+        ([(GREY, [1, 0]), (GREY, [1])], "labels: is no array .*inhomogeneous"),
         ([(GREY, GREY[1:])], r"the masks are \[1, 8, 11\], and the images are \[1, 9, 11\]: a mask must have"),
         ([(GREY, -1)], "label -1 of sample 0"),
     ],

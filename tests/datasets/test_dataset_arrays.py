@@ -1,7 +1,6 @@
 """The prepared folder: what is refused, what is measured, what is opened."""
 
 import dataclasses
-import json
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
@@ -14,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as numpy_arrays
 
-from flyte_ddp.datasets import ImageArrays, image_arrays, open_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays, open_arrays
 from flyte_ddp.datasets import images as module
 from flyte_ddp.datasets.images import channel_mean_and_std
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, write_prepared_set
+from flyte_ddp.datasets.sample_arrays import PARTS
 from flyte_ddp.errors import UserError
 
 
@@ -45,7 +45,7 @@ def blank(*shape: int) -> Any:
         ({"train_images": blank(6, 4)}, r"\[N, H, W, C\].*got \[6, 4\]"),
         ({"test_images": blank(4, 0, 5, 3)}, r"test_images:.*got \[4, 0, 5, 3\]"),
         ({"train_images": blank(6, 3, 32, 32)}, r"looks like \[N, C, H, W\]"),
-        ({"test_images": blank(4, 5, 4, 3)}, "train_images are 4x5x3 and test_images 5x4x3"),
+        ({"test_images": blank(4, 5, 4, 3)}, r"train_images is uint8 \[4, 5, 3\], and of test_images uint8 \[5, 4"),
         ({"train_labels": np.zeros(6)}, "train_labels: must be whole numbers, got float64"),
         ({"train_labels": [0] * 5}, r"one label for each of the 6 images, got shape \[5\]"),
         ({"train_labels": [0, 1, 2, 3, 0, 0]}, r"label 3 of sample 3 .*must be 0\.\.2"),
@@ -64,10 +64,10 @@ def test_wrong_arrays_are_refused(changes: dict[str, Any], said: str) -> None:
 def test_tensors_lists_and_grey_images_are_taken() -> None:
     given_images = small()["train_images"][..., 0].transpose(0, 2, 1).copy().transpose(0, 2, 1)  # in another order
     made = image_arrays(torch.from_numpy(given_images), [0, 1, 2, 0, 1, 2], blank(1, 4, 5), np.uint8([2]), range(3))  # type: ignore[arg-type]
-    assert made.train_images.shape == (6, 4, 5, 1)
-    assert made.train_images.flags.c_contiguous
-    np.testing.assert_array_equal(made.train_images[..., 0], given_images)
-    assert made.train_labels.dtype == made.test_labels.dtype == np.int64
+    assert made.train_inputs.shape == (6, 4, 5, 1)
+    assert made.train_inputs.flags.c_contiguous
+    np.testing.assert_array_equal(made.train_inputs[..., 0], given_images)
+    assert made.train_targets.dtype == made.test_targets.dtype == np.int64
     assert made.classes == ("0", "1", "2")
     named = image_arrays(**small(classes=np.array(["a", "b", "c"]))).classes
     assert (named, {type(name) for name in named}) == (("a", "b", "c"), {str})  # as JSON and fingerprints need them
@@ -77,15 +77,13 @@ def test_written_arrays_are_opened_unchanged(tmp_path: Path) -> None:
     made = image_arrays(**small(), name="flowers")
     write_prepared_set(made, tmp_path, {"source": "a field"})
     opened = open_arrays(tmp_path)
-    for name in module.ARRAYS:
+    for name in PARTS:
         array = getattr(opened, name)
         assert isinstance(array, np.memmap)
         assert not array.flags.writeable
-        np.testing.assert_array_equal(array, small()[name])
-    assert (opened.name, opened.classes) == ("flowers", ("a", "b", "c"))
+        np.testing.assert_array_equal(array, getattr(made, name))
+    assert (opened.name, opened.classes, opened.mean, opened.std) == ("flowers", ("a", "b", "c"), made.mean, made.std)
     assert opened.digest == arrays_sha256(made) == arrays_sha256(opened)
-    description = json.loads((tmp_path / "dataset.json").read_text())
-    assert set(description) == {"format", "name", "classes", "mean", "std", "digest", "test_digest", "source"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,19 +116,19 @@ def test_the_normalisation_takes_little_memory() -> None:
 def test_the_digests_change_with_any_part_and_that_of_the_test_split_with_its_own() -> None:
     made = image_arrays(**small())
 
-    def both(arrays: ImageArrays) -> tuple[str, str]:
+    def both(arrays: SampleArrays) -> tuple[str, str]:
         return arrays_sha256(arrays), arrays_sha256(arrays, "test_")
 
     assert both(made) == both(dataclasses.replace(made, name="renamed")), "a name is not content"
     found = {both(made)}
-    for name in module.ARRAYS:
+    for name in PARTS:
         changed = getattr(made, name).copy()
         changed.reshape(-1)[-1] ^= 1
         digests = both(dataclasses.replace(made, **{name: changed}))
         assert (digests[1] != both(made)[1]) == name.startswith("test_")
         found.add(digests)
     found.add(both(dataclasses.replace(made, classes=("a", "b", "d"))))
-    found.add(both(dataclasses.replace(made, train_images=made.train_images.reshape(6, 5, 4, 3))))
+    found.add(both(dataclasses.replace(made, train_inputs=made.train_inputs.reshape(6, 5, 4, 3))))
     assert len({whole for whole, _ in found}) == 7
 
 

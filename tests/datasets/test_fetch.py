@@ -39,7 +39,7 @@ def test_two_fetches_at_once_both_succeed(tiny: Tiny, server: FileServer, tmp_pa
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         both = [pool.submit(fetch, "mnist", server.url, folder, progress="off") for _ in range(2)]
         assert [future.result(timeout=20) for future in both] == [folder, folder]
-    np.testing.assert_array_equal(open_arrays(folder).train_images[..., 0], tiny.arrays[0])
+    np.testing.assert_array_equal(open_arrays(folder).train_inputs[..., 0], tiny.arrays[0])
     assert leftovers(tmp_path) == ["data"]
     assert server.requests.count(NAMES[3]) == 2
 
@@ -57,7 +57,7 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [("train_images", None), ("train_labels", -1), ("test_images", 0), ("test_labels", b"something else")],
+    [("train_inputs", None), ("train_targets", -1), ("test_inputs", 0), ("test_targets", b"something else")],
 )
 def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str, damage: int | bytes | None) -> None:
     """Also where a copy of a prepared folder was cut short, or killed before it had copied all files."""
@@ -133,11 +133,11 @@ def test_the_digits_are_scikit_learns(digits: Path) -> None:
     from sklearn.datasets import load_digits
 
     bunch, ours = load_digits(), open_arrays(digits)
-    images = np.concatenate([ours.train_images, ours.test_images])[..., 0]
+    images = np.concatenate([ours.train_inputs, ours.test_inputs])[..., 0]
     np.testing.assert_allclose(images / 255, bunch.images / 16, atol=0.5 / 255)
     assert (images.min(), images.max()) == (0, 255)
-    np.testing.assert_array_equal(np.concatenate([ours.train_labels, ours.test_labels]), bunch.target)
-    assert (len(ours.train_images), len(ours.test_images)) == (1_500, 297)
+    np.testing.assert_array_equal(np.concatenate([ours.train_targets, ours.test_targets]), bunch.target)
+    assert (len(ours.train_inputs), len(ours.test_inputs)) == (1_500, 297)
 
 
 LIGHT = """

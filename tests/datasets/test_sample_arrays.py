@@ -21,7 +21,7 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
-from flyte_ddp.datasets.sample_arrays import SampleArrays, open_sample_arrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.own_items import ArrayItems
 from flyte_ddp.objectives import Facts
@@ -71,7 +71,7 @@ def keep(data: SampleArrays, folder: Path) -> SampleArrays:
     """Write a data set, and open what was written."""
     folder.mkdir()
     write_prepared_set(data, folder, {})
-    return open_sample_arrays(folder)
+    return open_arrays(folder)
 
 
 @pytest.mark.parametrize("kind", LEAVES)
@@ -166,8 +166,8 @@ def test_attributes_of_a_set_are_kept() -> None:
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([((1, 2), 0), ([1, 2], 0)], "the inputs of item 1 of .* are one array, and those of item 0 .* a tuple of 2"),
-        ([({"a": 1}, 0), ({"b": 1}, 0)], "item 1 of the .* are a dict with b, and those of item 0 of .* a dict with a"),
+        ([((1, 2), 0), ([1, 2], 0)], "the inputs of .*item 1 are one array, and those of .*item 0 a tuple of 2"),
+        ([({"a": 1}, 0), ({"b": 1}, 0)], "item 1 are a dict with b, and those of .*item 0 a dict with a"),
         ([(1.0, 0), (1.0, 0, 0)], r"training set: item 1 is a tuple: must be a pair \(inputs, targets\), or a"),
         ([{"a": 1}], "training set: item 0 is a dict: must be a pair .*, or a dict with labels"),
         ([(np.ma.masked_equal([0.0, 1.0], 1), 0)], r"train_inputs\[0\]: has masked values, and the mask would be"),

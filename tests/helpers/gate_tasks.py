@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 
 TRAIN, TEST, SIDE = 300, 300, 8
 QUARTERS = ("north-west", "north-east", "south-west", "south-east")
 
 
-def labels(source: str) -> ImageArrays:
+def labels(source: str) -> SampleArrays:
     random = np.random.default_rng(0)
     bright = random.random((TRAIN + TEST, 4))
     images = np.kron(bright.reshape(-1, 2, 2), np.ones((SIDE // 2, SIDE // 2)))

@@ -73,6 +73,6 @@ def leftovers(folder: Path) -> list[str]:
 def assert_tiny(folder: Path, tiny: Tiny) -> None:
     """Assert that a prepared folder holds the arrays of the files."""
     ours = open_arrays(folder)
-    found = ours.train_images[..., 0], ours.train_labels, ours.test_images[..., 0], ours.test_labels
+    found = ours.train_inputs[..., 0], ours.train_targets, ours.test_inputs[..., 0], ours.test_targets
     for array, expected in zip(found, tiny.arrays, strict=True):
         np.testing.assert_array_equal(array, expected)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import CatMetric
 
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.objectives import HIGHER, Classification, Multilabel, Objective
 from flyte_ddp.text.sections import Section
 
@@ -25,7 +25,7 @@ def images_and_noise() -> tuple[np.ndarray, np.ndarray]:
     return images, random.random((TRAIN + TEST, 7))
 
 
-def arrays_of(targets: np.ndarray, classes: Any = ()) -> ImageArrays:
+def arrays_of(targets: np.ndarray, classes: Any = ()) -> SampleArrays:
     images, _ = images_and_noise()
     parts = (images[:TRAIN], targets[:TRAIN], images[TRAIN:], targets[TRAIN:])
     return image_arrays(*parts, classes)
@@ -38,11 +38,11 @@ def brightness() -> np.ndarray:
     return (quarters - quarters.mean(0)) / quarters.std(0)
 
 
-def classes(source: str) -> ImageArrays:
+def classes(source: str) -> SampleArrays:
     return arrays_of(brightness()[:, :3].argmax(1), CLASSES)
 
 
-def labels(source: str) -> ImageArrays:
+def labels(source: str) -> SampleArrays:
     """Labels, of which a third is unknown, and all of them for half of the samples."""
     noise = images_and_noise()[1]
     found = (brightness()[:, :3] > 0).astype(np.float32)
@@ -51,7 +51,7 @@ def labels(source: str) -> ImageArrays:
     return arrays_of(found, CLASSES)
 
 
-def numbers(source: str) -> ImageArrays:
+def numbers(source: str) -> SampleArrays:
     """Two numbers, of which a third is unknown, and all of them for half of the samples."""
     noise = images_and_noise()[1]
     found = brightness()[:, :2].astype(np.float32)
@@ -60,11 +60,11 @@ def numbers(source: str) -> ImageArrays:
     return arrays_of(found)
 
 
-def number(source: str) -> ImageArrays:
+def number(source: str) -> SampleArrays:
     return arrays_of(brightness()[:, 0].astype(np.float32))
 
 
-def masks(source: str) -> ImageArrays:
+def masks(source: str) -> SampleArrays:
     """Classes of pixels by their brightness; most pixels are ignored in most images, all of them in some."""
     images, noise = images_and_noise()
     found = np.digitize(images[..., 0], (85, 170)).astype(np.uint8)

@@ -144,7 +144,7 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
     """So that training with an own augmentation, and evaluations without, give the model the same leaves."""
     data = getattr(leaf_tasks, name)("")
     facts = describe_items(data, "train", ORDER, collate, 0)
-    of_arrays = open_array_batches(CPU, data.train_inputs, data.train_targets, facts.masked)
+    of_arrays = open_array_batches(CPU, data, "train", masked=facts.masked)
     items = ItemBatches(ItemLoader(open_items(data)["train"], "train", collate, 0, masked=facts.masked), None, CPU)
     for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
         for ours, theirs in zip(of_arrays.load_batch(samples)[:2], items.load_batch(samples, None)[:2], strict=True):
@@ -155,7 +155,7 @@ def test_the_mask_is_of_the_leaf_with_different_lengths() -> None:
     data = leaf_tasks.reviews("")
     facts = describe_items(data, "train", ORDER, "padded", 0)
     assert facts.masked == "tokens"
-    inputs = open_array_batches(CPU, data.train_inputs, None, facts.masked).load_batch(np.arange(5)).inputs
+    inputs = open_array_batches(CPU, data, "train", masked=facts.masked).load_batch(np.arange(5)).inputs
     lengths = [len(data.train_inputs["tokens"][sample]) for sample in range(5)]
     assert inputs["mask"].sum(1).tolist() == lengths
     assert inputs["mask"].shape == inputs["tokens"].shape == (5, max(lengths))

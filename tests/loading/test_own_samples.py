@@ -12,9 +12,10 @@ import pytest
 import torch
 from cli import HELPERS, ROOT
 
+from flyte_ddp.datasets import image_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
-from flyte_ddp.loading.arrays import open_array_images
+from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.own_items import ArrayItems, ItemImages
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.split import TargetSpec
@@ -143,7 +144,8 @@ def test_masks_move_with_their_images() -> None:
     assert torch.equal(bright(found.inputs), found.targets)
     mirrored = (found.inputs.numpy() != images).any(axis=(1, 2, 3)).sum()
     assert 8 < mirrored < 32
-    source = open_array_images(CPU, images, masks, "crop_flip", 3)
+    data = image_arrays(images, masks, images, masks, ["a", "b"])
+    source = open_array_batches(CPU, data, "train", augment="crop_flip", seed=3)
     shifted = source.load_batch(np.arange(40), 0)
     covered = shifted.targets != 255
     assert torch.equal(bright(shifted.inputs)[covered], shifted.targets[covered])

@@ -20,7 +20,7 @@ from sklearn import metrics
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays, open_arrays
+from flyte_ddp.datasets import SampleArrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.objectives.by_name import objective_of_sidecar
@@ -46,7 +46,7 @@ class Finished(NamedTuple):
     """A run, its page, and what its model gives for the test split."""
 
     result: Result
-    arrays: ImageArrays
+    arrays: SampleArrays
     data: Path
     page: Page
     outputs: Floats
@@ -67,7 +67,7 @@ class Finished(NamedTuple):
             return [*csv.DictReader(file)]
 
 
-def finish(arrays: ImageArrays, folder: Path, given: dict[str, Any]) -> Finished:
+def finish(arrays: SampleArrays, folder: Path, given: dict[str, Any]) -> Finished:
     (folder / "data").mkdir(parents=True)
     write_prepared_set(arrays, folder / "data", {"source": "a test"})
     opened = open_arrays(folder / "data")
@@ -75,12 +75,12 @@ def finish(arrays: ImageArrays, folder: Path, given: dict[str, Any]) -> Finished
     hp = Hyperparameters(**common, dataset=arrays.name or "objective_tasks:labels", log_interval=1, **given)
     result = train_in(folder / "run", hp, folder / "data")
     model, _ = load_model(result.model, result.sidecar)
-    inputs = (opened.test_images / 255 - np.array(opened.mean)) / np.array(opened.std)
+    inputs = (opened.test_inputs / 255 - np.array(opened.mean)) / np.array(opened.std)
     with torch.no_grad():
         outputs = model(torch.from_numpy(inputs.transpose(0, 3, 1, 2)).float())
     outputs = outputs["out"] if isinstance(outputs, dict) else outputs
     page = Page(result.report.read_text())
-    return Finished(result, opened, folder / "data", page, outputs.double().numpy(), np.array(opened.test_labels))
+    return Finished(result, opened, folder / "data", page, outputs.double().numpy(), np.array(opened.test_targets))
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def test_a_folder_of_images_is_predicted_with_masks_that_have_its_names(
     finished: Callable[[str], Finished], tmp_path: Path
 ) -> None:
     run = finished("segmentation")
-    for name, image in zip(("b.png", "a/b.png", "a.png"), run.arrays.test_images, strict=False):
+    for name, image in zip(("b.png", "a/b.png", "a.png"), run.arrays.test_inputs, strict=False):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0]).save(tmp_path / "in" / name)
     (tmp_path / "in/0.png").write_text("no image, and the first in a batch of its own")
@@ -284,7 +284,7 @@ def read_mask(path: Path) -> Floats:
 def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd) -> None:
     """No sample has a label, so that neither F1 nor the others are defined: the run goes on, by its loss."""
     arrays = tasks.labels("")
-    for labels in (arrays.train_labels, arrays.test_labels):
+    for labels in (arrays.train_targets, arrays.test_targets):
         labels[labels == 1] = 0
     given = {**FLAT, "objective": "multilabel", "keep": "best", "select_by": "f1"}
     (tmp_path / "data").mkdir()

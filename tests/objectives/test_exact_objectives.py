@@ -151,12 +151,12 @@ def mixed_loss(
 def plain_images(hp: Hyperparameters, folder: Path, loss_of: BatchLoss) -> Steps:
     """Of the library only the order of samples and the model."""
     arrays = open_arrays(folder)
-    outputs = len(arrays.classes) or max(1, int(np.prod(arrays.train_labels.shape[1:])))
+    outputs = len(arrays.classes) or max(1, int(np.prod(arrays.train_targets.shape[1:])))
     images, tests = (
         (torch.tensor(np.array(part)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]) / arrays.std[0]
-        for part in (arrays.train_images, arrays.test_images)
+        for part in (arrays.train_inputs, arrays.test_inputs)
     )
-    targets, truths = (torch.tensor(np.array(part)) for part in (arrays.train_labels, arrays.test_labels))
+    targets, truths = (torch.tensor(np.array(part)) for part in (arrays.train_targets, arrays.test_targets))
 
     def make_model() -> nn.Module:
         spec, options = InputSpec(1, 8, 8, arrays.mean, arrays.std), hp.parse_options().get("model", {})

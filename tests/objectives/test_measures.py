@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from array_sources import images_in_memory
 from numpy.typing import NDArray
 from ranks import run_ranks
 from scipy import optimize
@@ -18,7 +19,6 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives import Facts, Objective, Regression
 from flyte_ddp.objectives.by_name import make_objective
@@ -152,7 +152,7 @@ CASES = make_cases()
 def evaluate(case: Case, size: int) -> dict[str, Any]:
     """Evaluate the first ``size`` samples in fp64; each image is its sample's number, by which the model knows it."""
     images = torch.arange(size, dtype=torch.uint8).view(-1, 1, 1, 1)
-    source = ArrayImages(images, torch.from_numpy(case.targets[:size]), torch.device("cpu"))
+    source = images_in_memory(images, torch.from_numpy(case.targets[:size]), torch.device("cpu"))
     outputs = torch.from_numpy(case.outputs).double()
     split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
     return vars(evaluate_split(lambda images, *_: outputs[images.flatten().long()], split, BATCH, case.make()))
@@ -243,7 +243,7 @@ def test_outputs_that_are_not_finite_are_not_measured() -> None:
     """scikit-learn would raise; the loss, which is not finite either, ends the run in our words."""
     images, targets = torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.zeros(2, 1)
     split, objective = (
-        Split(ArrayImages(images, targets, torch.device("cpu")), ListedOrder(np.arange(2))),
+        Split(images_in_memory(images, targets, torch.device("cpu")), ListedOrder(np.arange(2))),
         Regression(Facts((), (1,))),
     )
     outputs = torch.tensor([[0.5], [torch.nan]])

@@ -16,7 +16,7 @@ from torch.nn import functional
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
@@ -29,13 +29,13 @@ HP = Hyperparameters(model="objective_tasks:flat", num_ranks=1, epochs=1, batch_
 pytestmark = pytest.mark.usefixtures("user_models")
 
 
-def train(folder: Path, arrays: ImageArrays, **changes: Any) -> Result:
+def train(folder: Path, arrays: SampleArrays, **changes: Any) -> Result:
     (folder / "data").mkdir()
     write_prepared_set(replace(arrays, name="own:data"), folder / "data", {})
     return train_in(folder / "run", replace(HP, dataset="own:data", **changes), folder / "data")
 
 
-def refuse(folder: Path, arrays: ImageArrays, words: str, *, before_training: bool = True, **changes: Any) -> None:
+def refuse(folder: Path, arrays: SampleArrays, words: str, *, before_training: bool = True, **changes: Any) -> None:
     """Assert that training raises a sentence of the user's mistake, and whether it has trained before."""
     with pytest.raises(UserError, match=words) as caught:
         train(folder, arrays, **changes)
@@ -55,7 +55,7 @@ NUMBERS = np.arange(4.0)
     [
         ([0, 1, 2, 3], [0, -1, 2, 3], "abcd", r"test_labels: label -1 of sample 1 .*must be 0\.\.3"),
         (NUMBERS[:3], NUMBERS, "", r"must be one label for each of the 4 images, got shape \[3\]"),
-        (np.eye(4), np.eye(4)[:, :2], "abcd", "train_labels are 4 and test_labels 2: both must have one size"),
+        (np.eye(4), np.eye(4)[:, :2], "abcd", r"train_labels is float32 \[4\], and of test_labels float32 \[2\]"),
     ],
 )
 def test_wrong_targets_are_refused_when_the_arrays_are_made(
@@ -65,14 +65,14 @@ def test_wrong_targets_are_refused_when_the_arrays_are_made(
         image_arrays(IMAGES, targets, IMAGES, test_targets, [*classes])
 
 
-def with_value(arrays: ImageArrays, value: float) -> ImageArrays:
+def with_value(arrays: SampleArrays, value: float) -> SampleArrays:
     """Return the arrays with a value as the last test target."""
-    changed = arrays.test_labels.copy()
+    changed = arrays.test_targets.copy()
     changed[(-1,) * changed.ndim] = value
-    return replace(arrays, test_labels=changed)
+    return replace(arrays, test_targets=changed)
 
 
-def without_names(arrays: ImageArrays) -> ImageArrays:
+def without_names(arrays: SampleArrays) -> SampleArrays:
     return replace(arrays, classes=())
 
 
@@ -101,7 +101,7 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
     ],
 )
 def test_targets_that_the_objective_does_not_take(
-    objective: str, arrays: ImageArrays, words: str, tmp_path: Path
+    objective: str, arrays: SampleArrays, words: str, tmp_path: Path
 ) -> None:
     refuse(tmp_path, arrays, words, objective=objective)
 
@@ -188,7 +188,7 @@ def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_p
     ],
 )
 def test_options_that_do_not_fit_the_targets(
-    arrays: ImageArrays, changes: dict[str, Any], words: str, tmp_path: Path
+    arrays: SampleArrays, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     refuse(tmp_path, arrays, words, **{"objective": "regression", **changes})
 
@@ -256,7 +256,7 @@ def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modu
     ],
 )
 def test_outputs_that_do_not_fit_the_targets(
-    objective: str, model: str, arrays: ImageArrays, words: str, tmp_path: Path
+    objective: str, model: str, arrays: SampleArrays, words: str, tmp_path: Path
 ) -> None:
     words = f"model {model!r} returned {words}"
     refuse(tmp_path, arrays, words, before_training=False, objective=objective, model=model)
@@ -273,7 +273,7 @@ def test_outputs_that_do_not_fit_the_targets(
 def test_classes_without_any_pixel_are_said_before_training(change: Any, words: str, tmp_path: Path) -> None:
     """Of masks painted 0 and 255 all that is not background would be ignored, and each answer right."""
     found = tasks.masks("")
-    write_prepared_set(replace(found, train_labels=change(found.train_labels).astype(np.uint8)), tmp_path, {})
+    write_prepared_set(replace(found, train_targets=change(found.train_targets).astype(np.uint8)), tmp_path, {})
     said = check_prepared_set(tmp_path, replace(HP, objective="segmentation"))
     assert len(said) == bool(words)
     assert not words or re.search(words, said[0])

@@ -31,7 +31,7 @@ BASE = replace(BASE, num_ranks=1, log_interval=1, learning_rate=0.01)  # 150 sam
 def weighted_digits(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits, of which the nines are drawn twenty times as often as others, and the zeros never."""
     arrays = open_arrays(digits)
-    labels = arrays.train_labels
+    labels = arrays.train_targets
     weights = np.where(labels == 9, 20.0, 1.0) * (labels > 0)
     folder = tmp_path_factory.mktemp("data") / "weighted"
     folder.mkdir()
@@ -160,7 +160,7 @@ def test_a_set_without_weights_is_refused_before_ranks_start(digits: Path, weigh
 
 def test_balanced_class_weights_count_all_that_an_own_function_chooses_from(digits: Path) -> None:
     """Also with epochs that are shorter than the list, which here begins with one class alone."""
-    labels = open_arrays(digits).train_labels
+    labels = open_arrays(digits).train_targets
     listed = np.argsort(labels, kind="stable")
     order = choose_by_function(ListedOrder(listed, seed=3), "own_training:every_third", own_training.every_third)
     assert len(order) < len(listed)

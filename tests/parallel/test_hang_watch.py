@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from array_sources import images_in_memory
 from ranks import run_ranks
 from torch import nn
 

@@ -46,7 +46,7 @@ class DigitsGate(Gate):
     def change_data(self, name: str, chosen: Any = slice(None), classes: Sequence[str] = ()) -> Path:
         """The digits with some of their test samples only, or with other names of classes."""
         found, folder = open_arrays(self.data), self.folder / name
-        arrays = found.train_images, found.train_labels, found.test_images[chosen], found.test_labels[chosen]
+        arrays = found.train_inputs, found.train_targets, found.test_inputs[chosen], found.test_targets[chosen]
         folder.mkdir()
         write_prepared_set(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
         return folder
@@ -150,7 +150,7 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
     assert first.verdict.describe() == "there is no champion yet: sample 0 gives NaN or infinity"
     assert first.verdict.look == 0, "nothing is decided by the test split where a logit is no number"
     assert not [*(gate.folder / "exports").iterdir()]
-    zeros = (open_arrays(gate.data).test_labels == 0).mean()  # class 0 is predicted for NaN
+    zeros = (open_arrays(gate.data).test_targets == 0).mean()  # class 0 is predicted for NaN
     assert (first.verdict.samples, first.verdict.challenger_score) == (297, pytest.approx(zeros))
 
 
@@ -251,7 +251,7 @@ def test_another_test_split_judges_anew(gate: DigitsGate) -> None:
     first, second = gate.release("other").verdict, gate.release("other", other).verdict
     assert first.test_digest != second.test_digest
     assert (first.look, second.look, second.samples) == (2, 1, 200)
-    lacking = gate.change_data("lacking", open_arrays(gate.data).test_labels != 4)
+    lacking = gate.change_data("lacking", open_arrays(gate.data).test_targets != 4)
     found = gate.judge("weak", lacking)
     assert {row.name for row in found.parts["class"]} == {*"012356789"}
 

@@ -115,8 +115,8 @@ def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     assert index.classes == arrays.classes
     found = list(ShardDataset(tmp_path / "test.json", tmp_path / "cache"))
     pixels = np.stack([np.asarray(sample[".png"]) for sample in found])
-    np.testing.assert_array_equal(pixels, arrays.test_images[..., 0])
-    assert [sample[".cls"] for sample in found] == arrays.test_labels.tolist()
+    np.testing.assert_array_equal(pixels, arrays.test_inputs[..., 0])
+    assert [sample[".cls"] for sample in found] == arrays.test_targets.tolist()
 
 
 def test_hidden_files_and_folders_are_left_out_everywhere(server: FileServer, tmp_path: Path, monkeypatch) -> None:

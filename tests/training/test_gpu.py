@@ -13,7 +13,6 @@ from training_runs import Train, cut_off
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.machine.clock import SPIN, keep_gpu_busy
 from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.by_name import make_objective
@@ -156,7 +155,7 @@ def test_a_gpu_is_kept_busy_for_about_so_long() -> None:
 @needs_gpu
 def test_the_host_prepares_a_batch_while_the_device_is_busy() -> None:
     device = torch.device("cuda", 0)
-    arrays = ArrayImages(
+    arrays = images_in_memory(
         torch.zeros(1000, 8, 8, 1, dtype=torch.uint8, device=device),
         torch.zeros(1000, dtype=torch.int64, device=device),
         device,

@@ -68,7 +68,7 @@ def test_the_same_content_from_another_source(host_has: HostHas, sources: list[s
     assert host_has(sources[0]) == host_has(sources[1])
 
 
-@pytest.mark.parametrize("damage", ["train_images.npy", "dataset.json"])
+@pytest.mark.parametrize("damage", ["train_inputs.npy", "dataset.json"])
 def test_what_is_damaged_is_fetched_again(host_has: HostHas, sources: list[str], damage: str) -> None:
     file = host_has(sources[0]) / damage
     whole = file.read_bytes()

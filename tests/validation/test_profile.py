@@ -11,8 +11,7 @@ from image_folders import image_bytes, image_files, write_files
 from PIL import Image
 from tars import shard_bytes
 
-from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.images import image_arrays, open_arrays
+from flyte_ddp.datasets import fetch, image_arrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.validation.leaf_profile import describe_range
 from flyte_ddp.validation.profile import DataProfile
@@ -21,13 +20,13 @@ from flyte_ddp.validation.profiling import compute_profile
 
 def test_profile_of_digits_is_numpys(digits: Path) -> None:
     found, arrays = compute_profile(digits), open_arrays(digits)
-    labels = Counter(arrays.train_labels.tolist())
+    labels = Counter(arrays.train_targets.tolist())
     assert found.training.labels == {str(label): count for label, count in labels.items()}
-    assert (found.training.samples, found.test.samples) == (len(arrays.train_labels), len(arrays.test_labels))
-    assert found.test.statistics["types of inputs"] == {"uint8 [8 x 8 x 1]": len(arrays.test_labels)}
-    means = arrays.test_images.reshape(len(arrays.test_images), -1).mean(axis=1)
+    assert (found.training.samples, found.test.samples) == (len(arrays.train_targets), len(arrays.test_targets))
+    assert found.test.statistics["types of inputs"] == {"uint8 [8 x 8 x 1]": len(arrays.test_targets)}
+    means = arrays.test_inputs.reshape(len(arrays.test_inputs), -1).mean(axis=1)
     assert found.test.statistics["means of inputs"] == Counter(map(describe_range, means.tolist()))
-    distinct = {image.tobytes() for image in (*arrays.train_images, *arrays.test_images)}
+    distinct = {image.tobytes() for image in (*arrays.train_inputs, *arrays.test_inputs)}
     assert len(distinct) == found.training.samples + found.test.samples, "no two are equal"
     assert (found.duplicates, found.conflicts, found.bad, found.labelled) == (0, 0, [], {})
     assert DataProfile.from_json(found.to_json()) == found

@@ -99,7 +99,7 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(
 
 def test_what_was_deleted_is_made_again(finished: tuple[Files, Path]) -> None:
     files, home = finished
-    for [path] in (home.glob(pattern) for pattern in ("runs/datasets/*/train_images.npy", "runs/*/model.pt")):
+    for [path] in (home.glob(pattern) for pattern in ("runs/datasets/*/train_inputs.npy", "runs/*/model.pt")):
         path.unlink()
     again = train(TINY, home=home)
     assert outputs(again) == files

@@ -45,8 +45,8 @@ def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cl
     assert run.startswith("digits-small_cnn-")
     assert "@" not in run, "tokens are for local runs"
     folder = cluster.stored(checked.outputs["data"].scalar.blob.uri)
-    assert np.load(folder / "train_images.npy").shape[1:] == (8, 8, 1)
-    assert len(np.load(folder / "train_labels.npy")) + len(np.load(folder / "test_labels.npy")) == 1797
+    assert np.load(folder / "train_inputs.npy").shape[1:] == (8, 8, 1)
+    assert len(np.load(folder / "train_targets.npy")) + len(np.load(folder / "test_targets.npy")) == 1797
 
 
 def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster, tmp_path:
     fetched = cluster.run(FETCH, resolved(node.inputs, {}))
     assert fetched.outputs, fetched.log
     folder = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)
-    assert len(np.load(folder / "train_labels.npy")) == 40
+    assert len(np.load(folder / "train_targets.npy")) == 40
 
 
 def cache_key(cluster: Cluster, checked: PodEnded) -> dict[str, bytes]:
