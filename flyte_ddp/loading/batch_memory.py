@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64  # bytes
+OPENED: dict[str, mmap.mmap] = {}  # in a loader process, the memories of its rank by their paths
 
 
 class Layout(NamedTuple):
@@ -61,11 +62,8 @@ class BatchMemory:
         return np.frombuffer(self.memory, np.uint8)
 
 
-def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[int, int]:
-    """Overwrite the memory at ``path``, growing it, with ``tree``; return the place for :func:`read_tree`.
-
-    ``opened`` caches the mappings. All of the tree is in the memory, so that a process's answer fits a pipe's buffer.
-    """
+def write_tree(path: str, tree: Any) -> tuple[int, int]:
+    """Overwrite the memory at ``path``, growing it, with all of ``tree``; return the place for :func:`read_tree`."""
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)
     contents = [buffer.raw() for buffer in buffers]
@@ -78,7 +76,7 @@ def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[int,
     places.append((end, end + contents[-1].nbytes))
     if Path(path).stat().st_size < places[-1][1]:
         os.truncate(path, places[-1][1])
-    memory = open_memory(opened, path, places[-1][1])
+    memory = open_memory(path, places[-1][1])
     for (start, stop), content in zip(places, contents, strict=True):
         memory[start:stop] = np.frombuffer(content, np.uint8)
     return places[-1]
@@ -90,9 +88,9 @@ def read_tree(memory: NDArray[np.uint8], place: tuple[int, int]) -> Any:
     return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 
 
-def open_memory(opened: dict[str, mmap.mmap], path: str, size: int) -> NDArray[np.uint8]:
-    """Return the memory at a path, of at least ``size`` bytes; ``opened`` keeps what was opened before."""
-    if path not in opened or len(opened[path]) < size:
+def open_memory(path: str, size: int) -> NDArray[np.uint8]:
+    """Return the rank's memory at a path, of at least ``size`` bytes; this process keeps it open."""
+    if path not in OPENED or len(OPENED[path]) < size:
         with Path(path).open("r+b") as file:
-            opened[path] = mmap.mmap(file.fileno(), 0)
-    return np.frombuffer(opened[path], np.uint8)
+            OPENED[path] = mmap.mmap(file.fileno(), 0)
+    return np.frombuffer(OPENED[path], np.uint8)

@@ -58,10 +58,6 @@ class ImageReader:
     def skip_read(self, samples: Indices) -> None:
         """Note that another process has read these samples: files behind theirs may be fetched."""
 
-    def fetch_counts(self) -> Mapping[str, int]:
-        """Return how often each cached file was fetched, by its address."""
-        return {}
-
     def close(self) -> None:
         """Cancel what was started, and close files."""
 
@@ -92,9 +88,6 @@ class ShardImages(ImageReader):
     def prefetch_files(self, samples: Indices) -> None:
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
         self.reader.prefetch_shards(shards[self.reader.index.remote[shards]].tolist())
-
-    def fetch_counts(self) -> Mapping[str, int]:
-        return self.reader.cache.fetched
 
     def close(self) -> None:
         self.reader.close()

@@ -1,7 +1,6 @@
 """Load single samples of shards and image folders: decoded and cropped here, or by the user's own code."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -61,16 +60,8 @@ class EncodedSamples(SampleLoader):
         self.sizes = ((self.size, self.size, 3),)
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
-        self.fetched = Counter[str]()  # by other processes, by the shards' addresses
+        self.reported = 0  # how many undecodable and replaced samples the rank knows
         self.targets = self.like or self.find_target_spec()
-        self.reported = self.count_found()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.reported = self.count_found()  # what the process that pickled this object has found is known there
-
-    def count_found(self) -> tuple[int, int, Counter[str]]:
-        return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
     def find_target_spec(self) -> TargetSpec:
         """Return what all targets are; with the user's ``decode``, by decoding the first sample."""
@@ -176,25 +167,21 @@ class EncodedSamples(SampleLoader):
         if self.prefetch_files is not None:
             self.reader.skip_read(samples)
 
-    def take_report(self) -> Any:
-        """Return reasons by name of undecodable samples, replaced samples, and new fetches; None: nothing is new."""
-        before, self.reported = self.reported, self.count_found()
-        if self.reported == before:
-            return None
-        return dict(self.bad.names), set(self.replaced), self.reported[2] - before[2]
+    def take_report(self) -> tuple[dict[str, str], set[int]] | None:
+        """Return reasons by name of undecodable samples, and replaced samples; None: nothing is new."""
+        before, self.reported = self.reported, len(self.bad.names) + len(self.replaced)
+        return None if self.reported == before else (dict(self.bad.names), set(self.replaced))
 
-    def add_report(self, report: Any) -> None:
-        names, replaced, fetched = report
+    def add_report(self, report: tuple[dict[str, str], set[int]]) -> None:
+        names, replaced = report
         for name, reason in names.items():
             if name not in self.bad.names:
                 self.bad.add_sample(name, reason)
         self.replaced |= replaced
-        self.fetched.update(fetched)
 
     def facts(self) -> Facts:
-        fetched = self.fetched + Counter(self.reader.fetch_counts())
         decoder = "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
-        return Facts("" if self.decode else decoder, frozenset(self.bad.names), fetched)
+        return Facts("" if self.decode else decoder, frozenset(self.bad.names))
 
     def close(self) -> None:
         self.reader.close()

@@ -1,8 +1,7 @@
 """Facts about image loading for a run's report."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import gather_objects
@@ -17,7 +16,6 @@ class Facts:
 
     decoder: str = ""  # name of the decoding library
     bad: frozenset[str] = frozenset()  # names of samples that cannot be decoded
-    fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
     def describe_loading(self) -> list[str]:
         sentences = []
@@ -27,19 +25,13 @@ class Facts:
         if self.bad:
             bad = f"{len(self.bad):,} samples could not be decoded and were replaced by others"
             sentences.append(f"{bad}: {join_few(self.bad)}.")
-        if self.fetched:
-            again = sum(times > 1 for times in self.fetched.values())
-            cause = "; the cache has no room for all of them (FLYTE_DDP_CACHE_BYTES)" if again else ""
-            shards = f"{len(self.fetched):,} shards were fetched"
-            sentences.append(f"{shards}, {again or 'none'} of them more than once{cause}.")
         return sentences
 
 
 def sum_facts(parts: Iterable[Facts]) -> Facts:
     parts = list(parts)
     decoder = next((part.decoder for part in parts if part.decoder), "")
-    fetched = sum((Counter(part.fetched) for part in parts), Counter[str]())
-    return Facts(decoder, frozenset().union(*(part.bad for part in parts)), fetched)
+    return Facts(decoder, frozenset().union(*(part.bad for part in parts)))
 
 
 def combine_facts_of_ranks(facts: Facts) -> Facts:

@@ -1,27 +1,20 @@
-"""What runs in loader processes, and in the process that forks them: tasks of samples are loaded into their batches."""
-
-from __future__ import annotations
+"""What runs in loader processes, which answer calls of a rank, and in the process that forks them."""
 
 import gc
-import mmap
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.batch_memory import Layout, open_memory, write_tree
-from flyte_ddp.loading.own_samples import Sample, SampleLoader
+from flyte_ddp.loading.batch_memory import write_tree
 from flyte_ddp.machine.process import (
     M_MMAP_THRESHOLD,
     M_TRIM_THRESHOLD,
@@ -35,48 +28,24 @@ MOST_CHARACTERS = 20_000  # of a traceback
 KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; the first is the most that glibc allows
 
 
-class Task(NamedTuple):
-    """Samples that one process loads, each into its place in the memory of their batch."""
-
-    loader: int  # number of the SampleLoader
-    samples: list[int]
-    epoch: int | None
-    first: int  # the place of the first sample in the batch
-    layout: Layout
-    path: str  # of the batch's memory
-
-    def run(self, loader: SampleLoader, opened: dict[str, mmap.mmap]) -> Loaded:
-        memory = open_memory(opened, self.path, self.layout.size)
-        loads = loader.start_loads(self.samples, self.epoch)
-        return load_into(memory, self.layout, self.first, loads)._replace(report=loader.take_report())
-
-
 class Call(NamedTuple):
-    """A call of a loader's method by one process, which writes the result into memory."""
+    """A call of a loader's method by one process."""
 
     loader: int  # its number
     method: str
     arguments: tuple[Any, ...]
-    path: str  # of the memory, which may grow
+    path: str = ""  # of memory that the result is written into, and that may grow; empty: the answer is the result
 
-    def run(self, loader: Any, opened: dict[str, mmap.mmap]) -> Written:
+    def run(self, loader: Any) -> Any:
         result = getattr(loader, self.method)(*self.arguments)
-        return Written(*write_tree(opened, self.path, tree_map(tensor_to_array, result)))
+        return write_tree(self.path, tree_map(tensor_to_array, result)) if self.path else result
 
 
-class Written(NamedTuple):
-    """What a process answers after a call: where the result is in the memory, for ``batch_memory.read_tree``."""
+class Failed(NamedTuple):
+    """The answer to a call that raised."""
 
-    start: int
-    end: int
-
-
-class Loaded(NamedTuple):
-    """What a process answers after a task."""
-
-    names: list[str]
-    shape: tuple[int, ...]  # of the images
-    report: Any = None  # of the SampleLoader
+    error: Exception
+    traceback: str
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
@@ -108,58 +77,28 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
 
 
 def run_loader_process(pipe: Connection) -> None:
-    """Receive the pickled loaders, then tasks; answer each, until the rank ends and with it the pipe."""
+    """Receive the pickled loaders, then calls; answer each, until the rank ends and with it the pipe."""
     torch.set_num_threads(1)
     # What an item frees the next one allocates again, without page faults; large blocks still go back to the kernel.
     set_malloc_option(M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
     set_malloc_option(M_TRIM_THRESHOLD, KEPT_BYTES)
     loaders: Sequence[Any] | None = None
-    memories = dict[str, mmap.mmap]()
     with suppress(EOFError, OSError):  # the rank has ended
         content = pipe.recv_bytes()
         while True:
-            number, task = pipe.recv()
+            number, call = pipe.recv()
             try:
                 if loaders is None:
                     loaders = pickle.loads(content)
-                answer: Any = task.run(loaders[task.loader], memories)
+                answer: Any = call.run(loaders[call.loader])
             except BaseException as error:
-                answer = portable_error(error), traceback.format_exc()[-MOST_CHARACTERS:]
+                answer = Failed(portable_error(error), traceback.format_exc()[-MOST_CHARACTERS:])
             sys.stdout.flush()  # what the user's code has printed
             pipe.send((number, answer))
 
 
 def tensor_to_array(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
-
-
-def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
-    """Call ``loads``, and write their images and targets into a batch's memory, from the place ``first`` on."""
-    targets, names = layout.targets(memory), []
-    shapes = set[tuple[int, ...]]()
-    for place, load in enumerate(loads, first):
-        image, targets[place], name = load()
-        shapes.add(image.shape)
-        start = place * layout.image_bytes
-        copy_image(image, memory[start : start + image.size].reshape(image.shape))
-        names.append(name)
-    return Loaded(names, common_shape(shapes))
-
-
-def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-    """Copy ``image`` [H, W, C] into ``to``; a view of a [C, H, W] array is copied by channels, three times as fast."""
-    if image.flags.c_contiguous:
-        to[...] = image
-    else:
-        for channel in range(image.shape[2]):
-            to[..., channel] = image[..., channel]
-
-
-def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    if len({*shapes}) > 1:
-        found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
-        raise UserError(f"augment: images of one batch are {found}; return images of one size")
-    return next(iter(shapes))
 
 
 def portable_error(error: BaseException) -> Exception:

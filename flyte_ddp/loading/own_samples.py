@@ -4,7 +4,7 @@ What is here runs in loader processes (:mod:`flyte_ddp.loading.loader_process`),
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.batch_memory import Layout, open_memory
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
@@ -36,6 +37,14 @@ class Sample(NamedTuple):
     name: str  # the key in the data set; empty if it has none
 
 
+class Loaded(NamedTuple):
+    """What is known of samples that were loaded into the memory of their batch."""
+
+    names: list[str]
+    shape: tuple[int, ...]  # of the images
+    report: Any = None  # of the SampleLoader
+
+
 class SampleLoader:
     """Base class of what loads single samples, in one process. It can be pickled before it is first used."""
 
@@ -49,6 +58,11 @@ class SampleLoader:
         A slow reader starts the reads at once, in other threads.
         """
         raise NotImplementedError
+
+    def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
+        """Load samples, in a loader process, into a batch's memory at ``path``, from the place ``first`` on."""
+        loaded = load_into(open_memory(path, layout.size), layout, first, self.start_loads(samples, epoch))
+        return loaded._replace(report=self.take_report())
 
     def skip_read(self, samples: Indices) -> None:
         """Note that another process has loaded these samples."""
@@ -64,6 +78,35 @@ class SampleLoader:
 
     def close(self) -> None:
         """Close files."""
+
+
+def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
+    """Call ``loads``, and write their images and targets into a batch's memory, from the place ``first`` on."""
+    targets, names = layout.targets(memory), []
+    shapes = set[tuple[int, ...]]()
+    for place, load in enumerate(loads, first):
+        image, targets[place], name = load()
+        shapes.add(image.shape)
+        start = place * layout.image_bytes
+        copy_image(image, memory[start : start + image.size].reshape(image.shape))
+        names.append(name)
+    return Loaded(names, common_shape(shapes))
+
+
+def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
+    """Copy ``image`` [H, W, C] into ``to``; a view of a [C, H, W] array is copied by channels, three times as fast."""
+    if image.flags.c_contiguous:
+        to[...] = image
+    else:
+        for channel in range(image.shape[2]):
+            to[..., channel] = image[..., channel]
+
+
+def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    if len({*shapes}) > 1:
+        found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
+        raise UserError(f"augment: images of one batch are {found}; return images of one size")
+    return next(iter(shapes))
 
 
 class OwnFunction:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.encoded import limit_threads
-from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, load_into, run_loader_server
-from flyte_ddp.loading.own_samples import SampleLoader
+from flyte_ddp.loading.loader_process import NAME, Call, Failed, run_loader_server
+from flyte_ddp.loading.own_samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine.process import spawn_context
 from flyte_ddp.order.random_state import keep_random_state
@@ -68,7 +68,7 @@ class LoaderPool:
         that a rank that is asked to stop can do its last steps.
         """
         self.loaders, self.number = loaders, workers
-        self.answers: dict[int, Any] = {}  # by task; an exception for a task that failed
+        self.answers: dict[int, Any] = {}  # by the number of the call
         self.numbers = itertools.count()
         # All are kept, because a loader process knows a memory by its path, which must never be another one's.
         self.memories: list[BatchMemory] = []
@@ -88,21 +88,17 @@ class LoaderPool:
         ours = [self.exits[0], *(worker.pipe for worker in self.workers.values())]
         self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
-    def send_loaders(self) -> None:
-        self.started = True
-        content = pickle_with_mapped_files(self.loaders)
-        for worker in self.workers.values():
-            worker.pipe.send_bytes(content)
-
-    def submit(self, task: Task | Call) -> int:
-        """Give a task to the process that has the fewest, and return the task's number."""
+    def submit(self, call: Call) -> int:
+        """Give a call to the process that has the fewest, and return the call's number."""
         number, worker = next(self.numbers), min(self.workers.values(), key=lambda each: each.tasks)
         try:
             if not self.started:
-                self.send_loaders()
+                self.started, content = True, pickle_with_mapped_files(self.loaders)
+                for each in self.workers.values():
+                    each.pipe.send_bytes(content)
             # A process that waits until an answer is read would not read its tasks.
             self.receive(wait=False)
-            worker.pipe.send_bytes(pickle.dumps((number, task)))  # as send() does, in less of the rank's time
+            worker.pipe.send_bytes(pickle.dumps((number, call)))  # as send() does, in less of the rank's time
         except OSError:
             raise self.ended_error(worker) from None
         worker.tasks += 1
@@ -118,7 +114,7 @@ class LoaderPool:
         size = max(1, min(-(-len(samples) // tasks_in_all), MOST_SAMPLES))
         numbers, place = samples.tolist(), self.loaders.index(loader)
         tasks = [
-            self.submit(Task(place, numbers[start : start + size], epoch, start, layout, free.path))
+            self.submit(Call(place, "load_part", (numbers[start : start + size], epoch, start, layout, free.path)))
             for start in range(0, len(samples), size)
         ]
         return memory, tasks
@@ -135,18 +131,17 @@ class LoaderPool:
     def take_result(self, submitted: tuple[BatchMemory, int]) -> Any:
         """Wait for a call, and return its result, whose arrays keep memory in use."""
         memory, number = submitted
-        written = self.wait_for(number)
-        return read_tree(self.map_memory(memory, written.end), written)
+        place = self.wait_for(number)
+        return read_tree(self.map_memory(memory, place[1]), place)
 
     def wait_for(self, number: int) -> Any:
         """Wait for a task, without a limit; return its answer, or raise its error; RuntimeError if a process ended."""
         while number not in self.answers:
             self.receive(wait=True)
         answer = self.answers.pop(number)
-        if isinstance(answer, (Loaded, Written)):
-            return answer
-        error, text = answer
-        raise error from RemoteTraceback(text)
+        if isinstance(answer, Failed):
+            raise answer.error from RemoteTraceback(answer.traceback)
+        return answer
 
     def receive(self, *, wait: bool) -> None:
         """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""

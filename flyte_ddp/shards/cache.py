@@ -15,9 +15,8 @@ import re
 import stat
 import sys
 import time
-from collections import Counter
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -42,8 +41,6 @@ class ShardCache:
 
     folder: Path  # made when it is first needed
     limit: int | None = None  # maximum bytes of all its files; None for no limit but the disk's
-    # How often this process has fetched each shard, by the shard's address.
-    fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open_shard(self, shard: Shard) -> BinaryIO:
         """Open a shard and return the file; download a remote one, unless cached, with up to 3 retries.
@@ -133,7 +130,6 @@ class ShardCache:
             except storage.UnavailableError as failure:
                 raise unusable_shard_error(shard, failure) from None
             else:
-                self.fetched[shard.url] += 1
                 file = part.open("rb")
                 fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
                 mark_as_used(file.fileno())

@@ -1,7 +1,6 @@
 """Training from shards and image folders: what one process would compute, from any place, through small caches."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -91,11 +90,8 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(many_shards: P
     assert sum(fetched.values()) <= 20 * 6 + 2 + 1
     held = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar"))
     assert 0 < held <= 8 * size
-    [decoder, note] = notes(result)
-    assert decoder == "Images were decoded by torchcodec."
-    found = re.fullmatch(r"20 shards were fetched, (\d+) of them more than once; the cache has no room .*", note)
-    assert found
-    assert 0 < int(found[1]) <= sum(1 for times in fetched.values() if times > 1)
+    assert any(times > 1 for times in fetched.values()), "the cache has no room for all"
+    assert notes(result) == ["Images were decoded by torchcodec."]
 
 
 def test_an_image_folder_is_learnt(tmp_path: Path) -> None:
