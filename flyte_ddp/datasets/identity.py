@@ -10,7 +10,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
 from flyte_ddp.settings import runs_folder
-from flyte_ddp.storage.digest_list import SUMS
+
+SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:

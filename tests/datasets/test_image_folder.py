@@ -115,12 +115,3 @@ def test_an_image_that_changes_is_to_be_listed_again_and_another_not(tmp_path: P
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(UserError, match=r"ant/2\.png: cannot be read \(Permission denied\); make it readable, or"):
         found.read_image(1)
-
-
-@pytest.mark.parametrize("link", ["ant/gone.png", "bee"])
-def test_advice_for_a_link_to_nothing_is_not_to_check_a_server(link: str, tmp_path: Path) -> None:
-    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"]}))
-    (folder / link).symlink_to(tmp_path / "nothing")
-    said = rf"cannot be listed \({folder}/{link}: No such file or directory\); check the address, and links"
-    with pytest.raises(UserError, match=said):
-        list_images(str(folder))

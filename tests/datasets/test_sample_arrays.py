@@ -28,7 +28,7 @@ from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.progress import Progress
-from flyte_ddp.samples.leaves import form_of, map_leaves, name_leaves
+from flyte_ddp.samples.leaves import form_of, name_leaves
 
 
 class Frame:
@@ -245,11 +245,6 @@ def test_wrong_targets_are_refused(train: Any, test: Any, options: dict[str, Any
         arrays(pair(NUMBERS, train), pair(NUMBERS, test), **options)
 
 
-def test_what_is_no_pair_is_refused() -> None:
-    with pytest.raises(UserError, match=r"train: must be a pair \(inputs, targets\), or .* ids\), got ndarray"):
-        arrays(NUMBERS, pair(NUMBERS))
-
-
 def test_a_mask_that_masks_nothing_is_no_loss() -> None:
     found = arrays(pair(np.ma.masked_less(NUMBERS, -1e9)), pair(NUMBERS))
     np.testing.assert_array_equal(found.train_inputs, NUMBERS.astype(np.float32))
@@ -292,14 +287,6 @@ def test_settings_that_do_not_fit_a_table_are_refused_before_ranks_start(
     keep(arrays(pair(NUMBERS), pair(NUMBERS), name="own:data"), tmp_path / "data")
     with pytest.raises(UserError, match=words):
         check_prepared_set(tmp_path / "data", replace(HP, **changes))
-
-
-def test_leaves_of_leaves() -> None:
-    """None is nothing, a list is a leaf."""
-    assert map_leaves(len, {"a": [1, 2], "b": "x"}) == {"a": 2, "b": 1}
-    assert map_leaves(len, ([1, 2], "x")) == (2, 1)
-    assert map_leaves(len, None) is None
-    assert name_leaves([1, 2]) == {"": [1, 2]}
 
 
 class Table(Frame):

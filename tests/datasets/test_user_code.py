@@ -1,12 +1,9 @@
 """``package.module:callable``: importing it and the digest of its source."""
 
-import ast
-import gc
 import importlib
 import json
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,7 @@ from image_folders import write_files
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.user_code.callables import load_callable
-from flyte_ddp.user_code.digest import PARSING, parse_python
-from flyte_ddp.user_code.source import find_top_level, find_user_sources, user_source_digest
+from flyte_ddp.user_code.source import find_user_sources, user_source_digest
 
 
 @pytest.fixture
@@ -195,15 +191,6 @@ def test_the_digest_follows_imports_through_the_users_own_code(project: Path, te
     assert not [name for name in sys.modules if name.startswith("users_")]
 
 
-def test_no_other_thread_parses_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is there a collection of garbage, which may let one run: Python 3.11 takes it for an error of its own."""
-    seen = []
-    monkeypatch.setattr(ast, "parse", lambda _: seen.append((gc.isenabled(), PARSING.locked())))
-    parse_python(b"x = 1")
-    assert seen == [(False, True)]
-    assert gc.isenabled()
-
-
 @pytest.mark.parametrize("where", ["editable", "lib/python3.11/site-packages", "lib/python3/dist-packages"])
 def test_installed_packages_do_not_count_but_the_users_own_elsewhere_do(project: Path, monkeypatch, where: str) -> None:
     elsewhere = project / where
@@ -239,15 +226,3 @@ def test_the_digest_depends_neither_on_the_place_nor_on_the_order_of_the_path(pr
             digests.add(user_source_digest("users_parts.a:make"))
             assert len([*find_user_sources("users_parts.a:make")]) == 4
     assert len(digests) == 1
-
-
-def test_looking_for_pip_leaves_distutils_to_setuptools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch's compiler fails in this process."""
-    (tmp_path / "pip.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    before = find_spec("distutils")
-    assert find_top_level("pip") is not None
-    after = find_spec("distutils")
-    assert before is not None
-    assert after is not None
-    assert after.origin == before.origin

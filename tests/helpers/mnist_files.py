@@ -1,7 +1,6 @@
-"""A small data set in MNIST's format, and the published FashionMNIST files."""
+"""A small data set in MNIST's format."""
 
 import gzip
-import hashlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,6 @@ from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.published import MNIST, PublishedSet
 
 NAMES = tuple(MNIST.files)
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-# Times in the gzip headers of the published FashionMNIST files, which Debian's copies leave out.
-PUBLISHED_TIMES = {"train": 1504176606, "t10k": 1504176627}
 
 
 @dataclass(frozen=True)
@@ -48,21 +44,6 @@ def tiny_files(seed: int) -> tuple[tuple[NDArray[np.uint8], ...], dict[str, byte
     )
     contents = (gzip.compress(idx_bytes(array), mtime=0) for array in arrays)
     return arrays, dict(zip(NAMES, contents, strict=True))
-
-
-def rebuilt_fashion_mnist() -> dict[str, bytes]:
-    """Return the published FashionMNIST files, made from Debian's by replacing the gzip header."""
-    rebuilt = {}
-    for path in sorted(DEBIAN.iterdir()):
-        time = PUBLISHED_TIMES[path.name.partition("-")[0]]
-        header = b"\x1f\x8b\x08\x08" + struct.pack("<I", time) + b"\x00\x03"
-        rebuilt[path.name] = header + path.stem.encode() + b"\0" + path.read_bytes()[10:]
-    return rebuilt
-
-
-def sums(files: dict[str, bytes]) -> bytes:
-    """Return the output of ``sha256sum *``."""
-    return "".join(f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in files.items()).encode()
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 import struct
 import sys
-import warnings
 import zlib
 
 import numpy as np
@@ -74,15 +73,6 @@ def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
     """Not by XMP, which torchcodec and browsers do not look at, and not where the EXIF data are none."""
     for note in ({"xmp": b'<x:xmpmeta tiff:Orientation="6"/>'}, {"exif": b"Exif\0\0XX\0*\0\0\0\x08"}):
         assert decode(stored(PICTURE, kind, **note)).shape == (30, 40, 3)
-
-
-def test_a_warning_comes_once_and_not_with_each_image() -> None:
-    """As it would if warnings' filters were changed for a moment with each; in threads some changes would stay."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(5):
-            decoding.decode_with_torchcodec(TEXT_BEYOND_THE_END)
-    assert len(caught) <= 1
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
@@ -176,23 +166,6 @@ def test_what_is_transparent_is_on_white(decode, content: bytes, expected: np.nd
     pixels = decode(content)
     assert (pixels.shape, pixels.dtype) == ((12, 16, 3), np.uint8)
     assert np.abs(pixels - expected).max() <= 1
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("depth", "colour_type", "row", "transparent", "expected"),
-    [
-        (8, 0, bytes([0, 5, 10, 255]), b"\0\5", [0, 255, 10, 255]),
-        (16, 0, struct.pack(">4H", 0, 5000, 5001, 65535), struct.pack(">H", 5000), [0, 255, 19, 255]),
-        (8, 2, bytes([1, 1, 1, 2, 2, 2, 1, 2, 1, 9, 9, 9]), struct.pack(">3H", 2, 2, 2), [1, 255, (1, 2, 1), 9]),
-    ],
-)
-def test_the_transparent_colour_of_a_png_is_white(
-    decode, depth: int, colour_type: int, row: bytes, transparent: bytes, expected: list
-) -> None:
-    colours = np.array([[*grey] if isinstance(grey, tuple) else [grey] * 3 for grey in expected])
-    content = png((len(expected), 1), depth, colour_type, b"\0" + row, transparent)
-    assert np.array_equal(decode(content)[0], colours)
 
 
 def tiff(bits: int, form: int, content: bytes) -> bytes:

@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli import HELPERS
 from encoded_runs import BASE, labelled, quiet, train
 from faulty_runs import when
 from image_folders import stored, write_files
-from mounts import ALONE, need_mounts
 from PIL import Image
 from processes import children_of, wait_until
 
@@ -77,29 +73,6 @@ def test_a_decoding_process_that_is_killed_is_an_error_of_the_machine(opened: Op
         source.load_batch(SAMPLES, 0)
     source.close()
     assert children_of(os.getpid()) == []
-
-
-def load_large(folder: str) -> None:
-    """Load a batch of 2.8 MB, and check it."""
-    write_pictures(Path(folder))
-    sources = [open_pictures(Path(folder), processes, FileReader, 200) for processes in (2, 0)]
-    ours, others = (source.load_batch(SAMPLES[:23], None).inputs for source in sources)
-    assert ours.nbytes == 2_760_000
-    assert torch.equal(ours, others)
-    sources[0].close()
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_batches_need_no_shared_memory_of_the_container(tmp_path: Path) -> None:
-    """/dev/shm holds 0.1 MB."""
-    need_mounts(tmp_path)
-    small = ["sh", "-c", 'mount -t tmpfs -o size=100k none /dev/shm && exec "$@"', "sh"]
-    script = "import sys, test_loader_faults; test_loader_faults.load_large(sys.argv[1])"
-    variables = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{HELPERS}"}
-    command = [*ALONE, *small, sys.executable, "-c", script, str(tmp_path / "large")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
-    assert run.returncode == 0, run.stderr
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Items of users' sets in loader processes: draws, own augmentation and collate, memory, mistakes."""
 
-import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -294,14 +293,6 @@ def test_the_memory_grows_and_a_batch_that_is_kept_is_not_overwritten(pool: Load
         for leaf, expected in zip(batch.inputs, in_rank.load_batch(share, 0).inputs, strict=True):
             assert torch.equal(leaf, expected)
     assert len(pool.memories) - before <= len(kept) + 5, "others are used again"
-
-
-def test_a_set_on_demand_is_sent_without_its_items() -> None:
-    data = set_of("drawing")
-    assert len(data.sets.train) == 40
-    sent = pickle.loads(pickle.dumps(data))
-    assert "sets" not in vars(sent)
-    assert (sent.name, sent.train_samples, sent.classes) == (data.name, 40, ("a", "b", "c"))
 
 
 def test_facts_of_sets_on_demand() -> None:

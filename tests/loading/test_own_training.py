@@ -13,7 +13,6 @@ import pytest
 import torch
 from cli import HELPERS
 from encoded_runs import BASE, SIDE, labelled, notes, quiet, train
-from file_server import file_server
 from PIL import Image
 from served_shards import contents
 from tars import shard_bytes
@@ -203,12 +202,6 @@ def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
     assert 'raise ZeroDivisionError("the augmentation\'s own words")' in "".join(format_exception(raised.value))
 
 
-def test_a_killed_loader_process_is_told(train_digits: Train) -> None:
-    with pytest.raises(RankError, match="a loader process ended with SIGKILL, often for lack of memory") as caught:
-        train_digits(replace(ARRAYS, augment="own_loading:killed"))
-    assert caught.value.recoverable
-
-
 def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
     """Found by loader processes, and told once; without bad_samples the user's own error is told."""
     members = {
@@ -228,15 +221,3 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
         train(replace(hp, bad_samples=0), tmp_path / "none")
     assert "sample='own_loading:class_of' on sample '" in str(raised.value)
     assert "in class_of" in "".join(format_exception(raised.value))
-
-
-def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_path: Path) -> None:
-    with file_server() as server:
-        server.files = {path.name: path.read_bytes() for path in photos.iterdir() if path.is_file()}
-        hp = replace(
-            BASE, dataset=f"shards:{server.url}/train.json", sample="own_loading:class_of", batch_size=20, epochs=1,
-            model="faults:model", image_size=8,
-        )  # fmt: skip
-        result = train(hp, tmp_path, quiet(tmp_path, loaders=2))
-        fetched = [name for name in server.requests if name.endswith(".tar")]
-    assert sorted(fetched) == [f"train-{shard}.tar" for shard in range(4)]

@@ -55,13 +55,6 @@ def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
     assert len({tuple(epochs(replace(draw_by_weights(LISTED, weights), seed=seed), 1)) for seed in range(5)}) == 5
 
 
-def test_draws_of_an_epoch_are_independent_of_those_of_others() -> None:
-    order = draw_by_weights(LISTED, np.ones(600))
-    first, second = (np.concatenate([*order.batches(epoch, 50)]) for epoch in (0, 1))
-    assert abs(stats.pearsonr(first, second).statistic) < 0.15
-    assert len(np.unique(first)) / 600 == pytest.approx(1 - np.exp(-1), abs=0.06), "with replacement"
-
-
 def test_classes_are_drawn_alike() -> None:
     labels = np.repeat([0, 1, 7], [500, 90, 10])
     drawn = epochs(draw_by_weights(LISTED, inverse_class_counts(labels)), 100) - 1000

@@ -1,4 +1,4 @@
-"""What addresses and SHA256SUMS mean, and how storage is asked: no server, wrong settings, credentials, and regions."""
+"""What addresses mean, and how storage is asked: no server, wrong settings, credentials, and regions."""
 
 import socket
 from pathlib import Path
@@ -8,11 +8,9 @@ from file_server import FileServer
 from surroundings import object_stores, s3_environment, set_variables
 
 from flyte_ddp import storage
-from flyte_ddp.datasets import fingerprint
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage import UnavailableError, clouds, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage import objects as objects_module
-from flyte_ddp.storage.digest_list import parse_digest_list
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,17 +150,3 @@ def test_addresses_of_no_known_kind() -> None:
     for address in ("ftp://h/x", "pipe:cat http://h/x", "://x", "s3://", "http:///x"):
         with pytest.raises(UserError, match=rf"^address '{address}': must (be a path, or start with|name a server)"):
             scheme(address)
-
-
-ONE, TWO = "0" * 64, "ab" * 32
-PLAIN = f"{ONE}  ant/1.jpg\n{TWO}  bee/2 é.jpg\n"
-
-
-def test_lists_of_digests_as_programs_write_them(server: FileServer) -> None:
-    binary = PLAIN.replace("  ", " *./").replace("ab", "AB")
-    for text in (PLAIN, f"\ufeff{PLAIN}", PLAIN.replace("\n", "\r\n"), binary, f"# by us\n\n{PLAIN}\n \n"):
-        assert parse_digest_list(text.encode()) == {"ant/1.jpg": ONE, "bee/2 é.jpg": TWO}
-    for text in ("\n<!DOCTYPE html>\n<html>", f"{PLAIN}{'0' * 32}  x.jpg\n", f"{ONE}  "):
-        server.files["data/SHA256SUMS"] = text.encode()
-        with pytest.raises(UserError, match=r"data_source='http://.*': SHA256SUMS there is not understood: '[<0]"):
-            fingerprint("mnist", f"{server.url}/data")

@@ -12,8 +12,6 @@ import packaged
 import pytest
 import torch
 from engine_rules import resolved, value_of
-from image_folders import write_files
-from mnist_files import sums, tiny_files
 from pod import Cluster, PodEnded, unpacked
 from pod_inputs import CHECK, FETCH, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console
 
@@ -49,10 +47,12 @@ def test_the_first_task_identifies_the_run_and_prepares_what_is_here(cluster: Cl
     assert len(np.load(folder / "train_targets.npy")) + len(np.load(folder / "test_targets.npy")) == 1797
 
 
-def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
-    _, files = tiny_files(0)
-    write_files(tmp_path, {**files, "SHA256SUMS": sums(files)})
-    hp = {"dataset": "mnist", "data_source": str(tmp_path), "image_size": 8}
+def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster) -> None:
+    hp = {
+        "dataset": "examples.segmentation.shapes:load_shapes",
+        "model": "examples.segmentation.shapes:SmallUNet",
+        "objective": "segmentation",
+    }
     checked = cluster.run(CHECK, check_inputs(cluster, from_console(hp)))
     assert checked.outputs is None
     assert checked.subworkflow, checked.log
@@ -69,7 +69,7 @@ def test_what_is_downloaded_is_for_a_task_of_its_own(cluster: Cluster, tmp_path:
     fetched = cluster.run(FETCH, resolved(node.inputs, {}))
     assert fetched.outputs, fetched.log
     folder = cluster.stored(fetched.outputs["o0"].scalar.blob.uri)
-    assert len(np.load(folder / "train_targets.npy")) == 40
+    assert len(np.load(folder / "train_targets.npy")) == 400
 
 
 def cache_key(cluster: Cluster, checked: PodEnded) -> dict[str, bytes]:
