@@ -9,7 +9,6 @@ import pytest
 import torch
 from file_server import FileServer
 from image_folders import pixels_of
-from mnist_files import leftovers
 from PIL import Image
 
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
@@ -54,16 +53,12 @@ def test_torchvisions_data_sets_can_be_returned_as_they_are(module: Path, tmp_pa
 
 GREY, COLOUR = pixels_of(1)[..., 0], pixels_of(2)
 HOLES = (np.indices(GREY.shape).sum(0) % 2 * 255).astype(np.uint8)[..., None]
-PALETTE = Image.fromarray(COLOUR).quantize(8)
 TYPES: dict[str, tuple[Any, Any]] = {
     "grey PIL": (Image.fromarray(GREY), GREY[..., None]),
-    "grey array": (GREY, GREY[..., None]),
     "grey tensor": (torch.from_numpy(GREY), GREY[..., None]),
     "PIL": (Image.fromarray(COLOUR), COLOUR),
     "array": (COLOUR, COLOUR),
     "tensor": (torch.from_numpy(COLOUR).permute(2, 0, 1), COLOUR),
-    "palette": (PALETTE, np.asarray(PALETTE.convert("RGB"))),
-    "bitmap": (Image.fromarray(GREY > 127), (GREY > 127).astype(np.uint8)[..., None] * 255),
     "16 bits": (Image.fromarray(GREY.astype(np.uint16) * 256 + 17), GREY[..., None]),
     "transparent": (Image.fromarray(np.concatenate([COLOUR, HOLES], 2)), np.where(HOLES, COLOUR, 255)),
     "grey and transparent": (
@@ -91,7 +86,7 @@ class Named(list[Any]):
 
 @pytest.mark.parametrize(
     ("classes", "expected"),
-    [(["a", "b"], "ab"), (np.array(["a", "b"]), "ab"), (None, "01"), ([], "01"), (np.array([]), "01")],
+    [(["a", "b"], "ab"), (np.array(["a", "b"]), "ab"), (None, "01"), (np.array([]), "01")],
 )
 def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expected: str) -> None:
     train = Named([(GREY, 0), (GREY, 1)])
@@ -103,7 +98,6 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
     ("train", "said"),
     [
         (iter([]), r"training set: a list_iterator has no len\(\)"),
-        ({1, 2}, r"training set: a set has no \[number\]; it must be a map-style data set"),
         ([], "training set: is empty"),
         ([(GREY, 0), (GREY[1:], 0)], "item 1 is 8x11x1 and item 0 is 9x11x1.*one size"),
         ([(Image.new("I", (4, 4)), 0)], "cannot be converted to 8 bits: its pixels are 32-bit or signed"),
@@ -111,12 +105,8 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
         ([(GREY, np.ma.masked_equal(0, 0))], "item 0 must be an image and a label: its label: has masked values"),
         ([(np.ma.masked_equal(GREY, GREY[0, 0]), 0)], "item 0: its image: has masked values"),
         ([(GREY, "cat")], "item 0: its label is a str; must be a number or numbers"),
-        ([(GREY, [[1], [2, 3]])], "item 0 must be an image and a label: .*inhomogeneous"),
         ([(GREY, 0), (GREY, 0, 1)], r"item 1 is a tuple: must be a pair \(inputs, targets\)"),
-        ([(GREY, 0, 1)], r"item 0 is a tuple: must be a pair \(inputs, targets\), or a dict with labels"),
         ([(GREY, [1, 0]), (GREY, [1])], "labels: is no array .*inhomogeneous"),
-        ([(GREY, GREY[1:])], r"the masks are \[1, 8, 11\], and the images are \[1, 9, 11\]: a mask must have"),
-        ([(GREY, -1)], "label -1 of sample 0"),
     ],
 )
 def test_wrong_results_are_refused(train: Any, said: str) -> None:
@@ -130,13 +120,6 @@ def test_arrays_can_be_returned() -> None:
     assert (made.name, made.classes) == ("own:data", ("one",))
     with pytest.raises(UserError, match="returned NoneType; must return arrays"):
         arrays_from_result("own:data", None, Progress("off"))
-
-
-def test_the_users_own_error_comes_through_and_leaves_nothing(module: Path, tmp_path: Path) -> None:
-    module.write_text("def broken(source):\n    raise ZeroDivisionError('mine')\n")
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        fetch("own_data:broken", "", tmp_path / "data", progress="off")
-    assert leftovers(tmp_path) == ["project"]
 
 
 def test_the_fingerprint_changes_with_code_name_and_content_and_imports_nothing(module: Path, tmp_path: Path) -> None:
@@ -165,21 +148,6 @@ def test_the_fingerprint_changes_with_code_name_and_content_and_imports_nothing(
         seen.add(of_source())
     assert len(seen) == 9
     assert "own_data" not in sys.modules
-
-
-def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    """The file of a process's memory, where none is: root, who runs these tests in CI, may read all other files."""
-    (tmp_path / "link").mkdir()
-    (tmp_path / "link/file").symlink_to("/proc/self/mem")
-    (tmp_path / "empty").mkdir()
-    for source, said in (
-        ("no/such/path", "there is no such file or directory; give one"),
-        (f"{tmp_path}/empty", "the directory is empty; give one"),
-        ("/proc/self/mem", "cannot be read: .*Input/output error"),
-        (f"{tmp_path}/link", "cannot be read: .*Input/output error"),
-    ):
-        with pytest.raises(UserError, match=f"^data_source='{source}': {said}"):
-            content_identity(source)
 
 
 def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_server import FileServer
 from image_folders import image_bytes, pixels_of, stored, write_files
 from PIL import Image
+from surroundings import s3_environment
 from tars import indexed
 
 from flyte_ddp import image_arrays
@@ -16,10 +18,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.image_folder import SUFFIXES, list_images
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.loading import decoding
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.shards.scanning import create_index
 
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 NO_TEXT = os.fsdecode(b"caf\xe9")
@@ -72,17 +73,11 @@ def test_a_class_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_bad_names_are_refused_in_lists_of_classes_too(tmp_path: Path) -> None:
-    picture, classes = np.zeros((2, 4, 4), np.uint8), ["ant", NO_TEXT]
+    picture = np.zeros((2, 4, 4), np.uint8)
     index = indexed(tmp_path, {"0": {".png": image_bytes(), ".cls": b"0"}}, classes=["ant", "bee"])
     index.write_text(index.read_text().replace('"bee"', json.dumps(NO_TEXT)))
-    for attempt in (
-        lambda: image_arrays(picture, [0, 1], picture, [0, 1], classes),
-        lambda: create_index([f"{tmp_path}/0.tar"], tmp_path / "y.json", classes=classes, progress="off"),
-        lambda: read_index(str(index)),
-    ):
-        with pytest.raises(UserError, match=r"class 'caf\\udce9' is not UTF-8"):
-            attempt()
-    assert not (tmp_path / "y.json").exists()
+    with pytest.raises(UserError, match=r"class 'caf\\udce9' is not UTF-8"):
+        read_index(str(index))
     assert image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NFD]).classes == ("ant", NFC)
     with pytest.raises(UserError, match=r"classes 'caf\\xe9' and 'cafe\\u0301' have one name"):
         image_arrays(picture, [0, 1], picture, [0, 1], [NFC, NFD])
@@ -115,3 +110,19 @@ def test_an_image_that_changes_is_to_be_listed_again_and_another_not(tmp_path: P
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(UserError, match=r"ant/2\.png: cannot be read \(Permission denied\); make it readable, or"):
         found.read_image(1)
+
+
+def test_faults_of_a_store_that_last_are_errors_and_others_are_retried(server: FileServer, monkeypatch) -> None:
+    """One that may pass is worth another try of the run."""
+    s3_environment(server.url, monkeypatch)
+    name, content = "bucket/ant/1.png", image_bytes()
+    server.files, server.faults = {name: content}, {name: [503]}
+    found = list_images("s3://bucket")
+    assert found.read_image(0) == content
+    server.faults = {name: [503] * 100}
+    with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
+        found.read_image(0)
+    server.faults = {name: [404] * 100}
+    with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
+        found.read_image(0)
+    assert not isinstance(failure.value, UnreachableError)

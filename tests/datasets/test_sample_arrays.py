@@ -48,11 +48,9 @@ CLASSES = np.arange(N) % 2
 # What is given for a leaf, what is kept of each sample, and of which type.
 LEAVES: dict[str, tuple[Any, Any, str]] = {
     "floats": (NUMBERS, NUMBERS.astype(np.float32), "float32"),
-    "half floats": (NUMBERS.astype(np.float16), NUMBERS.astype(np.float16), "float32"),
     "of another byte order": (np.arange(N, dtype=">i4"), np.arange(N), "int32"),
     "not in C order": (np.asfortranarray(NUMBERS), NUMBERS.astype(np.float32), "float32"),
     "unsigned": (np.arange(N, dtype=np.uint16), np.arange(N), "int32"),
-    "bytes": (np.arange(N, dtype=np.uint8), np.arange(N), "uint8"),
     "truth values": ([True, False] * 3, [True, False] * 3, "bool"),
     "tensor": (torch.from_numpy(NUMBERS), NUMBERS.astype(np.float32), "float32"),
     "list of tensors": ([torch.tensor(row) for row in NUMBERS], NUMBERS.astype(np.float32), "float32"),
@@ -183,7 +181,6 @@ def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:
     return inputs, targets
 
 
-OBJECTS = np.array([object()] * N)
 MASKED = np.ma.masked_less(NUMBERS, 0)
 
 
@@ -193,18 +190,11 @@ MASKED = np.ma.masked_less(NUMBERS, 0)
         ({"a": NUMBERS, "b": NUMBERS[:5]}, NUMBERS, r"train_inputs\['b'\] has 5 samples, and .* the same number"),
         (None, NUMBERS, "train_inputs: are None; give at least one array"),
         ({}, {}, "train_inputs: has no array; give at least one"),
-        ([], [], "train_inputs: must be an array .* at least one sample"),
-        (3.0, 3.0, r"with at least one sample, got \[\]"),
-        (OBJECTS, OBJECTS, "got objects; give numbers for them, or a list of array"),
         (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by pandas.fac"),
-        ([*TOKENS[:5], "a"], TOKENS, r"train_inputs\[5\]: must be numbers or truth values, got texts"),
         (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)"),
         ([NUMBERS[:2, :2], NUMBERS[:3]], NUMBERS, r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the"),
-        ([[[1], [1, 2]], [[1]]], NUMBERS, r"train_inputs\[0\]: is no array .*inhomogeneous"),
         (torch.ones(N, requires_grad=True), NUMBERS, "train_inputs: is no array .*requires grad"),
         ({"unit price": NUMBERS}, NUMBERS, "the name 'unit price' must be a Python identifier: the model is called"),
-        ({0: NUMBERS}, NUMBERS, "the name 0 must be a Python identifier"),
-        ({"a": {"b": NUMBERS}}, NUMBERS, r"train_inputs\['a'\]: must be numbers or truth values, got objects"),
         ({"a": MASKED}, {"a": NUMBERS}, r"train_inputs\['a'\]: has masked values, and the mask would be lost; fill"),
         ([*map(np.array, TOKENS[:5]), np.ma.masked_equal([0, 1], 1)], TOKENS, r"train_inputs\[5\]: has masked values"),
         (
@@ -212,8 +202,6 @@ MASKED = np.ma.masked_less(NUMBERS, 0)
             (NUMBERS, NUMBERS),
             "are a dict with a, and test_inputs a tuple of 2: both must have one form",
         ),
-        ({"a": NUMBERS}, {"b": NUMBERS}, "train_inputs are a dict with a, and test_inputs a dict with b"),
-        (NUMBERS, NUMBERS[:, :2], r"train_inputs is float32 \[3\], and of test_inputs float32 \[2\]: both must have"),
         (TOKENS, CLASSES, r"of train_inputs is int64 \[\?\], and of test_inputs int64 \[\]: both must have one type"),
         (NUMBERS, NUMBERS.astype(int), r"of train_inputs is float32 \[3\], and of test_inputs int64 \[3\]"),
     ],
@@ -228,14 +216,8 @@ def test_wrong_inputs_are_refused(train: Any, test: Any, words: str) -> None:
     ("train", "test", "options", "words"),
     [
         (CLASSES, CLASSES[:5], {}, "test_targets has 5 samples, and test_inputs has 6"),
-        (CLASSES, np.ma.masked_equal(CLASSES, 1), {}, "test_targets: has masked values"),
         (CLASSES * 2, CLASSES, {"classes": "ab"}, r"train_targets: label 2 of sample 1 .* 2 classes: must be 0\.\.1"),
-        (
-            CLASSES,
-            CLASSES - 1,
-            {},
-            "whole numbers are classes, from 0 on, and one is -1; give numbers to predict as fl",
-        ),
+        (CLASSES, CLASSES - 1, {}, "whole numbers are classes, from 0 on, and one is -1; give numbers to predict as"),
         (CLASSES * 10**9, CLASSES, {}, "the whole number 1000000000 would be a class, .*give numbers to predict as fl"),
         (CLASSES, CLASSES, {"sample_weights": [1, 2]}, r"one number for each of the 6 training samples, got \[2\]"),
     ],
@@ -243,18 +225,6 @@ def test_wrong_inputs_are_refused(train: Any, test: Any, words: str) -> None:
 def test_wrong_targets_are_refused(train: Any, test: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         arrays(pair(NUMBERS, train), pair(NUMBERS, test), **options)
-
-
-def test_a_mask_that_masks_nothing_is_no_loss() -> None:
-    found = arrays(pair(np.ma.masked_less(NUMBERS, -1e9)), pair(NUMBERS))
-    np.testing.assert_array_equal(found.train_inputs, NUMBERS.astype(np.float32))
-
-
-def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
-    keep(arrays(pair(TOKENS), pair(TOKENS)), tmp_path / "data")
-    (tmp_path / "data/train_inputs.ends.npy").unlink()
-    with pytest.raises(UserError, match=r"train_inputs\.ends\.npy"):
-        open_prepared(tmp_path / "data")
 
 
 def test_balanced_class_weights_are_scikit_learns() -> None:
@@ -274,7 +244,6 @@ HP = Hyperparameters(dataset="own:data", model="own:model", objective="regressio
     ("changes", "words"),
     [
         ({"model": "resnet18"}, "model='resnet18': takes images, and .* has samples that are no images; name a model"),
-        ({"model": "small_cnn"}, "model='small_cnn': takes images"),
         ({"image_size": 32}, "image_size=32: dataset='own:data' has samples that are no images; leave it 0"),
         ({"augment": "crop"}, "augment='crop': .* are no images; take none, or a function of your own"),
         ({"num_classes": 5, "objective": "classification"}, "num_classes=5: the data set has 2; set that, or 0"),
@@ -302,7 +271,6 @@ WITH_NONE, WITH_TEXT, DATES = (np.array([[1, *row]] * N, object) for row in (
     (None, 2.5), (2, "Bern"), (None, date(2026, 1, 1)),
 ))  # fmt: skip
 IDS = [f"customer {row}" for row in range(N)]
-RAGGED = [[1.5], [], [2.0, np.nan], [1.0], [2.0], []]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +279,6 @@ RAGGED = [[1.5], [], [2.0, np.nan], [1.0], [2.0], []]
         (pair(Table(MISSING)), pair(NUMBERS), "^train_inputs: row 4, column 'income', is nan: replace what is missing"),
         (pair(NUMBERS), (MISSING, CLASSES, IDS), r"^test_inputs: row 4 \(id 'customer 4'\), column 1, is nan"),
         (pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N}), r"^train_inputs\['a'\]: row 2 is inf"),
-        (pair(RAGGED), pair([[1.5]] * N), "^train_inputs: row 2 is nan"),
         (pair(Table(WITH_NONE)), pair(NUMBERS), "^train_inputs: row 0, column 'income', is nan"),
         (pair(Table(WITH_TEXT)), pair(NUMBERS), "^train_inputs: column 'city' has texts, and must be numbers; make"),
         (pair(NUMBERS, np.array(list("ababab"), object)), pair(NUMBERS), "^train_targets: has texts, and must be numb"),
@@ -327,16 +294,6 @@ def test_a_frame_of_numbers_of_several_types_is_a_table() -> None:
     kept = arrays(pair(Table(MIXED)), pair(sparse.csr_array(NUMBERS)))
     np.testing.assert_array_equal(kept.test_inputs, NUMBERS.astype(np.float32))
     np.testing.assert_array_equal(kept.train_inputs, np.array([[1, 1, 2.5]] * N, np.float32))
-
-
-def test_truth_values_are_classes() -> None:
-    kept = arrays(pair(NUMBERS, CLASSES == 1), pair(NUMBERS, CLASSES == 0))
-    assert kept.classes == ("0", "1")
-    assert kept.train_targets.tolist() == CLASSES.tolist()
-    named = arrays(pair(NUMBERS, CLASSES == 1), pair(NUMBERS, CLASSES == 0), classes=["no", "yes"])
-    assert named.classes == ("no", "yes")
-    objects = arrays(pair(NUMBERS, CLASSES.astype(object)), pair(NUMBERS, (CLASSES == 1).astype(object)))
-    assert objects.classes == ("0", "1")
 
 
 def test_a_dict_is_taken_by_name() -> None:

@@ -142,11 +142,3 @@ class Deaf(Model):
 
     def forward(self, tokens: Tensor, drawn: Tensor) -> Tensor:  # type: ignore[override]
         return self.last(torch.cat([self.embed(tokens[:, 0]), drawn], 1))
-
-
-class SmallEmbedding(Model):
-    """Knows 20 of 40 tokens."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.embed = nn.Embedding(20, 3)

@@ -69,11 +69,6 @@ class Stateful:
         return self.pipeline(image=image, mask=target)["image"], target
 
 
-def killed(image: np.ndarray, target: Any) -> Pair:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return image, target
-
-
 def fail(image: np.ndarray, target: Any) -> Pair:
     raise ZeroDivisionError("the augmentation's own words")
 
@@ -96,6 +91,14 @@ def another_class(image: np.ndarray, target: Any) -> Pair:
 
 def half_a_class(image: np.ndarray, target: Any) -> Pair:
     return image, target / 2
+
+
+def mask_image(image: np.ndarray, target: Any) -> Pair:
+    return np.ma.masked_equal(image, image.max()), target
+
+
+def mask_target(image: np.ndarray, target: Any) -> Pair:
+    return image, np.ma.masked_equal([target, 1], target)
 
 
 def only_the_image(image: np.ndarray, target: Any) -> Any:

@@ -29,18 +29,7 @@ def turned(kind: str, orientation: int) -> bytes:
     return stored(PICTURE, kind, exif=note)
 
 
-def with_other_notes(content: bytes, tag: int, kind: int, count: int, value: bytes) -> bytes:
-    """A turned JPEG whose EXIF data also say something that is of the wrong kind."""
-    entries = struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0) + struct.pack(">HHI", tag, kind, count) + value
-    notes = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + entries + bytes(4)
-    return content[:2] + b"\xff\xe1" + struct.pack(">H", len(notes) + 2) + notes + content[2:]
-
-
 JPEG, PNG = (stored(PICTURE, kind) for kind in ("JPEG", "PNG"))
-TEXT_FOR_A_NUMBER = with_other_notes(JPEG, 0x0103, 2, 1, b"a\0\0\0")
-TEXT_BEYOND_THE_END = with_other_notes(JPEG, 0x9003, 2, 999, b"\0\0\xff\xff")
-
-
 ALIKE = {
     **{f"turned {number}": turned("JPEG", number) for number in range(1, 9)},
     "turned PNG": turned("PNG", 6),
@@ -60,13 +49,6 @@ def test_both_decoders_give_the_same_image(content: bytes) -> None:
     assert ours.std() > 10
 
 
-@pytest.mark.filterwarnings("ignore:Tag data larger than file", "ignore:Truncated File Read")
-@BOTH
-@pytest.mark.parametrize("content", [TEXT_FOR_A_NUMBER, TEXT_BEYOND_THE_END], ids=["text", "end"])
-def test_what_else_the_exif_data_say_does_not_matter(decode, content: bytes) -> None:
-    assert np.array_equal(decode(content), np.rot90(decode(JPEG), -1))
-
-
 @BOTH
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
 def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
@@ -75,7 +57,7 @@ def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
         assert decode(stored(PICTURE, kind, **note)).shape == (30, 40, 3)
 
 
-@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+@pytest.mark.parametrize("error", [ImportError, OSError])
 def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
     class Broken:
         def find_spec(self, name: str, *_: object) -> None:
@@ -153,11 +135,9 @@ OPAQUE_ALPHA = Image.fromarray(np.concatenate([COLOURS, np.full_like(ALPHA, 255)
     ("content", "expected"),
     [
         pytest.param(stored(RGBA, "PNG"), on_white(COLOURS, ALPHA), id="RGBA PNG"),
-        pytest.param(stored(RGBA, "WEBP", lossless=True, exact=True), on_white(COLOURS, ALPHA), id="RGBA WebP"),
         pytest.param(stored(GREY_ALPHA, "PNG"), on_white(COLOURS[..., :1], ALPHA), id="LA PNG"),
         pytest.param(stored(BLACK_SHAPE, "AVIF", quality=100), SHAPE_ON_WHITE, id="AVIF"),
         pytest.param(stored(BLACK_SHAPE.quantize(4), "PNG"), SHAPE_ON_WHITE, id="palette PNG"),
-        pytest.param(stored(BLACK_SHAPE, "GIF"), SHAPE_ON_WHITE, id="GIF"),
         pytest.param(stored(RGBA.convert("RGB"), "PNG"), COLOURS, id="opaque"),
         pytest.param(stored(OPAQUE_ALPHA, "PNG"), COLOURS, id="an alpha channel without effect"),
     ],
@@ -177,13 +157,11 @@ def tiff(bits: int, form: int, content: bytes) -> bytes:
 
 
 SIXTEEN_BITS = (np.arange(12 * 16) * 340).astype(np.uint16).reshape(12, 16)
-PAIRS = (SIXTEEN_BITS >> 4).reshape(-1, 2).tolist()  # of 12 bits each, which are stored in three bytes
-TWELVE_BITS = tiff(12, 1, b"".join((first << 12 | second).to_bytes(3) for first, second in PAIRS))
 TIFF, PGM = (stored(Image.fromarray(SIXTEEN_BITS), kind) for kind in ("TIFF", "PPM"))
 
 
 @BOTH
-@pytest.mark.parametrize("content", [TIFF, PGM, TWELVE_BITS], ids=["TIFF", "PGM", "TIFF of 12 bits"])
+@pytest.mark.parametrize("content", [TIFF, PGM], ids=["TIFF", "PGM"])
 def test_of_whole_numbers_without_a_sign_the_upper_8_bits_count(decode, content: bytes) -> None:
     assert np.array_equal(decode(content), (SIXTEEN_BITS >> 8)[..., None].repeat(3, axis=2))
 

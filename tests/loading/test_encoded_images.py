@@ -32,16 +32,6 @@ from flyte_ddp.shards.index import ShardIndex
 DEADLINE = 60.0  # seconds
 
 
-def test_what_users_decoding_gets_of_an_image_file(tmp_path: Path) -> None:
-    """The name without its extension, and the extension in its own case."""
-    write_files(tmp_path, {"photos/17.JPG": b"one", "photos/18.x.png": b"two"})
-    reader = FileReader(list_images(str(tmp_path)), members=True)
-    assert [reader.read_sample(number).members for number in range(2)] == [
-        {".JPG": b"one", "__key__": "photos/17"},
-        {".png": b"two", "__key__": "photos/18.x"},
-    ]
-
-
 def png(number: int) -> bytes:
     return stored(Image.new("RGB", (8, 8), (number, number, number)), "PNG")
 
@@ -138,17 +128,6 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
     assert loading.facts().bad == {f"sample {number}" for number in images.bad}
 
 
-def test_a_decoder_is_one_thread_also_where_torch_uses_more(load: Load) -> None:
-    here = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        loading = load(Images(bad=set()), [ListedOrder(np.arange(10))], bad=0)
-        assert loading.pool.pool.submit(torch.get_num_threads).result() == 1
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(here)
-
-
 def test_no_decodable_substitute_is_an_error(load: Load) -> None:
     loading = load(Images(bad={3, 4, 5}), [ListedOrder(np.array([3, 4, 5]))], bad=9)
     with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
@@ -163,18 +142,6 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(load: Load, server: Fi
     server.before_answer = threading.Barrier(16)
     pixels = load(FileReader(listed), [ListedOrder(np.arange(16))], bad=0).load_batch(np.arange(16), None).inputs
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
-
-
-def test_an_error_does_not_wait_for_what_is_being_read(load: Load) -> None:
-    images = Images(bad={1}, endless={2})
-    loading = load(images, [ListedOrder(np.arange(3))], bad=0, threads=2)
-    loading.prefetch_batch(np.array([2]), None)
-    assert images.begun.wait(DEADLINE)
-    with pytest.raises(UserError, match=r"^sample 1 cannot be decoded"):
-        loading.load_batch(np.array([1]), None)
-    loading.close()
-    assert not images.over.is_set()
-    images.over.set()
 
 
 def test_an_image_that_is_damaged_in_the_cache_is_named_with_its_file(load: Load, server, tmp_path: Path) -> None:

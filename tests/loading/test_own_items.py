@@ -150,16 +150,6 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
             torch.testing.assert_close(name_leaves(ours), name_leaves(theirs), rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_mask_is_of_the_leaf_with_different_lengths() -> None:
-    data = leaf_tasks.reviews("")
-    facts = describe_items(data, "train", ORDER, "padded", 0)
-    assert facts.masked == "tokens"
-    inputs = open_array_batches(CPU, data, "train", masked=facts.masked).load_batch(np.arange(5)).inputs
-    lengths = [len(data.train_inputs["tokens"][sample]) for sample in range(5)]
-    assert inputs["mask"].sum(1).tolist() == lengths
-    assert inputs["mask"].shape == inputs["tokens"].shape == (5, max(lengths))
-
-
 def test_types_of_samples_do_not_change_a_batch() -> None:
     """An empty list is an array of floats; a whole number beside floats is one; what is not in order is."""
     data = [(([], 1), 0), (([1, 2], 0.5), 1), ((np.array([3, 4, 5])[::-1], np.float64(2)), 1)]
@@ -200,13 +190,6 @@ def test_items_that_make_no_batch_are_told_with_the_sample(items: list[Any], col
     loader = ItemLoader(ListItems(items), "train", collate, 0, masked="")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"the inputs of train sample 1{words}"):
         loader.load_items([0, 1], None)
-
-
-def test_items_that_are_no_pairs_are_told_with_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_sets.Drawing, "__getitem__", lambda _, number: number)
-    words = r"dataset='item_sets:drawing': train sample 3 is a int: must be a pair \(inputs, targets\), or a dict"
-    with pytest.raises(UserError, match=words):
-        loader_of("padded").load_items([3], 0)
 
 
 MISTAKES = {
@@ -302,13 +285,6 @@ def test_facts_of_sets_on_demand() -> None:
     assert (leaves["tokens"].shape, leaves["row"].shape, facts.masked) == ((None,), (), "tokens")
     assert facts.targets == TargetSpec(np.dtype(np.int64), ())
     with pytest.raises(UserError, match="the inputs of dataset='item_sets:drawing' have different lengths"):
-        describe_items(set_of("drawing"), "train", ORDER, "stacked", 0)
-
-
-def test_names_that_are_no_identifiers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_sets.Drawing, "__getitem__", lambda *_: ({"unit price": 1.0}, 0))
-    words = "dataset='item_sets:drawing': inputs: the name 'unit price' must be a Python identifier"
-    with pytest.raises(UserError, match=words):
         describe_items(set_of("drawing"), "train", ORDER, "stacked", 0)
 
 

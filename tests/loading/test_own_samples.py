@@ -34,6 +34,8 @@ FAILING = {
     "half_a_class": r"returned float64 \[\] as the target of sample 3: must be int64 \[\]",
     "only_the_image": r"returned a ndarray for sample 3: must return \(image, target\)",
     "not_there": "has no 'not_there'",
+    "mask_image": "the image of sample 3: has masked values, and the mask would be lost",
+    "mask_target": "the target of sample 3: has masked values, and the mask would be lost",
 }
 
 
@@ -153,18 +155,6 @@ def test_masks_move_with_their_images() -> None:
     assert 0 < (~covered).sum() < 0.3 * covered.numel()
 
 
-def test_arrays_may_become_images_of_the_models_size() -> None:
-    own = OwnFunction("augment", "own_loading:torchvision_pipeline")  # to 8 x 8
-    large = np.random.default_rng(0).integers(0, 256, (4, 12, 12, 3), dtype=np.uint8)
-    for size in (8, 0):
-        source = WorkerImages(array_images(large, np.arange(4), own, seed=1, classes=4, image_size=size), None, CPU)
-        if size:
-            assert source.load_batch(np.arange(4), 0).inputs.shape == (4, 8, 8, 3)
-        else:
-            with pytest.raises(UserError, match=r"\[8, 8, 3\] as the image of sample 0: must be \[12, 12, 3\]"):
-                source.load_batch(np.arange(4), 0)
-
-
 @pytest.mark.slow
 def test_mistakes_are_told_with_the_sample() -> None:
     """In the rank and by a loader process alike."""
@@ -221,18 +211,3 @@ def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     images, found = augmented("torchvision_masks", masks)
     assert np.mean((images[..., 0] > 100) == (found == 1)) > 0.95
     assert (found == 255).any()
-
-
-def mask_target(image: Any, target: Any) -> Any:
-    return image, np.ma.masked_equal([target, 1], target)
-
-
-def mask_image(image: Any, target: Any) -> Any:
-    return np.ma.masked_equal(image, image.max()), target
-
-
-@pytest.mark.parametrize("part", ["image", "target"])
-def test_a_mask_is_not_lost(part: str) -> None:
-    own = OwnFunction("augment", f"{__name__}:mask_{part}")
-    with pytest.raises(UserError, match=f"the {part} of sample 0: has masked values, and the mask would be lost"):
-        own.call("sample 0", np.ones((2, 2), np.uint8), 3)

@@ -150,7 +150,6 @@ def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards:
     ("workers", "bad_samples", "said"),
     [
         (0, 0, r"tar cannot be decoded: .*bad_samples$"),
-        pytest.param(1, 0, r"tar cannot be decoded: .*bad_samples$", marks=pytest.mark.slow),
         (0, 50, r": no sample of its worker can be decoded \(of no k"),  # else it would look for a good one for ever
     ],
 )
