@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write
 
-WEIGHTS = "train_weights.npy"  # file of ``sample_weights``, in the folders of sets that have them
+WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays of sets that have them
 DESCRIPTION = "dataset.json"
 TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
 FORMAT = {"format": 3}  # version of prepared folders; raise it when the same source is prepared to other content
@@ -30,8 +30,8 @@ class StoredSet:
     test_ids: NDArray[np.str_] | None = None
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays by their files' names without ``.npy``; none by default: the samples stay elsewhere."""
-        return {}
+        """Return the arrays by their files' names without ``.npy``; here only weights: the samples stay elsewhere."""
+        return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
 
     def describe_content(self) -> dict[str, Any]:
         """Return the entries of ``dataset.json`` that only sets of this class have."""
@@ -42,8 +42,6 @@ def arrays_sha256(data: StoredSet, start: str = "") -> str:
     """Return the SHA-256 (hex) of class names and arrays; with ``start`` only of arrays whose names begin with it."""
     digest = hashlib.sha256(json.dumps(data.classes).encode())
     named = {name: array for name, array in data.list_arrays().items() if name.startswith(start)}
-    if data.sample_weights is not None and not start:
-        named["sample_weights"] = data.sample_weights
     for name, array in named.items():
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).data)
@@ -55,16 +53,15 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
-    if data.sample_weights is not None:
-        write_array(folder / WEIGHTS, data.sample_weights)
+    in_arrays = bool(arrays.keys() - {WEIGHTS})
     description = {
         **FORMAT,
         "name": data.name,
         "classes": data.classes,
         **data.describe_content(),
-        "digest": arrays_sha256(data) if arrays else data.digest,
-        TEST_DIGEST: arrays_sha256(data, "test_") if arrays else data.digest,
-        **({"weighted": True} if data.sample_weights is not None else {}),
+        "digest": arrays_sha256(data) if in_arrays else data.digest,
+        TEST_DIGEST: arrays_sha256(data, "test_") if in_arrays else data.digest,
+        "weighted": WEIGHTS in arrays,
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)
@@ -94,7 +91,7 @@ def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
     """Yield the description in a prepared folder, and the fields that all classes of :class:`StoredSet` have."""
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
-        weights = read_array(folder, WEIGHTS) if description.get("weighted") else None
+        weights = read_array(folder, f"{WEIGHTS}.npy") if description["weighted"] else None
         fields = {"name": description["name"], "digest": description["digest"], "sample_weights": weights}
         yield description, fields | {"classes": tuple(description["classes"])}
 

@@ -101,7 +101,7 @@ class SampleArrays(StoredSet):
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their files' names: of a leaf ``train_inputs.NAME``, of a ragged one also its ends."""
-        arrays = dict[str, NDArray[Any]]()
+        arrays = super().list_arrays()
         for part in PARTS:
             for name, leaf in name_leaves(getattr(self, part)).items():
                 file = f"{part}.{name}" if name else part

@@ -21,8 +21,9 @@ from flyte_ddp.loading.own_samples import (
     SampleLoader,
     augment_sample,
     convert_target,
+    find_seeded_transforms,
+    seed_for,
 )
-from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.samples.leaves import Leaves, map_leaves
 

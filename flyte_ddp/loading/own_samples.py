@@ -3,11 +3,15 @@
 What is here runs in loader processes (:mod:`flyte_ddp.loading.loader_process`), or in the rank itself.
 """
 
+import hashlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import random
+import struct
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
@@ -16,13 +20,15 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
+from flyte_ddp.parallel.training_pass import Generators
 from flyte_ddp.samples.leaves import refuse_masked, require_array
 from flyte_ddp.samples.pictures import require_pixels
 from flyte_ddp.user_code.callables import load_callable
+
+GLOBAL = Generators(torch.default_generator, random, np.random)
 
 
 class OwnCodeError(RuntimeError):
@@ -107,6 +113,28 @@ def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
         found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
         raise UserError(f"augment: images of one batch are {found}; return images of one size")
     return next(iter(shapes))
+
+
+def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
+    """Seed this process's generators (Python, NumPy, torch) and ``transforms`` for one sample and ``purpose``."""
+    packed = struct.pack("<3q", seed, epoch, sample)
+    hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
+    bits = int.from_bytes(hashed, "little")
+    GLOBAL.seed_each(bits)
+    for transform in transforms:
+        transform.set_random_seed(bits % 2**32)
+
+
+def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
+    """Return the objects with ``set_random_seed`` that a function, or an object's ``method``, uses, each once."""
+    function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
+    function = getattr(function, "__func__", function)  # of a bound method
+    found = [own, *(value for _, value in inspect.getmembers_static(own))]
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        found += [*used.globals.values(), *used.nonlocals.values()]
+    seeded = (each for each in found if callable(getattr(each, "set_random_seed", None)) and not isinstance(each, type))
+    return list({id(each): each for each in seeded}.values())
 
 
 class OwnFunction:

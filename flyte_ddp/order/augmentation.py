@@ -1,4 +1,4 @@
-"""Random numbers and random shifts for uint8 images: pure functions of (seed, epoch, sample), on whichever rank."""
+"""Random numbers, random shifts of uint8 images, and mixup: pure functions of (seed, epoch, sample) on any rank."""
 
 import numpy as np
 import torch
@@ -6,10 +6,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.machine.device_copy import copy_to_device
-from flyte_ddp.order.sampling import Indices
+from flyte_ddp.order.sampling import MIXING, Indices, make_generator
 
 INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 WORD = 2**64 - 1
+MIXUP_SEED = 2**34  # added to the seed, makes the shares of mixup independent of other draws
 
 
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -69,3 +70,19 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
     padded = torch.nn.functional.pad(images, (0, 0, margins[1], margins[1], margins[0], margins[0]), value=fill)
     rows, columns = copy_to_device(rows, images.device), copy_to_device(columns, images.device)
     return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def choose_partners(batch: Indices, seed: int, step: int) -> Indices:
+    """Return the sample that each sample of a global batch [B] is mixed with: the batch in another order.
+
+    Zhang et al., "mixup", ICLR 2018, permute each process's own part, with one share for all of a batch.
+    """
+    return make_generator(MIXING, seed, step).permutation(batch)
+
+
+def draw_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
+    """Return the share of each sample in its mixture, [n], 0 to 1: a draw from the distribution Beta(alpha, alpha)."""
+    from scipy import special  # which takes as long as all else that a rank imports of this library
+
+    uniform = uniform_draws(seed + MIXUP_SEED, step, samples, 1)[:, 0]
+    return np.asarray(special.betaincinv(alpha, alpha, uniform))

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
-from flyte_ddp.order.mixing import choose_partners, draw_shares
+from flyte_ddp.order.augmentation import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank, sum_over_ranks, world_size
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.training.training_state import TrainingState

@@ -14,10 +14,9 @@ from cli import HELPERS, ROOT
 
 from flyte_ddp.datasets import image_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import seeding
 from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.own_items import ArrayItems, ItemImages
-from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
+from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction, find_seeded_transforms
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
@@ -116,14 +115,14 @@ def test_the_ranks_own_generators_go_on_as_if_nothing_had_been_loaded() -> None:
 
 
 def test_transforms_that_seed_themselves_are_found() -> None:
-    assert seeding.find_seeded_transforms(own_loading.albumentations_pipeline) == [own_loading.PIPELINE]
+    assert find_seeded_transforms(own_loading.albumentations_pipeline) == [own_loading.PIPELINE]
     stateful = own_loading.Stateful()
-    assert seeding.find_seeded_transforms(stateful) == [stateful.pipeline]
-    assert seeding.find_seeded_transforms(own_loading.Shared()) == [own_loading.Shared.pipeline]
+    assert find_seeded_transforms(stateful) == [stateful.pipeline]
+    assert find_seeded_transforms(own_loading.Shared()) == [own_loading.Shared.pipeline]
     inner = own_loading.Fake()
-    assert seeding.find_seeded_transforms(lambda image, target: inner(image=image, mask=target)) == [inner]
-    assert seeding.find_seeded_transforms(inner) == [inner]
-    assert seeding.find_seeded_transforms(own_loading.draws_of_all) == []
+    assert find_seeded_transforms(lambda image, target: inner(image=image, mask=target)) == [inner]
+    assert find_seeded_transforms(inner) == [inner]
+    assert find_seeded_transforms(own_loading.draws_of_all) == []
 
 
 def test_only_training_is_augmented() -> None:
