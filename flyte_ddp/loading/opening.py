@@ -89,11 +89,9 @@ def open_encoded_splits(
         assert isinstance(orders["training"], ShardOrder)
         shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
         ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
-        cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-        of_hp = {name: getattr(hp, name) for name in ("shuffle_buffer", "seed", "bad_samples")}
-        stream = RankStream(
-            ours, cache, rank(), threads, **of_hp, crop=hp.augment, size=side, share=share, classes=classes
-        )
+        shard_reader = ShardReader(ours, ShardCache(settings.cache_folder, settings.cache_bytes), most_open=1)
+        loader = EncodedSamples(ShardImages(shard_reader), [], BadSamples(hp.bad_samples), **options, crop=hp.augment)
+        stream = RankStream(shard_reader, loader, rank(), threads, hp.shuffle_buffer)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         return replace(splits, training=Split(StreamImages(stream, device), StreamOrder(samples)))
     return splits

@@ -21,17 +21,15 @@ from torch.utils.data import get_worker_info
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import BadSamples, Encoded, ShardImages, decode_checked_sample
+from flyte_ddp.loading.decoding import Pixels
+from flyte_ddp.loading.encoded import Encoded
+from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.machine.process import die_with_parent
-from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
-from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
-from flyte_ddp.shards.index import ShardIndex
 
 WORKER_BATCH = 16  # samples that a worker sends at a time: one at a time is slow
 
@@ -57,22 +55,16 @@ class StreamOrder(Order):
 class RankStream:
     """The settings of one rank's stream; sent to its worker processes."""
 
-    index: ShardIndex  # the shards of this rank
-    cache: ShardCache
+    reader: ShardReader  # of this rank's shards
+    loader: EncodedSamples  # which decodes their samples
     rank: int
     workers: int  # processes that read and decode
     shuffle_buffer: int
-    seed: int
-    bad_samples: int
-    crop: str  # resized_crop (a random part, mirrored half of the time) or none (the middle)
-    size: int  # side of the images, in pixels
-    classes: int
-    share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
     start: int = 0  # number of the run's first sample, so a resumed run draws another order
 
     def derive_seed(self, purpose: int) -> int:
         """Return a seed that differs by rank, by the sample where the run began, and by ``purpose``."""
-        words = [self.seed, self.rank, self.start, purpose]
+        words = [self.loader.seed, self.rank, self.start, purpose]
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
@@ -95,7 +87,7 @@ class StreamImages(BatchSource):
             if self.samples is None:
                 # With the first number as start, a resumed run does not repeat the order of the beginning.
                 self.samples = open_sample_stream(replace(self.stream, start=int(samples[0]) if len(samples) else 0))
-            images = torch.empty(len(samples), self.stream.size, self.stream.size, 3, dtype=torch.uint8)
+            images = torch.empty(len(samples), *self.stream.loader.sizes[0], dtype=torch.uint8)
             labels = torch.empty(len(samples), dtype=torch.int64)
             try:
                 for place in range(len(samples)):
@@ -133,7 +125,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
         persistent_workers=bool(stream.workers),
         worker_init_fn=prepare_worker,
         # Else it would draw from torch's global generator, as the model does.
-        generator=torch.Generator().manual_seed(stream.seed),
+        generator=torch.Generator().manual_seed(stream.loader.seed),
     )
     mixed = loader.compose(
         raise_forwarded_error,
@@ -160,10 +152,9 @@ def make_worker_pipeline(stream: RankStream) -> Any:
     import webdataset as wds
 
     buffer = stream.shuffle_buffer
-    reader = ShardImages(ShardReader(stream.index, stream.cache, most_open=1))
     return wds.DataPipeline(
         partial(order_worker_shards, stream),
-        partial(read_shard_samples, reader),
+        partial(read_shard_samples, stream),
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
         partial(decode_samples, stream),
         wds.filters.batched(WORKER_BATCH, partial=False),
@@ -174,46 +165,44 @@ def make_worker_pipeline(stream: RankStream) -> Any:
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
     """Yield (pass, shard) for this worker's shards, pass after pass without end, in a new order for each pass."""
     number, workers = worker_number_and_count()
-    shards = range(number, len(stream.index.shards), workers)
+    shards = range(number, len(stream.reader.index.shards), workers)
     for passes in itertools.count() if shards else ():
         generator = make_generator(ORDER, stream.derive_seed(2), passes, number)
         for shard in generator.permutation(shards).tolist():
             yield passes, shard
 
 
-def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
+def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
     """Yield pass and encoded image of each sample of each (pass, shard), in order; fetch the next shard ahead."""
-    index = reader.reader.index
+    index = stream.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:
-        reader.reader.prefetch_shards([item[1]])
+        stream.reader.prefetch_shards([item[1]])
         return item
 
     for passes, shard in start_ahead(start_fetch, shards, 1):
         end = int(index.ends[shard])
         for sample in range(end - index.shards[shard].samples, end):
-            yield passes, reader.read_sample(sample)
+            yield passes, stream.loader.reader.read_sample(sample)
 
 
 def decode_samples(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
     """Yield images uint8 [size, size, 3] and labels of samples; leave out up to ``bad_samples`` damaged ones."""
-    bad, failures_in_a_row = BadSamples(stream.bad_samples), 0
+    loader, failures_in_a_row = stream.loader, 0
     number, workers = worker_number_and_count()
     # More failures in a row than this only a whole pass of bad samples can cause.
-    most = int(stream.index.counts[number::workers].sum()) + stream.shuffle_buffer
+    most = int(stream.reader.index.counts[number::workers].sum()) + stream.shuffle_buffer
     for passes, encoded in samples:
-        try:
-            pixels, label = decode_checked_sample(encoded, stream.classes)
-        except DecodingError as error:
-            bad.add_sample(encoded.name, str(error))
+        if (loaded := loader.decode_or_record(0, encoded, None)) is None:
             failures_in_a_row += 1
             if failures_in_a_row > most:
-                raise UserError(f"{encoded.name}: no sample of its worker can be decoded ({error})") from None
+                reason = loader.bad.names[encoded.name]
+                raise UserError(f"{encoded.name}: no sample of its worker can be decoded ({reason})")
             continue
-        failures_in_a_row, draws = 0, None
-        if stream.crop == "resized_crop":
-            [draws] = cropping.draw_crops(stream.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
-        yield np.ascontiguousarray(cropping.crop_to_square(pixels, stream.size, draws, stream.share)), label
+        (pixels, label), failures_in_a_row, draws = loaded, 0, None
+        if loader.crop == "resized_crop":
+            [draws] = cropping.draw_crops(loader.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
+        yield np.ascontiguousarray(cropping.crop_to_square(pixels, loader.size, draws, loader.share)), label
 
 
 def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:

@@ -21,7 +21,8 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import RankLostError, UserError
-from flyte_ddp.loading.encoded import ShardImages
+from flyte_ddp.loading.encoded import BadSamples, ShardImages
+from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
@@ -41,13 +42,11 @@ def shards(many_shards: Path) -> Path:
 
 
 def options_of(shards: Path, **changes) -> RankStream:
-    options = {"workers": 0, "shuffle_buffer": 50, "seed": 0, "bad_samples": 0, "crop": "none", "size": 8, **changes}
-    index = options.pop("index", None) or read_index(str(shards / "train.json"))
-    return RankStream(index, ShardCache(shards / "no cache"), rank=0, **{"classes": 10, **options})
-
-
-def reader_of(options: RankStream) -> ShardImages:
-    return ShardImages(ShardReader(options.index, options.cache, most_open=1))
+    options = {"workers": 0, "shuffle_buffer": 50, "bad_samples": 0, "classes": 10, **changes}
+    reader = ShardReader(read_index(str(shards / "train.json")), ShardCache(shards / "no cache"), most_open=1)
+    workers, buffer, bad = (options.pop(name) for name in ("workers", "shuffle_buffer", "bad_samples"))
+    loader = EncodedSamples(ShardImages(reader), [], BadSamples(bad), size=8, **options)
+    return RankStream(reader, loader, 0, workers, buffer)
 
 
 BASE = Hyperparameters(
@@ -66,7 +65,7 @@ def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_anoth
     passes = [[shard for _, shard in itertools.islice(ordered, 20)] for _ in range(3)]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
-    stored = itertools.islice(read_shard_samples(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
+    stored = itertools.islice(read_shard_samples(options, iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
     samples = [found.name for _, found in stored]
     assert len(set(samples)) == 2 * PER_SHARD
     assert all("train-000007" in name for name in samples[:PER_SHARD])
@@ -125,19 +124,19 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards: Path, tmp_path, monkeypatch) -> None:
     """It takes its worker along, and the retry begins another stream."""
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", epochs=2, log_interval=1)
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", epochs=1, log_interval=1)
     monkeypatch.setenv("MARK", str(tmp_path))  # in the environment of the workers
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 5})
     with pytest.raises(RankLostError, match="killed by SIGKILL"):
         train(hp, tmp_path, loaders=1)
     wait_until(lambda: not processes_with(f"MARK={tmp_path}", "spawn_main"), 5)
     result = train(hp, tmp_path, loaders=1)
-    assert result.test_accuracy > 0.5
+    assert result.test_accuracy > 0.3
     *_, start = (record for record in read_records(result.metrics) if record["kind"] == "start")
     # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
     assert (start["test_samples"], start["validation_samples"]) == (2 * PER_SHARD, 2 * PER_SHARD)
     assert start["training_samples"] == 16 * PER_SHARD
-    assert start["steps"] == 2 * 16 * PER_SHARD // 50
+    assert start["steps"] == 16 * PER_SHARD // 50
     said = read_records(result.metrics)[-1]["notes"]
     (note,) = (note for note in said if "went on from a checkpoint" in note)
     assert [line for line in said if line != note] == [
