@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_weights, require_class_numbers, unify_sides
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.class_names import normalize_class_names
-from flyte_ddp.samples.leaves import require_array
+from flyte_ddp.samples.leaves import require_array, require_numbers
 
 Images = NDArray[np.uint8]
 CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount takes eight times their memory
@@ -72,26 +72,24 @@ def require_images(name: str, values: Any) -> Images:
 
 def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDArray[Any]:
     """Return contiguous targets, int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W]; or UserError."""
-    targets, samples = require_array(name, values), len(images)
-    if targets.dtype.kind not in "biuf":
-        raise UserError(f"{name}: must be numbers, got {targets.dtype}")
-    if targets.ndim == 3 and targets.dtype.kind in "iu":
-        if targets.shape != images.shape[:3]:
-            of = f"{list(targets.shape)}, and the images are {list(images.shape[:3])}"
-            raise UserError(f"{name}: the masks are {of}: a mask must have its image's height and width")
-        small = targets.dtype == np.uint8
-        return np.ascontiguousarray(targets, dtype=np.uint8 if small else np.int64)
-    if targets.ndim == 3 and len(targets) == samples:
-        raise UserError(f"{name}: masks must be whole numbers, got {targets.dtype}; convert them to class numbers")
-    if targets.ndim not in (1, 2) or len(targets) != samples:
-        raise UserError(f"{name}: must be one label for each of the {samples} images, got shape {list(targets.shape)}")
+    targets = require_array(name, values)
+    require_numbers(name, targets, "give class numbers, or numbers to predict")
+    whole = targets.dtype.kind in "iu"
+    if targets.ndim not in (1, 2, 3) or len(targets) != len(images):
+        labels = f"must be one label for each of the {len(images)} images"
+        raise UserError(f"{name}: {labels}, got shape {list(targets.shape)}")
+    if targets.ndim == 3:
+        if not whole or targets.shape != images.shape[:3]:
+            raise UserError(
+                f"{name}: masks must be whole numbers of the images' height and width, {list(images.shape[:3])}, got "
+                f"{targets.dtype} {list(targets.shape)}"
+            )
+        return np.ascontiguousarray(targets, dtype=np.uint8 if targets.dtype == np.uint8 else np.int64)
     if targets.ndim == 2 or (targets.dtype.kind == "f" and not classes):
         return np.ascontiguousarray(targets, dtype=np.float32)
-    if targets.dtype.kind == "b" or (targets.dtype.kind == "f" and classes):
-        raise UserError(
-            f"{name}: must be whole numbers, got {targets.dtype}; convert class numbers to int64, or leave out classes "
-            "to predict numbers"
-        )
+    if not whole:
+        fix = "convert class numbers to int64, or leave out classes to predict numbers"
+        raise UserError(f"{name}: must be whole numbers, got {targets.dtype}; {fix}")
     if not classes:
         raise UserError("classes=(): there must be a name for each class; numbers to predict must be float")
     require_class_numbers(name, targets, classes)

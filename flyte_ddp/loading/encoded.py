@@ -14,7 +14,6 @@ import torch
 from flyte_ddp import storage
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.shards.dataset import ShardReader
@@ -162,15 +161,6 @@ def limit_threads() -> None:
     """Make torch and OpenMP use one thread for work of the calling thread, until the thread ends."""
     torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
     threadpoolctl.threadpool_limits(1, user_api="openmp")
-
-
-def decode_checked_sample(encoded: Encoded, classes: int) -> tuple[Pixels, int]:
-    """Return a sample's pixels and label; DecodingError if damaged, UserError for a label outside 0..classes-1."""
-    label = require_valid_label(encoded, classes)
-    try:
-        return decode_image(encoded.content), label
-    except DecodingError as error:
-        raise DecodingError(f"{error}{encoded.copy}") from None
 
 
 def require_valid_label(encoded: Encoded, classes: int) -> int:

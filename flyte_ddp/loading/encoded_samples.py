@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_with_torchcodec
+from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
 from flyte_ddp.loading.encoded import (
     BadSamples,
     Encoded,
     ImageReader,
-    decode_checked_sample,
     require_valid_label,
 )
 from flyte_ddp.loading.facts import Facts
@@ -129,8 +128,11 @@ class EncodedSamples(SampleLoader):
         """Return image, of any size, and target; own code's errors are DecodingErrors if allowed, else OwnCodeError."""
         own = self.decode
         if own is None:
-            return decode_checked_sample(encoded, self.classes)
-
+            label = require_valid_label(encoded, self.classes)
+            try:
+                return decode_image(encoded.content), label
+            except DecodingError as error:
+                raise DecodingError(f"{error}{encoded.copy}") from None
         own.seed(self.seed, epoch, sample)
         try:
             image, target, _ = own.call(f"{encoded.name}{encoded.copy}", dict(encoded.members or {}))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +22,19 @@ from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
-Pool = TypeVar("Pool", bound=LoaderPool | LoaderThreads)
 
-
-class WorkerSource(BatchSource, Generic[Pool]):
+class WorkerSource(BatchSource):
     """Base class of sources whose samples processes or threads load; without a pool the rank loads them itself."""
 
     # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
     check_targets: Callable[[NDArray[Any]], None] | None = None
 
-    def __init__(self, pool: Pool | None, device: torch.device) -> None:
+    def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.loaders = pool, device, pool.number if pool else 0
         # What :meth:`submit_batch` has returned of batches that processes are loading, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
-    def submit_batch(self, pool: Pool, samples: Indices, epoch: int | None) -> Any:
+    def submit_batch(self, pool: Any, samples: Indices, epoch: int | None) -> Any:
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
@@ -55,7 +53,7 @@ class WorkerSource(BatchSource, Generic[Pool]):
             self.pool.close()
 
 
-class WorkerImages(WorkerSource[LoaderPool | LoaderThreads]):
+class WorkerImages(WorkerSource):
     """Source of samples of images: each process or thread loads a part of each batch."""
 
     batches_ahead = 2  # enough to keep the pool busy while load_batch() waits for a batch
@@ -114,7 +112,7 @@ class WorkerImages(WorkerSource[LoaderPool | LoaderThreads]):
         self.loader.close()
 
 
-class ItemBatches(WorkerSource[LoaderPool]):
+class ItemBatches(WorkerSource):
     """Source of batches of items, each loaded and collated by one loader process."""
 
     def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
