@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
-from flyte_ddp.loading.own_items import ItemLoader, OnDemandItems
+from flyte_ddp.loading.own_items import ItemLoader
+from flyte_ddp.loading.own_items import Items as OurItems
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.lookahead import start_ahead
@@ -71,7 +72,7 @@ def measure(options: Options) -> Result:
 
 def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
     data = OnDemandSet("benchmarks.items:make_set", f"{kind} {number}", number, 1, (), "")
-    loader = ItemLoader(OnDemandItems(data, "train"), "train", "stacked", 0)
+    loader = ItemLoader(OurItems(data, "train"), "stacked", 0)
     source = ItemBatches(loader, LoaderPool([loader], WORKERS), torch.device("cpu"))
 
     def epoch(count: int) -> Iterator[Tensor]:

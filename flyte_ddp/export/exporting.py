@@ -27,7 +27,8 @@ from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.opening import open_image_reader
-from flyte_ddp.loading.opening_items import open_item_test_split, open_items
+from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.loading.own_items import Items
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import LeavesSpec
@@ -128,7 +129,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
     """Yield the test split's decodable images, uint8 [H, W, channels], not cropped nor resized; grey ones as RGB."""
     if not isinstance(data, EncodedSet):
-        items, seed = open_items(data)["test"], int(model.sidecar.get("hyperparameters", {}).get("seed", 0))
+        items, seed = Items(data, "test"), int(model.sidecar.get("hyperparameters", {}).get("seed", 0))
         for sample in range(data.test_samples):
             with keep_random_state():
                 pixels, _ = items.read_item(sample, seed, None)

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import (
     BadSamples,
     Encoded,
     ImageReader,
     require_valid_label,
 )
-from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.own_samples import (
     OwnCodeError,
     OwnFunction,
@@ -181,9 +180,8 @@ class EncodedSamples(SampleLoader):
                 self.bad.add_sample(name, reason)
         self.replaced |= replaced
 
-    def facts(self) -> Facts:
-        decoder = "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
-        return Facts("" if self.decode else decoder, frozenset(self.bad.names))
+    def bad_samples(self) -> frozenset[str]:
+        return frozenset(self.bad.names)
 
     def close(self) -> None:
         self.reader.close()

@@ -15,7 +15,7 @@ from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.collate import PADDED, STACKED
-from flyte_ddp.loading.own_items import ArrayItems, ItemImages, ItemLoader, Items, OnDemandItems
+from flyte_ddp.loading.own_items import ItemImages, ItemLoader, Items
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading, target_spec
 from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
@@ -85,15 +85,6 @@ def open_item_test_split(
     return Split(load_by_processes(loader, make_pool([loader], workers), device), order), facts.inputs
 
 
-def open_items(data: ItemSet) -> dict[str, Items]:
-    if isinstance(data, OnDemandSet):
-        return {side: OnDemandItems(data, side) for side in ("train", "test")}
-    return {
-        "train": ArrayItems(data.train_inputs, data.train_targets, data.train_ids),
-        "test": ArrayItems(data.test_inputs, data.test_targets, data.test_ids),
-    }
-
-
 def make_loader(
     data: ItemSet,
     side: str,
@@ -104,9 +95,9 @@ def make_loader(
     augment: OwnFunction | None = None,
     image_size: int = 0,
 ) -> ItemImages | ItemLoader:
-    items = open_items(data)[side]
+    items = Items(data, side)
     if not isinstance(facts.inputs, InputSpec):
-        return ItemLoader(items, side, collate, seed, augment=augment, masked=facts.masked)
+        return ItemLoader(items, collate, seed, augment=augment, masked=facts.masked)
     assert facts.targets is not None
     size = facts.inputs.height, facts.inputs.width, facts.inputs.channels
     name = f"dataset={data.name!r}: {side}"
@@ -137,7 +128,7 @@ def describe_items(
     if isinstance(data, SampleArrays) and ":" not in collate:
         inputs, targets = describe_leaves(data.train_inputs), describe_leaves(data.train_targets)
     else:
-        loader = ItemLoader(open_items(data)[side], side, collate if ":" in collate else STACKED, seed)
+        loader = ItemLoader(Items(data, side), collate if ":" in collate else STACKED, seed)
         places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
         samples = [int(order.samples(slice(place, place + 1))[0]) for place in places]
         with keep_random_state():
@@ -167,7 +158,7 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
         return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
     first = int(order.samples(slice(0, 1))[0])
     with keep_random_state():
-        pixels, target = open_items(data)[side].read_item(first, seed, None)
+        pixels, target = Items(data, side).read_item(first, seed, None)
     height, width, channels = pixels.shape
     mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
     classes = len(data.classes) or num_classes

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
+from flyte_ddp.datasets.prepared import ItemSet
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.collate import PADDED, Samples, batch_samples
 from flyte_ddp.loading.own_samples import (
@@ -28,38 +29,20 @@ from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.samples.leaves import Leaves, map_leaves
 
 
-class Items(Protocol):
-    """Where the items of a data set come from. It can be pickled before it is first used."""
-
-    def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of a sample."""
-
-
 @dataclass(eq=False)
-class ArrayItems:
-    """The items of arrays."""
+class Items:
+    """The items of one side, "train" or "test", of arrays, or of a set that the user's own code reads."""
 
-    inputs: Leaves
-    targets: Leaves
-    ids: NDArray[np.str_] | None = None  # [N]
+    data: ItemSet
+    side: str
 
-    def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
-        inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in (self.inputs, self.targets))
-        return inputs, targets
-
-
-class OnDemandItems:
-    """The items of one side, "train" or "test", of a set that the user's own code reads."""
-
-    def __init__(self, data: OnDemandSet, side: str) -> None:
-        self.data, self.side = data, side
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OnDemandItems, (self.data, self.side)
+    def __reduce__(self) -> tuple[Any, ...]:  # without what is opened, which each process opens for itself
+        return Items, (self.data, self.side)
 
     @cached_property
     def opened(self) -> tuple[Any, list[Any]]:
         """The user's map-style data set, and its transforms that must be seeded; made at the first use."""
+        assert isinstance(self.data, OnDemandSet)
         samples = getattr(self.data.sets, self.side)
         wrapped, seeded = samples, list[Any]()
         while wrapped is not None:
@@ -68,7 +51,11 @@ class OnDemandItems:
         return samples, seeded
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of an item, a picture as uint8 [H, W, C]; seed the generators for the sample."""
+        """Return inputs and targets of an item; own code's picture as uint8 [H, W, C], its generators seeded."""
+        if isinstance(self.data, SampleArrays):
+            sides = (getattr(self.data, f"{self.side}_{kind}") for kind in ("inputs", "targets"))
+            inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in sides)
+            return inputs, targets
         samples, transforms = self.opened
         where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
         seed_for("dataset", seed, epoch or 0, sample, transforms)
@@ -82,13 +69,16 @@ class OnDemandItems:
             raise UserError(f"{where} {error}") from None
         return convert_sample(where, pair) if self.data.pictures else pair
 
+    def name_samples(self, samples: Sequence[int]) -> list[str]:
+        ids = getattr(self.data, f"{self.side}_ids", None)
+        return [] if ids is None else ids[samples].tolist()
+
 
 @dataclass(eq=False)
 class ItemLoader:
     """Loads whole batches in one process. It can be pickled before it is first used."""
 
     items: Items
-    side: str  # for errors
     collate: str  # the hyperparameter
     seed: int
     _: KW_ONLY
@@ -100,15 +90,11 @@ class ItemLoader:
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of these samples as a batch, augmented for an ``epoch`` of training."""
-        names = [f"{self.side} sample {sample}" for sample in self.name_samples(samples) or samples]
+        names = [f"{self.items.side} sample {sample}" for sample in self.items.name_samples(samples) or samples]
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
             return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
         return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked)
-
-    def name_samples(self, samples: Sequence[int]) -> list[str]:
-        ids = getattr(self.items, "ids", None)
-        return [] if ids is None else ids[samples].tolist()
 
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str

@@ -19,7 +19,6 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory
 from flyte_ddp.loading.decoding import Pixels
-from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
@@ -73,8 +72,8 @@ class SampleLoader:
     def skip_read(self, samples: Indices) -> None:
         """Note that another process has loaded these samples."""
 
-    def facts(self) -> Facts:
-        return Facts()
+    def bad_samples(self) -> frozenset[str]:
+        return frozenset()
 
     def take_report(self) -> Any:
         """Return what this process has found since the last call, such as damaged samples; None: nothing."""

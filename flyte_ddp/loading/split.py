@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from flyte_ddp.loading.facts import Facts, sum_facts
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.order.sampling import Indices, Order, take_slice
@@ -48,8 +47,9 @@ class BatchSource:
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
         """Start to load these samples for a later :meth:`load_batch` with the same arguments."""
 
-    def facts(self) -> Facts:
-        return Facts()
+    def bad_samples(self) -> frozenset[str]:
+        """Return the names of samples that could not be decoded."""
+        return frozenset()
 
     def close(self) -> None:
         """Stop what was started, and close files."""
@@ -114,8 +114,8 @@ class Splits:
         sources = (split.source for split in (self.training, self.validation, self.test))
         return list({id(source): source for source in sources}.values())
 
-    def facts(self) -> Facts:
-        return sum_facts(source.facts() for source in self.sources)
+    def bad_samples(self) -> frozenset[str]:
+        return frozenset().union(*(source.bad_samples() for source in self.sources))
 
     def close(self) -> None:
         """Stop the loading threads and processes, and close files."""

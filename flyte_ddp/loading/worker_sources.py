@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import augment_batch
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout
-from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader, common_shape, load_into
 from flyte_ddp.loading.split import Batch, BatchSource
@@ -104,8 +103,8 @@ class WorkerImages(WorkerSource):
     def submit_batch(self, pool: LoaderPool | LoaderThreads, samples: Indices, epoch: int | None) -> Any:
         return pool.start_images(self.loader, samples, epoch, self.layout(samples))
 
-    def facts(self) -> Facts:
-        return self.loader.facts()
+    def bad_samples(self) -> frozenset[str]:
+        return self.loader.bad_samples()
 
     def close(self) -> None:
         super().close()
@@ -129,9 +128,9 @@ class ItemBatches(WorkerSource):
                 inputs, targets = self.loader.load_items(samples.tolist(), epoch)
         else:
             inputs, targets = self.pool.take_result(self.take_pending(samples, epoch))
-        ids = self.loader.name_samples(samples.tolist())
+        ids = self.loader.items.name_samples(samples.tolist())
         if self.check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
-            names = [f"{self.loader.side} {sample}" for sample in ids or samples.tolist()]
+            names = [f"{self.loader.items.side} {sample}" for sample in ids or samples.tolist()]
             check_each_target(self.check_targets, np.asarray(targets), names)
         inputs, targets = tree_map(self.put_on_device, (inputs, targets))
         return Batch(inputs, targets, ids)

@@ -16,7 +16,7 @@ from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
+from flyte_ddp.loading.facts import describe_bad_samples, gather_bad_samples, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
@@ -87,7 +87,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
 
     All ranks must call it. Loads the kept weights into the trained model of rank 0.
     """
-    facts = combine_facts_of_ranks(state.splits.facts())
+    bad = gather_bad_samples(state.splits.bad_samples())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
     hp, outputs = state.hp, state.objective.outputs
@@ -132,7 +132,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
             "notes": [
                 *recorder.warnings,
                 *list_report_notes(state, recorder.arithmetic, work.checkpoint),
-                *facts.describe_loading(),
+                *describe_bad_samples(bad),
             ],
         }
     )

@@ -70,7 +70,7 @@ def train(rank: Rank) -> None:
                 is_last = state.step == state.total_steps
                 evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
                 evaluations = evaluate_splits(state) if evaluate else ()
-                refuse_too_many_bad_samples(state.splits.facts(), hp.bad_samples)
+                refuse_too_many_bad_samples(state.splits.bad_samples(), hp.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
         write_outputs(work, state, recorder)

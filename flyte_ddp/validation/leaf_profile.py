@@ -22,7 +22,6 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.sample_arrays import Ragged
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.facts import FEW
-from flyte_ddp.loading.opening_items import open_items
 from flyte_ddp.loading.own_items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine.resources import count_cores
@@ -68,16 +67,15 @@ class PartProfile:
 
 @dataclass(frozen=True, eq=False)
 class ItemMeasurer:
-    """Reads and measures items of one side, "train" or "test", also in a loader process."""
+    """Reads and measures items of one side, also in a loader process."""
 
     items: Items
-    side: str
     kind: str  # what a target is, as in the profile
     classes: int  # number of classes that have names
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
         read = [self.items.read_item(sample, 0, None) for sample in samples]
-        names = [f"{NAMES[self.side]} sample {sample}" for sample in samples]
+        names = [f"{NAMES[self.items.side]} sample {sample}" for sample in samples]
         inputs, targets = (
             {
                 name: [convert_leaf(leaf) for leaf in values]
@@ -101,26 +99,26 @@ def measure_item_set(
             profile.target_shape = [*data.train_targets.shape[1:]]
         profile.targets = kind_of_targets(data.train_targets, data.classes, of_pictures=data.pictures)
         return [add_split(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES]
-    items = open_items(data)
+    items = {side: Items(data, side) for side in NAMES}
     with keep_random_state():
         _, target = items["train"].read_item(0, 0, None)
     alone = {name: convert_leaf(leaf)[np.newaxis] for name, leaf in name_leaves(target).items()}
     profile.target_shape = [*alone[""].shape[1:]] if "" in alone else []
     profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
-    measurers = [ItemMeasurer(items[side], side, profile.targets, len(data.classes)) for side in NAMES]
+    measurers = [ItemMeasurer(each, profile.targets, len(data.classes)) for each in items.values()]
     pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[Compared]()
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
             parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))
             measured = call_for_each(pool, measurer.measure_items, parts)
-            found = add_split(profile, NAMES[measurer.side], measured, name_of)
+            found = add_split(profile, NAMES[measurer.items.side], measured, name_of)
             compared.append(found)
             chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()
             with keep_random_state():
                 again = measurer.measure_items(chosen)
             changed = (again.labels != found.labels[chosen]) | (again.digests != found.digests[chosen])
             if changed.any():
-                name = f"{NAMES[measurer.side]} sample {chosen[changed.argmax()]}"
+                name = f"{NAMES[measurer.items.side]} sample {chosen[changed.argmax()]}"
                 raise UserError(
                     f"dataset={data.name!r}: {name} has other content when it is read again; it must depend on the "
                     "sample's number alone"

@@ -23,7 +23,7 @@ from flyte_ddp.datasets.prepared import check_prepared_set, count_training_class
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.own_items import ArrayItems
+from flyte_ddp.loading.own_items import Items
 from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
@@ -92,7 +92,7 @@ def test_forms_of_inputs_and_targets_are_kept(tmp_path: Path) -> None:
     ):
         kept = keep(arrays((inputs, targets), (inputs, targets)), tmp_path / str(number))
         for sample in range(N):
-            found = ArrayItems(kept.test_inputs, kept.test_targets).read_item(sample, 0, None)
+            found = Items(kept, "test").read_item(sample, 0, None)
             for leaves, given in zip(found, (inputs, targets), strict=True):
                 assert form_of(leaves) == form_of(given)
                 assert [*name_leaves(leaves)] == [*name_leaves(given)]

@@ -97,8 +97,8 @@ def test_processes_load_what_threads_load(load: Load, tmp_path: Path, processes:
         assert torch.equal(ours.inputs, others.inputs)
         assert torch.equal(ours.targets, others.targets)
         assert ours.names == others.names == [str(listed.names[sample]) for sample in samples]
-    assert by_processes.facts() == by_threads.facts()
-    assert len(by_threads.facts().bad) == 2
+    assert by_processes.bad_samples() == by_threads.bad_samples()
+    assert len(by_threads.bad_samples()) == 2
     assert by_processes.loader.replaced == by_threads.loader.replaced
 
 
@@ -125,7 +125,7 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
             expected = [min([other for other in good if other >= sample] or good) for sample in own]
             assert pixels[:, 4, 4, 0].tolist() == expected
             assert labels.tolist() == [sample % 10 for sample in expected]
-    assert loading.facts().bad == {f"sample {number}" for number in images.bad}
+    assert loading.bad_samples() == {f"sample {number}" for number in images.bad}
 
 
 def test_no_decodable_substitute_is_an_error(load: Load) -> None:

@@ -16,8 +16,8 @@ from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
-from flyte_ddp.loading.opening_items import describe_items, open_items
-from flyte_ddp.loading.own_items import ItemLoader
+from flyte_ddp.loading.opening_items import describe_items
+from flyte_ddp.loading.own_items import ItemLoader, Items
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
@@ -53,7 +53,7 @@ def loader_of(collate: str, augment: str = "", data: Any = None) -> ItemLoader:
     own = OwnFunction("augment", f"item_sets:{augment}") if augment else None
     collate = collate if collate in ("padded", "stacked") else f"item_sets:{collate}"
     masked = "tokens" if collate == "padded" else None
-    return ItemLoader(open_items(data or set_of("drawing"))["train"], "train", collate, 5, augment=own, masked=masked)
+    return ItemLoader(Items(data or set_of("drawing"), "train"), collate, 5, augment=own, masked=masked)
 
 
 DRAWING = {
@@ -144,7 +144,7 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
     data = getattr(leaf_tasks, name)("")
     facts = describe_items(data, "train", ORDER, collate, 0)
     of_arrays = open_array_batches(CPU, data, "train", masked=facts.masked)
-    items = ItemBatches(ItemLoader(open_items(data)["train"], "train", collate, 0, masked=facts.masked), None, CPU)
+    items = ItemBatches(ItemLoader(Items(data, "train"), collate, 0, masked=facts.masked), None, CPU)
     for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
         for ours, theirs in zip(of_arrays.load_batch(samples)[:2], items.load_batch(samples, None)[:2], strict=True):
             torch.testing.assert_close(name_leaves(ours), name_leaves(theirs), rtol=0, atol=0, equal_nan=True)
@@ -153,7 +153,7 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
 def test_types_of_samples_do_not_change_a_batch() -> None:
     """An empty list is an array of floats; a whole number beside floats is one; what is not in order is."""
     data = [(([], 1), 0), (([1, 2], 0.5), 1), ((np.array([3, 4, 5])[::-1], np.float64(2)), 1)]
-    loader = ItemLoader(ListItems(data), "train", "padded", 0, masked="0")  # type: ignore[arg-type]
+    loader = ItemLoader(ListItems(data), "padded", 0, masked="0")  # type: ignore[arg-type]
     (tokens, numbers, mask), targets = loader.load_items([0, 1, 2], None)
     assert (tokens.dtype, tokens.tolist()) == (torch.int64, [[0, 0, 0], [1, 2, 0], [5, 4, 3]])
     assert (numbers.dtype, numbers.tolist()) == (torch.float32, [1.0, 0.5, 2.0])
@@ -171,6 +171,9 @@ class ListItems:
     def read_item(self, sample: int, seed: int, epoch: int | None) -> Any:
         return self.items[sample]
 
+    def name_samples(self, samples: list[int]) -> list[str]:
+        return []
+
 
 ONE = (np.ones(3), 0)
 
@@ -187,7 +190,7 @@ ONE = (np.ones(3), 0)
     ],
 )
 def test_items_that_make_no_batch_are_told_with_the_sample(items: list[Any], collate: str, words: str) -> None:
-    loader = ItemLoader(ListItems(items), "train", collate, 0, masked="")  # type: ignore[arg-type]
+    loader = ItemLoader(ListItems(items), collate, 0, masked="")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"the inputs of train sample 1{words}"):
         loader.load_items([0, 1], None)
 
@@ -212,7 +215,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoaderPool]:
         loaders = {
             "failing": loader_of("padded", data=set_of("failing")),
             "changing": loader_of("padded", data=set_of("changing")),
-            "growing": ItemLoader(open_items(GROWING)["train"], "train", "padded", 0, masked=""),
+            "growing": ItemLoader(Items(GROWING, "train"), "padded", 0, masked=""),
             **{name: loader_of(name) for name in ("collate", *MISTAKES)},
         }
         made = LoaderPool([*loaders.values()], 2)

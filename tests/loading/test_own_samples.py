@@ -12,10 +12,10 @@ import pytest
 import torch
 from cli import HELPERS, ROOT
 
-from flyte_ddp.datasets import image_arrays
+from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import open_array_batches
-from flyte_ddp.loading.own_items import ArrayItems, ItemImages
+from flyte_ddp.loading.own_items import ItemImages, Items
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction, find_seeded_transforms
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
@@ -53,7 +53,7 @@ def array_images(
     images: np.ndarray, targets: np.ndarray, own: OwnFunction, *, seed: int, classes: int, image_size: int
 ) -> ItemImages:
     kind = TargetSpec(targets.dtype, targets.shape[1:], classes)
-    items, size = ArrayItems(images, targets), images.shape[1:]
+    items, size = Items(SampleArrays("", images, targets, images, targets), "train"), images.shape[1:]
     return ItemImages(items, "mine", size=size, targets=kind, seed=seed, augment=own, image_size=image_size)
 
 
@@ -177,7 +177,7 @@ def test_arrays_in_files_are_sent_by_their_names(tmp_path: Path) -> None:
     loader = array_images(mapped, classes, OwnFunction("augment", "a:b"), seed=1, classes=10, image_size=0)
     content = pickle_with_mapped_files(loader)
     assert len(content) < len(pickle.dumps(classes)) + 2000
-    assert np.array_equal(pickle.loads(content).items.inputs, images)
+    assert np.array_equal(pickle.loads(content).items.data.train_inputs, images)
     assert np.array_equal(pickle.loads(pickle_with_mapped_files(mapped[5:9])), images[5:9])
 
 
