@@ -16,7 +16,6 @@ OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Return objects [rows] or [rows, columns] as numbers, missing ones as NaN, and any other array as it is."""
     if array.ndim in (1, 2) and array.dtype.kind == "O":
         array = convert_objects(name, given, array)
     require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))

@@ -52,7 +52,6 @@ class ImageList:
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe_images(self) -> list[str]:
-        """Return lines for the user: numbers of images, of classes, and of files left out."""
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
@@ -68,7 +67,6 @@ class ImageList:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of name, size and tag of each image."""
         rows = zip(self.names, self.sizes.tolist(), self.tags.tolist(), strict=True)
         return digest_lines(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
 
@@ -100,7 +98,6 @@ def list_images(address: str) -> ImageList:
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix, but hidden files and folders."""
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:

@@ -57,7 +57,6 @@ def image_arrays(
 
 
 def require_images(name: str, values: Any) -> Images:
-    """Return uint8 images as C-contiguous [N, H, W, C], also of [N, H, W]; UserError for other types or layouts."""
     images = require_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")

@@ -113,7 +113,6 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
 
 
 def open_on_demand(folder: Path) -> OnDemandSet:
-    """Open a prepared folder of a set on demand; the user's function is called only when its items are used."""
     with open_folder(folder) as (description, fields):
         train, test = description[ON_DEMAND]
         return OnDemandSet(

@@ -44,7 +44,6 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
-    """Pack the files ``class/name.jpg`` below a path or prefix unchanged into ``folder``; return the shards' index."""
     images = list_images(address)
     for line in images.describe_images():
         Progress(options.get("progress", "auto")).print_note(line)

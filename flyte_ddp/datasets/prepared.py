@@ -150,7 +150,6 @@ def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int,
 
 
 def describe_missing_classes(masks: NDArray[Any] | None, classes: Sequence[str]) -> list[str]:
-    """Return a list of one warning if a class has no pixel in the masks [N, H, W], else []."""
     if masks is None or masks.ndim != 3:
         return []
     missing = dict(enumerate(classes))
@@ -182,7 +181,6 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
 
 
 def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
-    """Return the targets of all training samples [N, ...]; None if they are not in one array."""
     if isinstance(data, EncodedSet):
         return data.train.labels if isinstance(data.train, ImageList) else None
     targets = getattr(data, "train_targets", None)

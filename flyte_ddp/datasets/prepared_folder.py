@@ -88,7 +88,6 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the description in a prepared folder, and the fields that all classes of :class:`StoredSet` have."""
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
         weights = read_array(folder, f"{WEIGHTS}.npy") if description["weighted"] else None
@@ -97,7 +96,6 @@ def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def read_array(folder: Path, name: str) -> NDArray[Any]:
-    """Return the array of a ``.npy`` file, memory-mapped and read-only, so that all processes share one copy."""
     array: NDArray[Any] = np.load(folder / name, mmap_mode="r")
     return array
 

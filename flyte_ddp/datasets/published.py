@@ -42,7 +42,6 @@ class PublishedSet:
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays, str]:
-        """Download and verify the files; return checked arrays, and the addresses that served them as text."""
         raw = workspace / "raw"
         raw.mkdir()
         used = [self.download_file(name, source, raw, progress) for name in self.files]
@@ -79,7 +78,6 @@ SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the imp
 
 
 def read_digits_file(folder: Path) -> Arrays:
-    """Read scikit-learn's digits; return train images [N, 8, 8] and labels, then test ones. Scales 0..16 to 0..255."""
     rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",", ndmin=2)  # 64 pixels and the label
     images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
     labels, first_test = rows[:, -1].astype(np.int64), DIGITS_FOR_TRAINING

@@ -56,7 +56,6 @@ class Ragged:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The number of samples, None for their lengths, and the other dimensions."""
         return (len(self.ends), None, *self.values.shape[1:])
 
     @property
@@ -100,7 +99,6 @@ class SampleArrays(StoredSet):
         return len(next(iter(name_leaves(self.test_inputs).values())))
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays by their files' names: of a leaf ``train_inputs.NAME``, of a ragged one also its ends."""
         arrays = super().list_arrays()
         for part in PARTS:
             for name, leaf in name_leaves(getattr(self, part)).items():
@@ -186,7 +184,6 @@ def arrays(
 
 
 def store_inputs(where: str, inputs: Any, named: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return inputs as :func:`store_leaves` does, and ids; UserError also for None, and for a number not finite."""
     name = f"{where}inputs"
     stored = store_leaves(name, inputs)
     if stored is None:
@@ -225,7 +222,6 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
 
 
 def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
-    """Return values of N samples as a C-contiguous array [N, ...], or a list of different lengths as Ragged."""
     values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
     try:
         array = require_array(name, values)
@@ -255,7 +251,6 @@ def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
 
 
 def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
-    """Return values in the type in which they are kept; UserError, with ``name`` in its text, for too large floats."""
     try:
         with np.errstate(over="raise"):
             return values.astype(stored_type(values.dtype), copy=False)

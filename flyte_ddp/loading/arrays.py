@@ -127,14 +127,12 @@ def open_array_batches(
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:
-    """Return the device, or the CPU if ``needed`` bytes are over a quarter of the GPU's free memory."""
     if device.type != "cuda" or needed <= torch.cuda.mem_get_info(device)[0] * MOST_OF_GPU:
         return device
     return torch.device("cpu")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor, on a CPU with the same memory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
         return torch.from_numpy(array).to(device)

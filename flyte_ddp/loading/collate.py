@@ -62,7 +62,6 @@ def batch_samples(
 
 
 def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
-    """Return the type of a leaf in a batch: int64, float32 or bool; empty lists, which are of floats, do not count."""
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 

@@ -68,7 +68,6 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
 
 
 def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """Decode an image file as :func:`decode_image` does, or to grey [H, W] for mode "L"."""
     with open_with_pillow(content) as image:
         image.load()
         opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)

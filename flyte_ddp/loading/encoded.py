@@ -131,7 +131,6 @@ class BadSamples:
         return BadSamples, (self.allowed, dict(self.names))
 
     def add_sample(self, name: str, reason: str) -> None:
-        """Record a sample that cannot be decoded; raise a UserError if more than ``allowed`` names are recorded."""
         with self.lock:
             self.names[name] = reason
             count = len(self.names)

@@ -62,7 +62,6 @@ class EncodedSamples(SampleLoader):
         self.targets = self.like or self.find_target_spec()
 
     def find_target_spec(self) -> TargetSpec:
-        """Return what all targets are; with the user's ``decode``, by decoding the first sample."""
         if self.decode is None:
             return TargetSpec(np.dtype(np.int64), (), self.classes)
         first = int(self.orders[0].samples(slice(0, 1))[0])
@@ -73,7 +72,6 @@ class EncodedSamples(SampleLoader):
         return target_spec(self.decode, target, self.classes, where)
 
     def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
-        """Start to read samples; return for each the call that decodes, augments and returns it."""
         draws: Iterable[Any] = itertools.repeat(None)
         if self.crop == "resized_crop" and epoch is not None:
             draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
@@ -114,7 +112,6 @@ class EncodedSamples(SampleLoader):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
-        """Return pixels and target; None for a damaged sample, which is recorded; UserError if there are too many."""
         if encoded.name in self.bad.names:
             return None
         try:
@@ -169,7 +166,6 @@ class EncodedSamples(SampleLoader):
             self.reader.skip_read(samples)
 
     def take_report(self) -> tuple[dict[str, str], set[int]] | None:
-        """Return reasons by name of undecodable samples, and replaced samples; None: nothing is new."""
         before, self.reported = self.reported, len(self.bad.names) + len(self.replaced)
         return None if self.reported == before else (dict(self.bad.names), set(self.replaced))
 

@@ -167,8 +167,6 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
 
 
 def describe_leaves(leaves: Leaves) -> LeavesSpec:
-    """Return the spec of a sample, given leaves of several: arrays, ragged ones or tensors; others are "other"."""
-
     def describe(leaf: Any) -> LeafSpec:
         dtype = next((TYPES[part] for part in TYPES if part in str(getattr(leaf, "dtype", ""))), None)
         return LeafSpec(tuple(leaf.shape[1:]), dtype) if dtype else OTHER
@@ -178,7 +176,6 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
-    """Return the spec of all samples, given those of some: a size that differs is None."""
     joined = dict[str, LeafSpec]()
     for name, first in specs[0].leaves:
         found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]
@@ -189,7 +186,6 @@ def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
 
 
 def single_target_spec(targets: LeavesSpec) -> TargetSpec | None:
-    """Return what all targets are; None unless they are a single leaf of numbers."""
     [(_, leaf)] = targets.leaves if targets.form == "leaf" else [("", OTHER)]
     if leaf.dtype == OTHER.dtype:
         return None

@@ -89,7 +89,6 @@ class ItemLoader:
         self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of these samples as a batch, augmented for an ``epoch`` of training."""
         names = [f"{self.items.side} sample {sample}" for sample in self.items.name_samples(samples) or samples]
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
@@ -99,7 +98,6 @@ class ItemLoader:
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
-        """Return the batch that the user's collate makes, with the generators seeded for the first sample."""
         own.seed(self.seed, epoch or 0, samples[0])
         # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found, a list a tuple.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
@@ -114,7 +112,6 @@ class ItemLoader:
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of a sample, for an ``epoch`` augmented; seed this process's generators."""
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:

@@ -148,7 +148,6 @@ class OwnFunction:
         return OwnFunction, (self.setting, self.spec)
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function, only at the first call; raise UserError if that is impossible."""
         if self.function is None:
             found: Any = load_callable(self.spec)
             if inspect.isclass(found):

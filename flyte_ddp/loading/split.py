@@ -118,7 +118,6 @@ class Splits:
         return frozenset().union(*(source.bad_samples() for source in self.sources))
 
     def close(self) -> None:
-        """Stop the loading threads and processes, and close files."""
         for source in self.sources:
             source.close()
 

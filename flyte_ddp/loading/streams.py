@@ -63,7 +63,6 @@ class RankStream:
     start: int = 0  # number of the run's first sample, so a resumed run draws another order
 
     def derive_seed(self, purpose: int) -> int:
-        """Return a seed that differs by rank, by the sample where the run began, and by ``purpose``."""
         words = [self.loader.seed, self.rank, self.start, purpose]
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
@@ -163,7 +162,6 @@ def make_worker_pipeline(stream: RankStream) -> Any:
 
 
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
-    """Yield (pass, shard) for this worker's shards, pass after pass without end, in a new order for each pass."""
     number, workers = worker_number_and_count()
     shards = range(number, len(stream.reader.index.shards), workers)
     for passes in itertools.count() if shards else ():
@@ -187,7 +185,6 @@ def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) ->
 
 
 def decode_samples(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
-    """Yield images uint8 [size, size, 3] and labels of samples; leave out up to ``bad_samples`` damaged ones."""
     loader, failures_in_a_row = stream.loader, 0
     number, workers = worker_number_and_count()
     # More failures in a row than this only a whole pass of bad samples can cause.

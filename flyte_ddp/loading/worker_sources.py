@@ -72,7 +72,6 @@ class WorkerImages(WorkerSource):
         self.prefetch_files = loader.prefetch_files
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Load a batch; wait for the pool without a timeout, and raise its first error."""
         layout = self.layout(samples)
         if self.pool is None:
             memory = np.empty(layout.size, np.uint8)

@@ -202,7 +202,6 @@ class LoaderThreads:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
-        """Start to load samples in the threads; return their memory, and the tasks to wait for."""
         memory = np.empty(layout.size, np.uint8)
         loads = loader.start_loads(samples.tolist(), epoch)
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))

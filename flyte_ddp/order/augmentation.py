@@ -21,7 +21,6 @@ def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample: a hash of sample, seed and epoch."""
     x = samples.astype(np.uint64)
     for word in (seed, epoch):
         x = mix_bits(x + np.uint64((word + 1) * INCREMENT % 2**64))

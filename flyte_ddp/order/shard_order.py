@@ -50,7 +50,6 @@ class ShardSplits:
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
-        """Samples of each shard, [shards], for each split."""
         test = scale_counts(self.test_fraction, self.counts)
         validation = scale_counts(self.validation_fraction, self.counts - test)
         return {"training": self.counts - test - validation, "validation": validation, "test": test}
@@ -134,7 +133,6 @@ class ShardOrder(sampling.Order):
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def substitutes(self, sample: int) -> Indices:
-        """Return the samples that may replace ``sample``: those of the split in its shard."""
         shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
@@ -159,7 +157,6 @@ class ShardOrder(sampling.Order):
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
     def locate_streams(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each stream's start in an epoch's order, and its number of samples in a full batch, both [streams]."""
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
         each = slice_lengths(batch_size, streams)

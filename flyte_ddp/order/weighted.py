@@ -76,7 +76,6 @@ def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[
 def call_choose_samples(
     spec: str, choose_samples: Callable[[Indices, int, int], Any], samples: Indices, seed: int, epoch: int
 ) -> Indices:
-    """Return the samples that the user's function chooses; UserError unless at least one, and all among ``samples``."""
     chosen = np.asarray(choose_samples(samples.astype(np.int64), seed, epoch))
     if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
         raise UserError(

@@ -41,7 +41,6 @@ def restore_leaves(form: str, named: Mapping[str, Any]) -> Leaves:
 
 
 def form_of(leaves: Leaves) -> str:
-    """Return the form of leaves: none, leaf, tuple or dict."""
     if isinstance(leaves, Mapping):
         return "dict"
     return "none" if leaves is None else "tuple" if isinstance(leaves, tuple) else "leaf"
