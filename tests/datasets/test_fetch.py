@@ -110,24 +110,6 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     assert result.stdout.endswith(" []\n")
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_printed_to_stderr(tiny: Tiny, server, tmp_path: Path, capsys, monkeypatch, terminal: bool) -> None:
-    """A bar on a terminal; else a line for each file, and one for a failure before it is retried; nothing if off."""
-    server.files, server.faults = tiny.files, {NAMES[0]: [503]}
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    fetch("mnist", server.url, tmp_path / "data")
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert ("100%" in said.err) == terminal
-    assert all(word in said.err for word in ("503", *NAMES))
-    assert terminal or len(said.err.splitlines()) == len(NAMES) + 1
-    server.faults = {NAMES[0]: [503]}
-    fetch("mnist", server.url, tmp_path / "other", progress="off")
-    assert capsys.readouterr() == ("", "")
-    with pytest.raises(UserError, match=r"unknown progress 'of': did you mean 'off'"):
-        fetch("mnist", server.url, tmp_path / "other", progress="of")
-
-
 @pytest.mark.slow
 def test_the_digits_are_scikit_learns(digits: Path) -> None:
     from sklearn.datasets import load_digits

@@ -13,20 +13,16 @@ import pytest
 import torch
 from cli import HELPERS
 from scipy import sparse
-from sklearn.utils.class_weight import compute_class_weight
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
-from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.own_items import Items
-from flyte_ddp.objectives import Facts
-from flyte_ddp.objectives.objective import class_weights_of
-from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.leaves import form_of, name_leaves
 
@@ -225,16 +221,6 @@ def test_wrong_inputs_are_refused(train: Any, test: Any, words: str) -> None:
 def test_wrong_targets_are_refused(train: Any, test: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         arrays(pair(NUMBERS, train), pair(NUMBERS, test), **options)
-
-
-def test_balanced_class_weights_are_scikit_learns() -> None:
-    classes = np.array([0, 0, 0, 1, 2, 2])
-    data = arrays((NUMBERS, classes), (NUMBERS, classes))
-    counts = count_training_classes(data, ListedOrder(np.arange(N)), 3)
-    found = class_weights_of(Facts(data.classes, (), counts, "balanced"))
-    assert found is not None
-    expected = compute_class_weight("balanced", classes=np.arange(3), y=classes)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
 
 
 HP = Hyperparameters(dataset="own:data", model="own:model", objective="regression")

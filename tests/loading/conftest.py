@@ -13,11 +13,3 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     pack_source("digits", folder, per_shard=160, progress="off")
     return folder
-
-
-@pytest.fixture(scope="session")
-def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the digits in twenty shards, in a folder that may be served as a bucket."""
-    folder = tmp_path_factory.mktemp("served") / "bucket" / "shards"
-    pack_source("digits", folder, per_shard=75, progress="off")
-    return folder

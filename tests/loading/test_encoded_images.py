@@ -128,12 +128,6 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
     assert loading.bad_samples() == {f"sample {number}" for number in images.bad}
 
 
-def test_no_decodable_substitute_is_an_error(load: Load) -> None:
-    loading = load(Images(bad={3, 4, 5}), [ListedOrder(np.array([3, 4, 5]))], bad=9)
-    with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
-        loading.load_batch(np.array([4]), None)
-
-
 def test_images_of_a_store_are_asked_for_at_the_same_time(load: Load, server: FileServer, monkeypatch) -> None:
     """No answer comes before sixteen have been asked for, although one thread decodes."""
     s3_environment(server.url, monkeypatch)

@@ -31,19 +31,6 @@ def train_here(hp: Hyperparameters, folder: Path) -> None:
     run_training(hp, data, folder / "run", quiet(folder), launch=no_launch)
 
 
-def test_classes_and_counts_are_said_before_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder, tests = labelled(tmp_path / "images", 32), labelled(tmp_path / "tests", 12)
-    dataset, test_dataset = (f"image_folder:{address}" for address in (folder, tests))
-    hp = replace(BASE, dataset=dataset, batch_size=9, max_steps=1, test_dataset=test_dataset)
-    train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
-    lines = capfd.readouterr().err.splitlines()
-    first = next(number for number, line in enumerate(lines) if "step" in line)
-    assert [line for line in lines[:first] if "image folder" in line] == [
-        f"image folder {folder}: 32 images of 3 classes (blue 10, green 11, red 11)",
-        f"image folder {tests}: 12 images of 3 classes (blue 4, green 4, red 4)",
-    ]
-
-
 def test_classes_that_are_named_like_splits_are_a_warning(tmp_path: Path) -> None:
     for number, (names, warned) in enumerate([(("Train", "val"), True), (("train", "bus"), False)]):
         folder = write_files(tmp_path / f"{number}", {f"{name}/1.jpg": b"" for name in names})

@@ -13,9 +13,8 @@ from encoded_runs import losses, quiet, weights
 from training_runs import cut_off, train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, fingerprint, open_prepared
+from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.progress import Progress
@@ -49,15 +48,6 @@ def test_results_do_not_depend_on_ranks_processes_and_interruptions(tmp_path: Pa
     cut_off(lambda: train(hp, tmp_path / "cut", loaders=1), len(losses(one)) - 1)
     resumed = train(hp, tmp_path / "cut", loaders=2)
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
-
-
-def test_a_prepared_set_on_demand_is_a_description(tmp_path: Path) -> None:
-    data = open_prepared(fetch("item_sets:drawing", "", tmp_path / "data", progress="off"))
-    assert isinstance(data, OnDemandSet)
-    assert (data.train_samples, data.test_samples, data.classes) == (40, 9, ("a", "b", "c"))
-    assert data.sample_weights is not None
-    assert data.sample_weights.tolist() == [*range(40)]
-    assert {path.name for path in (tmp_path / "data").iterdir()} == {"dataset.json", "train_weights.npy"}
 
 
 def test_the_digest_of_a_set_on_demand_changes_with_what_is_known_of_it(

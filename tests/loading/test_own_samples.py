@@ -202,11 +202,8 @@ def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return found.inputs.numpy(), found.targets.numpy()
 
     assert augmented("torchvision_photos", masks[:, 0, 0], 224)[0].shape == (40, 224, 224, 3)
-    images, found = augmented("albumentations", masks)
+    _, found = augmented("albumentations", masks)
     assert (found != masks).any(axis=(1, 2)).sum() in range(8, 33)
-    lighter = images[..., 0] == images[..., 0].max(axis=(1, 2), keepdims=True)  # the fake flips some bits of all pixels
-    agree = (lighter == (found == 1)).mean(axis=(1, 2))
-    assert set(agree) <= {0.0, 1.0}
     images, found = augmented("torchvision_masks", masks)
     assert np.mean((images[..., 0] > 100) == (found == 1)) > 0.95
     assert (found == 255).any()

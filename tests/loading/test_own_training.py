@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from traceback import format_exception
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from encoded_runs import BASE, SIDE, labelled, notes, quiet, train
+from encoded_runs import BASE, SIDE, notes, quiet, train
 from PIL import Image
 from served_shards import contents
 from tars import shard_bytes
@@ -113,21 +112,6 @@ def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path
         splits.close()
 
 
-def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_processes(photos: Path, tmp_path: Path) -> None:
-    hp = replace(
-        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", image_size=8,
-        augment="own_loading:torchvision_pipeline",
-    )  # fmt: skip
-
-    def load(hp: Hyperparameters, workers: int) -> torch.Tensor:
-        with closing(open_all(hp, tmp_path, workers)) as splits:
-            return splits.training.load_batch(splits.training.order.samples(slice(0, 20)), 1).inputs
-
-    one, several = load(hp, 1), load(hp, 3)
-    assert torch.equal(one, several)
-    assert not torch.equal(one, load(replace(hp, augment="none"), 1))
-
-
 def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
     hp = replace(BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:members", objective="multilabel")
     splits = open_all(hp, tmp_path)
@@ -138,11 +122,6 @@ def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
     assert found.targets.dtype == torch.float32
     tests = splits.test.order.samples(slice(0, 8))
     assert found.targets.tolist() == [expected[sample] for sample in tests.tolist()]
-    with pytest.raises(UserError, match="objective='classification': the targets are float32"):
-        open_objective(
-            open_prepared(tmp_path / "data"), replace(hp, objective="classification"), splits.training.order,
-            splits.targets,
-        )  # fmt: skip
     splits.close()
 
 
@@ -178,21 +157,6 @@ def test_a_model_predicts_what_it_was_trained_on(photos: Path, tmp_path: Path) -
     assert found.measures
     for name, value in found.measures.items():
         assert value == pytest.approx(expected[f"test_{name}"], abs=1e-6, nan_ok=True)
-
-
-def test_images_of_a_folder(tmp_path: Path) -> None:
-    """Numbers out of the files' names; the folders are no classes then."""
-    folder = labelled(tmp_path / "images", 60)
-    hp = replace(
-        BASE, dataset=f"image_folder:{folder}", sample="own_loading:number_in_name", objective="regression",
-        model="faults:model", image_size=8, batch_size=16,
-    )  # fmt: skip
-    splits = open_all(hp, tmp_path)
-    objective = open_objective(open_prepared(tmp_path / "data"), hp, splits.training.order, splits.targets)
-    assert (objective.facts.target_shape, objective.facts.classes, objective.outputs) == ((), (), 1)
-    found = splits.training.load_batch(np.arange(60), 0)
-    assert found.targets.tolist() == [int(Path(name).stem) for name in found.names]
-    splits.close()
 
 
 def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:

@@ -24,9 +24,6 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release.evaluation import evaluate_split
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.validation.profiling import compute_profile
 
 pytestmark = pytest.mark.usefixtures("user_models")
@@ -103,11 +100,7 @@ def test_photos_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tests = photos.Photos(source, "test")
     truths = np.stack([tests[number][1] for number in range(20)])
 
-    model, split = SavedModel(one.model, one.sidecar, quiet(tmp_path)), open_prepared(data)
-    evaluated = evaluate_split(model, split)
-    assert np.array_equal(evaluated.columns["truth"], truths)
-    recorded = [record for record in read_records(one.metrics) if record["kind"] == "evaluation"][-1]
-    assert evaluated.measures["f1"] == pytest.approx(recorded["test_f1"], abs=1e-3), recorded
+    assert np.array_equal([[float(row[f"truth_{label}"]) for label in picture_sets.LABELS] for row in rows], truths)
 
     profile = compute_profile(data, quiet(tmp_path, loaders=2))
     assert profile.targets == "labels"

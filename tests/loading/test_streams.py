@@ -36,9 +36,11 @@ PER_SHARD = 75
 pytestmark = pytest.mark.usefixtures("user_models")
 
 
-@pytest.fixture
-def shards(many_shards: Path) -> Path:
-    return many_shards
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the digits in twenty shards."""
+    pack_source("digits", folder := tmp_path_factory.mktemp("shards"), per_shard=PER_SHARD, progress="off")
+    return folder
 
 
 def options_of(shards: Path, **changes) -> RankStream:
