@@ -1,6 +1,5 @@
 """Open a prepared data set of any kind, divide it into splits, and check it before ranks start."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,9 +41,8 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
         return ListedOrder(np.arange(data.test_samples, dtype=np.int32))
     source = data.test_source
     if isinstance(source, ImageList):
-        if data.test is not None:
-            return ListedOrder(np.arange(len(source.names), dtype=np.int64))
-        return ListedOrder(split_indices(len(source.names), TEST_FRACTION, 0, TEST)[1])
+        samples = np.arange(len(source.names), dtype=np.int64)
+        return ListedOrder(samples if data.test else split_indices(len(samples), TEST_FRACTION, 0, TEST)[1])
     if data.test is not None:
         return ShardOrder(ShardSplits(source.counts, 0.0, 0.0, 0), "training")
     return ShardOrder(divide_shards(data, source.counts, 0.0, 0), "test")
@@ -111,7 +109,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
     refuse_unfit_settings(data, hp)
-    if isinstance(data, ItemSet):
+    if not isinstance(data, EncodedSet):
         of_numbers = of_numbers or hp.objective not in OF_CLASSES
     # What the user's own function will return is known only when it is called, which ranks do.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
@@ -136,12 +134,10 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
 
 def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
     """Raise UserError for a stream with fewer training shards than ``ranks`` x ``workers``; accept all other data."""
-    if not isinstance(data, EncodedSet) or not data.is_stream:
+    if not isinstance(data, EncodedSet) or not isinstance(data.train, ShardIndex) or not data.is_stream:
         return
-    fraction = hp.validation_fraction
-    order = order_splits(data, validation_fraction=fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards)["training"]
-    assert isinstance(order, ShardOrder)
-    shards, workers = int(np.count_nonzero(order.available)), max(1, workers)
+    splits = divide_shards(data, data.train.counts, hp.validation_fraction, hp.seed)
+    shards, workers = int(np.count_nonzero(splits.sizes["training"])), max(1, workers)
     if shards < ranks * workers:
         raise UserError(
             f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
@@ -163,17 +159,6 @@ def describe_missing_classes(masks: NDArray[Any] | None, classes: Sequence[str])
     return [text]
 
 
-def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
-    if importlib.util.find_spec("webdataset") is None:
-        raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
-    for part in index.parts:
-        if part.weight != 1:
-            raise UserError(
-                f"dataset={dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
-                "all parts alike; take shards:ADDRESS, or an index without weights"
-            )
-
-
 def no_samples_error(dataset: str, purpose: str) -> UserError:
     stream = encoded_kind(dataset) == "stream"
     more = "a stream holds out whole shards: pack it into more of them" if stream else "give more"
@@ -189,7 +174,12 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
     if isinstance(data, EncodedSet) and data.is_stream and isinstance(data.train, ShardIndex):
-        refuse_unusable_stream(data.train, hp.dataset)
+        for part in data.train.parts:
+            if part.weight != 1:
+                raise UserError(
+                    f"dataset={hp.dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes "
+                    "through all parts alike; take shards:ADDRESS, or an index without weights"
+                )
     if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
         raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")
@@ -229,10 +219,6 @@ def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbe
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
     if not names and not of_numbers:
-        encoded = encoded_kind(hp.dataset)
-        fix = (
-            "make an index that says with python -m flyte_ddp.shards create" if encoded else "give it names of classes"
-        )
-        what = f"{'its index' if encoded else 'it'} does not say how many classes there are"
-        raise UserError(f"dataset={hp.dataset!r}: {what}; set num_classes, or {fix}")
+        what = "does not say how many classes there are; set num_classes, or give names of classes to it, or its index"
+        raise UserError(f"dataset={hp.dataset!r}: {what}")
     return names
