@@ -299,7 +299,8 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
         common = stored_type(np.result_type(*(each.dtype for each in pair)))
         for side, each in zip(unified, pair, strict=True):
             if ragged:
-                whole = make_ragged(each)
+                ends = np.arange(1, len(each) + 1, dtype=np.int64) * (each.shape[1] or 0)
+                whole = each if isinstance(each, Ragged) else Ragged(each.reshape(-1, *each.shape[2:]), ends)
                 side[name] = Ragged(whole.values.astype(common, copy=False), whole.ends)
             else:
                 side[name] = each.astype(common, copy=False)
@@ -307,12 +308,6 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
         f"{side}_{kind}": restore_leaves(form_of(train), leaves)
         for side, leaves in zip(("train", "test"), unified, strict=True)
     }
-
-
-def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:
-    if isinstance(leaf, Ragged):
-        return leaf
-    return Ragged(leaf.reshape(-1, *leaf.shape[2:]), np.arange(1, len(leaf) + 1, dtype=np.int64) * leaf.shape[1])
 
 
 def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import ItemSet, order_test_split
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
@@ -19,7 +18,7 @@ from flyte_ddp.loading.own_items import ItemImages, ItemLoader, Items
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading, target_spec
 from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
-from flyte_ddp.loading.workers import LoaderPool, make_pool
+from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
@@ -53,17 +52,8 @@ def open_item_splits(
                 f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
             )
     crop = "none" if augment else hp.augment
-    direct = dict[str, BatchSource]()
-    if not isinstance(data, OnDemandSet) and ":" not in hp.collate:
-        direct["train"] = open_array_batches(device, data, "train", masked=facts.masked, augment=crop, seed=hp.seed)
-        direct["test"] = open_array_batches(device, data, "test", masked=facts.masked)
-    loaders = {
-        side: make_loader(data, side, facts, hp.collate, hp.seed, augment=own, image_size=hp.image_size)
-        for side, own in (("train", augment), ("test", None))
-        if own or not direct
-    }
-    pool = make_pool([*loaders.values()], workers)
-    by_processes = {side: load_by_processes(loader, pool, device, crop) for side, loader in loaders.items()}
+    options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "crop": crop, "image_size": hp.image_size}
+    direct, by_processes = open_sources(data, {"train": augment, "test": None}, facts, device, workers, **options)
     return make_splits(orders, direct, by_processes, facts.inputs, facts.targets)
 
 
@@ -79,37 +69,47 @@ def open_item_test_split(
     """Open the test split, reading up to 16 samples by own code; return it, and what its inputs are."""
     order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, like=like)
-    if not isinstance(data, OnDemandSet) and (data.pictures or ":" not in collate):
-        return Split(open_array_batches(device, data, "test", masked=facts.masked), order), facts.inputs
-    loader = make_loader(data, "test", facts, collate, seed)
-    return Split(load_by_processes(loader, make_pool([loader], workers), device), order), facts.inputs
+    direct, by_processes = open_sources(data, {"test": None}, facts, device, workers, collate=collate, seed=seed)
+    return Split((direct or by_processes)["test"], order), facts.inputs
 
 
-def make_loader(
+def open_sources(
     data: ItemSet,
-    side: str,
+    sides: Mapping[str, OwnFunction | None],
     facts: ItemFacts,
+    device: torch.device,
+    workers: int,
+    *,
     collate: str,
     seed: int,
-    *,
-    augment: OwnFunction | None = None,
+    crop: str = "none",
     image_size: int = 0,
-) -> ItemImages | ItemLoader:
-    items = Items(data, side)
-    if not isinstance(facts.inputs, InputSpec):
-        return ItemLoader(items, collate, seed, augment=augment, masked=facts.masked)
-    assert facts.targets is not None
-    size = facts.inputs.height, facts.inputs.width, facts.inputs.channels
-    name = f"dataset={data.name!r}: {side}"
-    return ItemImages(items, name, size=size, targets=facts.targets, seed=seed, augment=augment, image_size=image_size)
-
-
-def load_by_processes(
-    loader: ItemImages | ItemLoader, pool: LoaderPool | None, device: torch.device, crop: str = "none"
-) -> BatchSource:
-    if isinstance(loader, ItemImages):
-        return WorkerImages(loader, pool, device, crop, loader.seed)
-    return ItemBatches(loader, pool, device)
+) -> tuple[dict[str, BatchSource], dict[str, BatchSource]]:
+    """Return the sources of arrays, and those that processes load by the user's code, such as a side's augmentation."""
+    direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
+    for side, augment in sides.items():
+        if isinstance(data, SampleArrays) and ":" not in collate:
+            direct[side] = open_array_batches(device, data, side, masked=facts.masked, augment=crop, seed=seed)
+        if augment is None and side in direct:
+            continue
+        items, name = Items(data, side), f"dataset={data.name!r}: {side}"
+        if isinstance(facts.inputs, InputSpec):
+            assert facts.targets is not None
+            size = facts.inputs.height, facts.inputs.width, facts.inputs.channels
+            targets = facts.targets
+            loaders[side] = ItemImages(
+                items, name, size=size, targets=targets, seed=seed, augment=augment, image_size=image_size
+            )
+        else:
+            loaders[side] = ItemLoader(items, collate, seed, augment=augment, masked=facts.masked)
+    pool = make_pool([*loaders.values()], workers)
+    by_processes = dict[str, BatchSource]()
+    for side, loader in loaders.items():
+        if isinstance(loader, ItemImages):
+            by_processes[side] = WorkerImages(loader, pool, device, crop, seed)
+        else:
+            by_processes[side] = ItemBatches(loader, pool, device)
+    return direct, by_processes
 
 
 def describe_items(

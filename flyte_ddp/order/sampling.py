@@ -21,13 +21,9 @@ def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> 
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
-def count_held_out(samples: int, fraction: float) -> int:
-    return round(samples * fraction)
-
-
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
     """Divide the numbers 0..samples-1 at random; return the rest and the held-out ``fraction``, both ascending."""
-    count = count_held_out(samples, fraction)
+    count = round(samples * fraction)
     order = make_generator(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
     return np.sort(order[count:]), np.sort(order[:count])
 
