@@ -56,6 +56,6 @@ def train_plainly(
 def arrays_in_fp64(data: Path, split: str) -> tuple[Tensor, Tensor]:
     """Return the normalised images and the labels of a split, ``train`` or ``test``, of a grey data set."""
     arrays = open_arrays(data)
-    images = torch.tensor(np.array(getattr(arrays, f"{split}_images"))).permute(0, 3, 1, 2).double()
-    labels = torch.tensor(np.array(getattr(arrays, f"{split}_labels")))
+    images = torch.tensor(np.array(getattr(arrays, f"{split}_inputs"))).permute(0, 3, 1, 2).double()
+    labels = torch.tensor(np.array(getattr(arrays, f"{split}_targets")))
     return (images / 255 - arrays.mean[0]) / arrays.std[0], labels
