@@ -4,7 +4,6 @@ import io
 import json
 import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any

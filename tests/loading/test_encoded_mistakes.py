@@ -18,7 +18,6 @@ from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UserError
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import OUTPUTS
-from flyte_ddp.storage import transfer
 
 
 def no_launch(*_: object, **__: object) -> None:
@@ -102,47 +101,3 @@ def test_wrong_hyperparameters_are_explained(shards: Path, tmp_path: Path, chang
     change |= {name: change[name].format(**places) for name in ("dataset", "test_dataset")}
     with pytest.raises(UserError, match=word):
         train_here(replace(BASE, **change), tmp_path / "out")
-
-
-Store = tuple[Proxy, list[str]]
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """A proxy, which can fail, before an S3 server, and the names of the images there."""
-    folder = labelled(tmp_path / "served" / "bucket")
-    with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
-        set_variables(server.aws_environment() | {"AWS_ENDPOINT_URL": proxy.url}, monkeypatch)
-        monkeypatch.setattr(transfer, "FIRST_DELAY", 0.001)
-        yield proxy, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg"))
-
-
-STORED = replace(BASE, dataset="image_folder:s3://bucket", batch_size=9, epochs=1)
-
-
-@pytest.mark.slow
-def test_passing_faults_of_a_store_are_retried_and_change_nothing(store: Store, tmp_path: Path) -> None:
-    proxy, names = store
-    expected = train(STORED, tmp_path / "one")
-    faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
-    proxy.faults = {name: [fault] for name, fault in zip(names, faults, strict=False)}
-    proxy.faults["bucket"] = [503, "truncate"]  # the list
-    proxy.requests.clear()
-    result = train(STORED, tmp_path / "two")
-    assert not any(proxy.faults.values())
-    assert len(proxy.requests) > 2 * len(names)
-    assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
-
-
-@pytest.mark.slow
-def test_lasting_faults_of_a_store_are_errors(store: Store, tmp_path: Path) -> None:
-    """One that may pass is worth another try of the run."""
-    proxy, [*_, name] = store
-    data = fetch(STORED.dataset, "", tmp_path / "data", progress="off")
-    proxy.faults = {name: [503] * 100}
-    with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
-        run_training(STORED, data, tmp_path / "run", quiet(tmp_path))
-    proxy.faults = {name: [404] * 100}
-    with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
-        run_training(STORED, data, tmp_path / "run again", quiet(tmp_path))
-    assert not isinstance(failure.value, UnreachableError)

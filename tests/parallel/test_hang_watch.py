@@ -4,19 +4,27 @@ import queue
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from array_sources import images_in_memory
 from ranks import run_ranks
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flyte_ddp.launch.supervise.link import classify_failure, describe_error
+from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.machine.clock import Clock
 from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
 from flyte_ddp.parallel.strategies import create_gradient_sync
+from flyte_ddp.parallel.training_pass import TrainingPass
+
+META = torch.device("meta")
+KINDS = ((8, 8, 1), torch.uint8), ((), torch.int64)  # of images and labels
 
 
 class Event:
@@ -113,3 +121,43 @@ def come_late(_: Path) -> None:
 def test_every_collective_is_watched(tmp_path: Path) -> None:
     """gloo's own limit is a minute, in which rank 0 waits inside torch."""
     assert run_ranks(come_late, tmp_path, 2) == [0, 0]
+
+
+class Copies(TorchDispatchMode):
+    """Collects the copies from the host to the device: from page-locked memory or not, waited for or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: set[int] = set()
+        self.found: list[tuple[bool, bool]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device") == META and args[0].device != META:
+            self.found.append((args[0].data_ptr() in self.pinned, kwargs.get("non_blocking", False)))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.slow
+def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that computes nothing in the place of a GPU."""
+    copies, samples = Copies(), np.arange(4)
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        copies.pinned.add(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    images, labels = (torch.zeros(9, *shape, dtype=kind, device=META) for shape, kind in KINDS)
+    on_host = images_in_memory(*(torch.zeros(9, *shape, dtype=kind) for shape, kind in KINDS), META)
+    stream = StreamImages(SimpleNamespace(loader=SimpleNamespace(sizes=[(8, 8, 3)]), workers=0), META)
+    stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
+    with copies:
+        for source in (images_in_memory(images, labels, META, augment="crop_flip"), on_host, stream):
+            batch = source.load_batch(samples, 0)
+            assert (batch.inputs.device, batch.targets.device) == (META, META)
+        this_pass = TrainingPass()
+        this_pass.has_dropout = True
+        this_pass.begin_pass(0, 0, samples, META)
+    assert copies.found == [(True, True)] * 9  # rows; places of two axes; images and targets, twice; dropout, twice

@@ -8,6 +8,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+from array_sources import images_in_memory
 from faulty_runs import saved
 from training_runs import Train, cut_off
 
