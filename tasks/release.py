@@ -1,6 +1,7 @@
 """Tasks that release a model: the judgement against the champion, promotion, and the way back. None is ever cached."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from flytekit import Deck
@@ -10,6 +11,7 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import author_name, is_in_pod
+from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
@@ -39,21 +41,28 @@ def judge_model(
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
 
-    The registry counts the comparison. The folder has the verdict's page, exports and the data's profile.
+    The registry counts the comparison.
     """
-    from flyte_ddp.release.judge import judge_challenger
-    from flyte_ddp.release.page import write_page
+    model = Path(model_state.download()), Path(sidecar.download())
+    return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
 
-    resources.check_expected_gpus(resources.count_gpus())
-    model, prepared = (Path(model_state.download()), Path(sidecar.download())), Path(data.download())
-    with paths.make_dated_folder("verdicts") as folder:
-        registry, settings = open_registry(model_name), read_settings()
-        judgement = judge_challenger(*model, prepared, registry, policy, settings=settings, exports=folder)
-        page = write_page(judgement, model_name, folder / "verdict.html")
-        (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
-    Deck("Verdict", page.read_text(encoding="ascii"))
-    paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
-    return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
+
+@flyte_task(**pods.prediction_pod())
+def evaluate_version(
+    model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
+) -> Judged:
+    """Compare a version (empty: the champion) with the champion on the test split of any data set; decide nothing."""
+    from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
+
+    registry = open_registry(model_name)
+    with TemporaryDirectory() as temporary:
+        fetched = Path(temporary)
+        if version:
+            model = promotion.download_version(registry, version, fetched)
+        else:
+            model = promotion.download_champion(registry, fetched)
+        data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+        return judge_files(model, data, registry, policy)
 
 
 @flyte_task(**pods.storing_pod())
@@ -90,6 +99,29 @@ def roll_back_champion(model_name: str, reason: str) -> Released:
 
 def open_registry(model_name: str) -> Registry:
     return Registry(paths.registry_address(), model_name)
+
+
+def judge_files(
+    model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, profile: DataProfile | None = None
+) -> Judged:
+    """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
+
+    With the data's ``profile`` the verdict may promote: then the folder also gets exports and the profile.
+    """
+    from flyte_ddp.release.judge import judge_challenger
+    from flyte_ddp.release.page import write_page
+
+    resources.check_expected_gpus(resources.count_gpus())
+    counts = profile is not None
+    with paths.make_dated_folder("verdicts") as folder:
+        exports, settings = folder if counts else None, read_settings()
+        judgement = judge_challenger(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
+        page = write_page(judgement, registry.name, folder / "verdict.html")
+        if profile is not None:
+            (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
+    Deck("Verdict", page.read_text(encoding="ascii"))
+    paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
+    return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:

@@ -13,7 +13,7 @@ from flyte_ddp.pods.run_inputs import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Released
 from tasks.preparation import check_inputs
-from tasks.release import carry_out_verdict, judge_model, promote_version, roll_back_champion
+from tasks.release import Judged, carry_out_verdict, evaluate_version, judge_model, promote_version, roll_back_champion
 from tasks.training import train_model
 from tasks.validation import profile_dataset, validate_dataset
 from workflows.schedules import make_launch_plans
@@ -73,6 +73,38 @@ def rollback_wf(model_name: str, reason: str) -> Released:
         reason: Why, in your words; the log of the registry keeps it.
     """
     return roll_back_champion(model_name=model_name, reason=reason)
+
+
+@workflow
+def evaluate_wf(
+    model_name: str,
+    dataset: str,
+    version: str = "",
+    data_source: str = "",
+    test_dataset: str = "",
+    policy: Policy = Policy(),
+) -> Judged:
+    """Judge a stored version against the champion on the test split of any data set. Nothing is promoted.
+
+    Returns whether the policy would promote the version, the verdict, as for a first judgement on these data, and a
+    folder with a page of all checks.
+
+    Args:
+        model_name: Name of the model in the registry.
+        dataset: Data set on whose test split both models are judged, as in the hyperparameters.
+        version: Version to judge, as release_wf returns it: the SHA-256 of its weights. Empty judges the champion.
+        data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
+        test_dataset: Data set to judge on in place of the tenth of dataset that is held out.
+        policy: What the version must show. Fields that are left out have their defaults.
+    """
+    return evaluate_version(
+        model_name=model_name,
+        version=version,
+        dataset=dataset,
+        data_source=data_source,
+        test_dataset=test_dataset,
+        policy=policy,
+    )
 
 
 globals().update(make_launch_plans(release_wf, taken=globals(), needs=REGISTRY_VARIABLE))

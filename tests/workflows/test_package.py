@@ -25,7 +25,7 @@ from flyte_ddp.user_code.digest import library_digest, package_digest
 
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "verify_packed")))
 LIGHT = (CHECK,)
-JUDGING = ("tasks.release.judge_model",)
+JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
 PROMOTING = tuple(f"tasks.release.{name}" for name in ("carry_out_verdict", "promote_version", "roll_back_champion"))
 PROFILE, VALIDATE = (f"tasks.validation.{name}_dataset" for name in ("profile", "validate"))
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
     workflows = {
         *(f"workflows.training.{name}_wf" for name in ("training", "retraining")),
         *("workflows.prediction.predict_wf", "workflows.shards.shards_wf"),
-        *(f"workflows.release.{name}_wf" for name in ("release", "promote", "rollback")),
+        *(f"workflows.release.{name}_wf" for name in ("release", "promote", "rollback", "evaluate")),
         *(f"workflows.{engine}_training.{engine}_training_wf" for engine in ENGINES),
     }
     assert set(default.tasks) == {*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, PROFILE, VALIDATE}

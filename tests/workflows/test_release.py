@@ -39,6 +39,9 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     back = released(run("rollback_wf", "--reason", "a test"))
     assert back["champion"] == first["version"]
     assert released(run("promote_wf", "--version", second["version"], "--reason", "x"))["champion"] == second["version"]
+    judged = run("evaluate_wf", "--version", first["version"], "--dataset", "digits")
+    assert judged.exit_code == 0, judged.output
+    assert "the champion is kept: " in judged.output
     version = tmp_path / "runs/registry/digits/versions" / second["version"]
     assert {path.name for path in version.iterdir()} == {
         *(
