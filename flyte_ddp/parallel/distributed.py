@@ -156,3 +156,13 @@ def explain_failed_device(device: str) -> Iterator[None]:
             f"{device} of host {socket.gethostname()} failed: {found[0]}; a process cannot use it again, so start the "
             "run again, on another host if the error returns (the kernel's log there has NVIDIA's number, Xid)"
         ) from error
+
+
+@contextmanager
+def explain_full_device(fix: str) -> Iterator[None]:
+    """Add the ``fix`` to torch's error for a lack of device memory in the block, in place of torch's advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        figures = str(error).partition(". If reserved")[0]
+        raise torch.OutOfMemoryError(f"{figures}; {fix}") from error

@@ -22,7 +22,7 @@ from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
-from flyte_ddp.parallel.distributed import gather_objects, world_size
+from flyte_ddp.parallel.distributed import explain_full_device, gather_objects, world_size
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
@@ -61,7 +61,11 @@ def train(rank: Rank) -> None:
             restore_run(state, recorder, work.checkpoint)
         elif (warning := try_evaluation(state)) and recorder.writes:
             recorder.add_warning(warning)
-        with Checkpointer(work, state, recorder) as checkpoints:
+        fix = (
+            f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result, or lower batch_size "
+            f"({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"
+        )
+        with Checkpointer(work, state, recorder) as checkpoints, explain_full_device(fix):
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
                 for batch in state.clock.steps(remaining_batches(state)):

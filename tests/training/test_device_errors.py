@@ -99,6 +99,17 @@ def test_what_is_a_lost_device(error: RuntimeError, says: str | None) -> None:
         assert "more" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("at", "after"), [("training", 5), ("evaluation", 1)])
+def test_a_device_without_memory_is_told_with_torchs_figures_and_a_fix(fail: Any, at: str, after: int) -> None:
+    error = fail(replace(ONE, accumulation_steps=3), "full device", at, after)
+    assert error.message.startswith("rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ")
+    assert error.message.endswith(
+        "1.10 GiB is reserved by PyTorch but unallocated; raise accumulation_steps (now 3), which changes no result, "
+        f"or lower batch_size ({ONE.batch_size} on 1 rank(s)) or test_batch_size ({ONE.test_batch_size})"
+    )
+    assert not error.recoverable
+
+
 @pytest.mark.parametrize(
     ("message", "worth_another_try"), [(NCCL.format("system", "shm"), True), ("wrong type", False)]
 )
