@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,11 @@ import torch.distributed as dist
 from cli import ROOT
 from flytekit import FlyteContextManager
 from flytekit.bin.entrypoint import setup_execution
+from flytekit.clients.friendly import SynchronousFlyteClient
+from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
+from flytekit.configuration import PlatformConfig
 from flytekit.core.type_engine import TypeEngine
+from flytekit.exceptions.user import FlyteTimeout
 from flytekit.models.core.types import BlobType
 from flytekit.models.literals import Blob, BlobMetadata, Literal, LiteralMap, Scalar
 from flytekit.types.directory import FlyteDirectory
@@ -236,3 +241,11 @@ def test_flytekit_calls_the_dispatch_that_we_replace(tmp_path: Path, monkeypatch
     with setup_execution(str(tmp_path / "raw"), str(tmp_path / "out")) as context:
         entrypoint._dispatch_execute(context, lambda: made, str(tmp_path / "inputs.pb"), str(tmp_path / "out"))
     assert [each.literals["x"].scalar.primitive.integer for each in called] == [3]
+
+
+def test_a_call_to_a_cluster_has_a_limit() -> None:
+    """Of a server that accepts connections, and never answers."""
+    with socket.create_server((HERE, 0)) as server, scoped_grpc_deadline(0.3):
+        config = PlatformConfig(endpoint=f"{HERE}:{server.getsockname()[1]}", insecure=True)
+        with pytest.raises(FlyteTimeout, match="DEADLINE_EXCEEDED"):
+            SynchronousFlyteClient(config).list_projects_paginated(limit=1)

@@ -53,6 +53,14 @@ def whole_texts(source: str) -> SampleArrays:
     return arrays(*sides(found, targets), classes=[*map(str, range(TOKENS))])
 
 
+def series(source: str) -> SampleArrays:
+    """Two numbers at each place, and one to predict."""
+    random = np.random.default_rng(13)
+    lengths = random.integers(1, 7, SAMPLES)
+    inputs = [random.normal(size=(length, 2)).astype(np.float32) for length in lengths]
+    return arrays(*sides(inputs, [values.sum(1) for values in inputs]))
+
+
 FORMS: dict[str, Any] = {
     "tensor": lambda logits, _: logits,
     "dict": lambda logits, hidden: {"hidden": hidden, "logits": logits},

@@ -136,7 +136,6 @@ def test_what_own_code_changes_in_place_stays_in_its_batch() -> None:
         ("table", "padded"),
         ("pairs", "stacked"),
         ("reviews", "padded"),
-        ("rows_of_tokens", "padded"),
     ],
 )
 def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:

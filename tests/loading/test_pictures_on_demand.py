@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no_number": ({}, r"train sample \d+: its label is a str; must be a number or numbers"),
     "on_demand_classes": ({"collate": "padded"}, "collate='padded': dataset=.* has images, which have one size"),
     "on_demand_masks": ({"bad_samples": 1}, "bad_samples=1: dataset=.* reads its samples itself; leave it 0"),
-    "on_demand_labels": ({}, r"must be a class number for each sample; choose another objective"),
+    "on_demand_labels": ({}, r"must be a class number for each sample .*, or choose another objective"),
 }
 
 
