@@ -63,7 +63,8 @@ def pack_samples(
             for path in paths:
                 samples = list(itertools.islice(made, per_shard))  # first: an OSError of making them is not of writing
                 write_shard(path, samples, advance)
-        return create_index([str(path) for path in paths], index, name=name, classes=classes, progress="off")
+        shards = [str(path) for path in paths]
+        return create_index(shards, index, name=name, classes=classes, ranges=False, progress="off")
     except BaseException:
         for path in filter(Path.exists, (index, tables_path(index), *paths)):
             path.unlink()

@@ -1,12 +1,15 @@
 """Make indexes of whole shards or of other indexes, compare shards with them, and refuse what training cannot read."""
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
@@ -36,6 +39,9 @@ THREADS = 8  # shards that are read at the same time
 MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, as pathlib replaces two by one
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class ScannedShard(NamedTuple):
@@ -75,7 +81,7 @@ def is_label(extension: str) -> bool:
     return extension.lower() == LABEL
 
 
-def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
+def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
     """Read a whole shard, with up to 3 retries; raise UserError if it cannot be read or is malformed."""
 
     def is_wanted(extension: str) -> bool:
@@ -84,7 +90,8 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
     def scan_once(address: str) -> ScannedShard:
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
-            stream = HashedStream(file.chunks)
+            # Once ``stopped`` is set, the shard seems to be cut short.
+            stream = HashedStream(itertools.takewhile(lambda _: not stopped.is_set(), file.chunks))
             for member, content in iterate_members(stream, url, is_wanted):
                 found.append(member)
                 if content is None:
@@ -106,6 +113,19 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         return storage.retry(url, scan_once)
     except storage.UnavailableError as failure:
         raise failure.to_user_error(f"shard {url}: cannot be read ({failure}); check the address") from None
+
+
+@contextmanager
+def scan_in_threads(
+    scan: Callable[[Item, threading.Event], Result], items: Sequence[Item]
+) -> Iterator[Iterator[Result]]:
+    """Yield ``scan(item, stopped)`` of each item in order, from 8 threads; set ``stopped`` at the end of the block."""
+    stopped = threading.Event()
+    try:
+        with map_in_threads(lambda item: scan(item, stopped), items, THREADS) as scanned:
+            yield scanned
+    finally:
+        stopped.set()  # else Python would wait for the threads when the process exits
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
@@ -141,14 +161,22 @@ def expand_ranges(url: str) -> list[str]:
 
 
 def create_index(
-    urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
+    urls: Sequence[str],
+    output: Path,
+    *,
+    name: str = "",
+    classes: Sequence[str] = (),
+    ranges: bool = True,
+    progress: str = "auto",
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and tables of samples; return the index; UserError if unfit.
 
-    ``{000..127}`` in an address stands for a range of numbers. Without ``classes`` their names are 0, 1, 2 and so on.
+    Unless ``ranges`` is false, ``{000..127}`` in an address stands for a range of numbers. Without ``classes`` their
+    names are 0, 1, 2 and so on.
     """
     classes = normalize_class_names("classes", classes)
-    shards = [str(storage.local_path(whole) or whole) for url in urls for whole in expand_ranges(url)]
+    expanded = [whole for url in urls for whole in (expand_ranges(url) if ranges else [url])]
+    shards = [str(storage.local_path(whole) or whole) for whole in expanded]
     output = resolve_index_output(output, shards)
     if not shards:
         raise UserError("no shards: give at least one tar file")
@@ -158,7 +186,7 @@ def create_index(
     tables = tables_path(output)
     start, listed, labels = 0, list[Shard](), 0
     with (
-        map_in_threads(scan_shard, shards, THREADS) as scanned,
+        scan_in_threads(scan_shard, shards) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
         replace_file(tables) as file,
     ):
@@ -241,16 +269,16 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
     problems = list[str]()
-    with map_in_threads(verify, index.shards, THREADS) as verified, track as advance:
+    with scan_in_threads(verify, index.shards) as verified, track as advance:
         for found in verified:
             problems += found
             advance(1)
     return problems
 
 
-def verify_shard(shard: Shard, *, classes: int, decode: bool) -> list[str]:
+def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
     try:
-        found = scan_shard(shard.url, decode=decode)
+        found = scan_shard(shard.url, stopped, decode=decode)
     except UserError as error:
         return [error.message]
     problems = found.damaged

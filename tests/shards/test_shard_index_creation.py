@@ -1,6 +1,8 @@
 """Indexes made of shards or of other indexes, mistakes that are refused, and samples that cannot be trained on."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,20 @@ def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Pa
         create_index([f"{server.url}/{{0..199}}.tar"], tmp_path / "x.json", progress="off")
     assert len(server.requests) <= 3 * scanning.THREADS
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_ends_the_reading_of_long_shards(tmp_path: Path) -> None:
+    """Python waits for threads before it exits: beside a bad shard it would be for these 64 GiB, which are no shard."""
+    bad, *whole = write_shards(tmp_path, samples(1), samples(1), samples(1, prefix="b"))
+    bad.write_bytes(b"none")
+    for path in whole:
+        os.truncate(path, 64 << 30)  # zeros after the end mark, which take no place on the disk
+    before = {*threading.enumerate()}
+    with pytest.raises(UserError, match=r"/0\.tar: not a whole"):
+        create_index([str(bad), *map(str, whole)], tmp_path / "x.json", progress="off")
+    for thread in {*threading.enumerate()} - before:
+        thread.join(30.0)
+        assert not thread.is_alive()
 
 
 def counted(folder: Path, *counts: int, **options: Any) -> str:

@@ -38,6 +38,11 @@ def letters(count: int, folder: Path, *, letter: str = "a", name: str = "train")
     return pack_samples(sample, count, folder, classes=[], name=name, per_shard=2, seed=None, progress="off")
 
 
+def test_braces_in_the_folders_name_are_no_range(tmp_path: Path) -> None:
+    letters(3, tmp_path / "v{1..2}")
+    assert packed_texts(tmp_path / "v{1..2}/train.json") == "aaa"
+
+
 def test_what_is_there_is_kept(tmp_path: Path) -> None:
     letters(3, tmp_path)
     (tmp_path / "val-000001.tar").write_text("somebody else's")
