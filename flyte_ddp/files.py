@@ -54,8 +54,8 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which only writes ``path``, into a UserError that names the fix."""
+def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
+    """Turn an OSError of the block, which only writes ``path``, into a UserError that names two fixes."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -64,7 +64,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         if not isinstance(reason, OSError):
             raise
         fix = "free some space" if reason.errno in DISK_FULL else "make its folder writable"
-        raise UserError(f"cannot write {path}: {reason.strerror}; {fix}, or choose another folder") from reason
+        raise UserError(f"cannot write {path}: {reason.strerror}; {fix}, or {other}") from reason
 
 
 class HashingFile:

@@ -13,9 +13,8 @@ import io
 import os
 import re
 import stat
-import sys
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,7 @@ class ShardCache:
         path = storage.local_path(shard.url)
         if path is not None:
             return self.open_local_shard(path, shard)
-        with explain_write_errors(self.folder):
+        with explain_write_errors(self.folder, "set FLYTE_DDP_CACHE to another folder"):
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
@@ -76,15 +75,20 @@ class ShardCache:
         mark = self.folder / "verified" / name_digest(identity)
         if not wanted or mark.exists():
             return
-        with path.open("rb") as file, explain_write_errors(self.folder), self.hold_lock(mark.name):
+        with ExitStack() as stack:
+            with suppress(OSError):  # without a writable cache, each process verifies the shard each time
+                stack.enter_context(self.hold_lock(mark.name))
+                mark.parent.mkdir(exist_ok=True)
             if not mark.exists():  # another process may have verified the shard while this one waited
-                found = hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
+                with path.open("rb") as file:
+                    make = partial(hashlib.new, kind, usedforsecurity=False)
+                    found = hashlib.file_digest(file, make).hexdigest()
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
                     raise UserError(f"shard {shard.url}: {problem}, {fix}")
-                mark.parent.mkdir(exist_ok=True)
-                mark.touch()
+                with suppress(OSError):
+                    mark.touch()
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
         """Open a cached shard with a shared lock, and mark it as used; None if it is missing or of wrong size."""
@@ -177,20 +181,25 @@ class ShardCache:
 
     def reserve_space(self, file: io.FileIO, size: int) -> None:
         """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit; set the file's size."""
-        limit = sys.maxsize if self.limit is None else self.limit
-        where, fix = f"shard cache {self.folder}: its limit of {limit:,} bytes is", "raise FLYTE_DDP_CACHE_BYTES"
-        if size > limit:
-            raise UserError(f"{where} less than the {size:,} of one shard; {fix}")
+        if self.limit is not None and size > self.limit:
+            problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
+            raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
         with self.hold_lock("room"):
             self.remove_killed_downloads()
-            files = self.list_files_oldest_first()
-            excess = sum(size for _, size, _ in files) + size - os.fstat(file.fileno()).st_size - limit
-            for _, _, path in files:
-                if path.suffix == WHOLE and excess > 0:
-                    excess -= self.evict_file(path)
-            if excess > 0:
-                raise CacheFullError(f"{where} too low by {excess:,} for shards that are read at the same time; {fix}")
+            if self.limit is not None:  # else nobody needs to list the files, which may be tens of thousands
+                self.evict_for(size - os.fstat(file.fileno()).st_size, self.limit)
             os.ftruncate(file.fileno(), size)
+
+    def evict_for(self, growth: int, limit: int) -> None:
+        """Evict unlocked shards until ``growth`` bytes fit, else raise CacheFullError. Hold the lock ``room``."""
+        files = self.list_files_oldest_first()
+        excess = sum(size for _, size, _ in files) + growth - limit
+        for _, _, path in files:
+            if path.suffix == WHOLE and excess > 0:
+                excess -= self.evict_file(path)
+        if excess > 0:
+            problem = f"its limit of {limit:,} bytes is too low by {excess:,} for shards that are read at the same time"
+            raise CacheFullError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
 
     def remove_killed_downloads(self) -> None:
         """Remove partial files without a lock: a download in progress holds its shard's lock."""

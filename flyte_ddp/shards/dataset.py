@@ -102,6 +102,15 @@ class OpenShard:
                 time.sleep(0.05)
 
 
+def read_at(file: int, start: int, length: int) -> bytes:
+    """Read ``length`` bytes of a file (a descriptor) from byte ``start``; return fewer if the file ends before."""
+    content = piece = os.pread(file, length, start)
+    while piece and len(content) < length:  # Linux reads at most 2 GB with one call
+        piece = os.pread(file, length - len(content), start + len(content))
+        content += piece
+    return content
+
+
 class OpenShards:
     """The shards that one process has open, is fetching, or will fetch."""
 
@@ -141,7 +150,7 @@ class ShardReader:
             for member in opened.table.sample_members(inside):
                 if wanted is None or member.extension.lower() in wanted:
                     try:
-                        content = os.pread(opened.file, member.size, member.offset)
+                        content = read_at(opened.file, member.offset, member.size)
                     except OSError as error:
                         raise unusable_shard_error(opened.shard, error) from None
                     if len(content) != member.size:

@@ -228,20 +228,26 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")
     tables = resolve_address_in_index(address, storage.parent(address), tables) if tables else ""
-    for entry in content.get("shardlist") or []:
-        url, place = entry["url"], entry.get("table") if tables else None
-        yield Shard(
-            # A fast path: an index may have 100,000 shards, and most have plain names.
-            url=f"{folder}/{storage.encode_name(base, url)}"
-            if PLAIN_NAME.fullmatch(url)
-            else resolve_address_in_index(address, base, url),
-            samples=require_count(entry["nsamples"], MOST_SAMPLES),
-            size=require_count(entry.get("filesize", -1), least=-1),
-            md5=str(entry.get("md5sum") or "").lower(),
-            sha256=str(entry.get("sha256") or "").lower(),
-            part=part,
-            table=(tables, require_count(place[0]), require_count(place[1]), place[2]) if place else None,
-        )
+    for number, entry in enumerate(content.get("shardlist") or []):
+        try:
+            url, place = entry["url"], entry.get("table") if tables else None
+            yield Shard(
+                # A fast path: an index may have 100,000 shards, and most have plain names.
+                url=f"{folder}/{storage.encode_name(base, url)}"
+                if PLAIN_NAME.fullmatch(url)
+                else resolve_address_in_index(address, base, url),
+                samples=require_count(entry["nsamples"], MOST_SAMPLES),
+                size=require_count(entry.get("filesize", -1), least=-1),
+                md5=str(entry.get("md5sum") or "").lower(),
+                sha256=str(entry.get("sha256") or "").lower(),
+                part=part,
+                table=(tables, require_count(place[0]), require_count(place[1]), place[2]) if place else None,
+            )
+        except UserError:
+            raise
+        except WRONG_TYPES as error:
+            problem = f"a field of shard {number} in its shardlist is missing or has a wrong type ({error!r})"
+            raise malformed_index_error(address, problem) from None
 
 
 def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:

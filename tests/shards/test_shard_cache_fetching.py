@@ -91,6 +91,10 @@ def test_a_file_is_compared_with_its_digest_once_until_it_changes(digested: list
     with pytest.raises(UserError, match="its sha256 is"):
         ShardCache(tmp_path / "cache").open_shard(shard)
     assert digested == ["x.tar"] * 2
+    (tmp_path / "file").write_text("")
+    for _ in range(2):  # each time, where nothing can be written
+        content_of(ShardCache(tmp_path / "file" / "cache"), local_shard(path))
+    assert digested == ["x.tar"] * 4
 
 
 def test_shards_of_one_name_do_not_collide(server: FileServer, tmp_path: Path) -> None:

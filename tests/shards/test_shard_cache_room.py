@@ -147,7 +147,7 @@ def test_a_really_full_and_then_read_only_disk(tmp_path: Path) -> None:
     need_mounts(tmp_path)
     command = [*ALONE, sys.executable, "-c", MOUNTED, str(tmp_path), str(HELPERS)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    where, fix = f"cannot write {tmp_path}/cache:", "or choose another folder"
+    where, fix = f"cannot write {tmp_path}/cache:", "or set FLYTE_DDP_CACHE to another folder"
     assert result.stdout.splitlines() == [
         "kept [False, False, True, True, True]",
         f"{where} No space left on device; free some space, {fix} [300000, 300000, 300000]",

@@ -53,6 +53,14 @@ def test_samples_are_those_of_wids(tmp_path: Path) -> None:
     theirs.close()
 
 
+def test_a_member_that_the_system_gives_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does from 2 GB on."""
+    dataset = ShardDataset(indexed(tmp_path, samples(1)), tmp_path / "cache", decode=False)
+    whole, pread = dataset[0], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 3), start))
+    assert dataset[0] == whole
+
+
 def test_numbers_count_from_the_end_too_and_end_somewhere(tmp_path: Path) -> None:
     dataset = ShardDataset(indexed(tmp_path, samples(3), samples(2, prefix="b")), tmp_path / "cache", decode=False)
     assert dataset[-1] == dataset[4] == dataset[np.int32(4)] == dataset[torch.tensor(4)]

@@ -149,7 +149,7 @@ MALFORMED = {
     only(__kind__="wids-shard-index-v2"): "of kind 'wids-shard-index-v2'",
     only(weight=0): "weight=0",
     only(flyte_ddp={"classes": "abc"}): "classes is 'abc'",
-    json.dumps(index_of({"url": "a"})): "missing or has a wrong type .*'nsamples'",
+    json.dumps(index_of({"url": "a"})): "shard 0 in its shardlist is missing or has a wrong type .*'nsamples'",
     broken(url=""): "'' is no address",
     broken(url="pipe:cat http://h/x"): "must be a path, or start with",
     broken(nsamples=-1): "-1 for a number of 0 to",
