@@ -2,8 +2,9 @@
 
 import functools
 import io
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -75,11 +76,21 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged. XMP does not count."""
-    exif = Image.Exif()
-    with suppress(Exception):  # whatever damaged data make Pillow raise
-        exif.load(image.info.get("exif", b""))
-        return int(exif.get(ORIENTATION, 1))
+    """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged.
+
+    Reads 16 bits whatever the entry's type, and no XMP, as torchcodec does and Pillow's ``exif_transpose`` does not.
+    """
+    exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    try:
+        order = {b"II*\0": "<", b"MM\0*": ">"}[exif[:4]]
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (entries,) = struct.unpack_from(f"{order}H", exif, start)
+        for entry in range(entries):
+            tag, value = struct.unpack_from(f"{order}H6xH", exif, start + 2 + 12 * entry)
+            if tag == ORIENTATION:
+                return int(value)
+    except (KeyError, struct.error):
+        pass
     return 1
 
 

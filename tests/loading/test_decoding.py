@@ -29,9 +29,18 @@ def turned(kind: str, orientation: int) -> bytes:
 
 
 JPEG, PNG = (stored(PICTURE, kind) for kind in ("JPEG", "PNG"))
+
+
+def with_entry(kind: int, count: int) -> bytes:
+    """A JPEG whose EXIF data say that it is to be turned, in an entry of the wrong type or count."""
+    notes = b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + struct.pack(">HHIHH", 0x0112, kind, count, 6, 0) + bytes(4)
+    return JPEG[:2] + b"\xff\xe1" + struct.pack(">H", len(notes) + 2) + notes + JPEG[2:]
+
+
 ALIKE = {
     **{f"turned {number}": turned("JPEG", number) for number in range(1, 9)},
     "turned PNG": turned("PNG", 6),
+    **{f"turned by type {kind}": with_entry(kind, count) for kind, count in ((1, 1), (2, 1), (3, 0), (4, 1), (7, 1))},
     "CMYK": stored(PICTURE.convert("CMYK"), "JPEG"),
     "palette": stored(PICTURE.convert("P"), "PNG"),
     "transparent": stored(PICTURE.convert("LA"), "PNG"),
