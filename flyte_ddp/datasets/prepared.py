@@ -1,5 +1,6 @@
 """Open a prepared data set of any kind, divide it into splits, and check it before ranks start."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_demand
-from flyte_ddp.datasets.prepared_folder import read_description
+from flyte_ddp.datasets.prepared_folder import FORMAT, read_description
 from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
@@ -30,6 +31,8 @@ SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, s
 def open_prepared(folder: Path) -> PreparedSet:
     """Open a folder that :func:`flyte_ddp.datasets.fetch` has written; arrays and file lists are memory-mapped."""
     description = read_description(folder)
+    if not FORMAT.items() <= description.items():
+        raise UserError(f"{folder}: was prepared by another release; delete the folder and fetch it again")
     if LEAVES in description:
         return open_arrays(folder)
     return open_on_demand(folder) if ON_DEMAND in description else open_encoded_set(folder)
@@ -172,14 +175,20 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
     return targets if isinstance(targets, np.ndarray) else None
 
 
+def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
+    if importlib.util.find_spec("webdataset") is None:
+        raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
+    for part in index.parts:
+        if part.weight != 1:
+            raise UserError(
+                f"dataset={dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
+                "all parts alike; take shards:ADDRESS, or an index without weights"
+            )
+
+
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
     if isinstance(data, EncodedSet) and data.is_stream and isinstance(data.train, ShardIndex):
-        for part in data.train.parts:
-            if part.weight != 1:
-                raise UserError(
-                    f"dataset={hp.dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes "
-                    "through all parts alike; take shards:ADDRESS, or an index without weights"
-                )
+        refuse_unusable_stream(data.train, hp.dataset)
     if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
         raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")

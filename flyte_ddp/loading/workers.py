@@ -181,7 +181,9 @@ class LoaderPool:
             who = "the process that starts loader processes"
             self.server.join(END_SECONDS)
             code = self.server.exitcode
-        if code is None or code >= 0:
+        if code is None:
+            return RuntimeError(f"{who} has closed its pipe, and has not ended")
+        if code >= 0:
             return RuntimeError(f"{who} ended with exit code {code}")
         why = ", often for lack of memory; lower FLYTE_DDP_LOADERS, or give the pod more memory"
         hint = why if code == -signal.SIGKILL else ""

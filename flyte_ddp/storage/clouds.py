@@ -80,7 +80,7 @@ def make_google_store(bucket: str) -> Any:
     try:
         provider = GoogleCredentialProvider(auth.default(scopes=[GOOGLE_SCOPE])[0])
     except DefaultCredentialsError:
-        if "GOOGLE_APPLICATION_CREDENTIALS" in os.environ:  # the user wants these, so no anonymous requests
+        if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):  # the user wants these, so no anonymous requests
             raise
         return GCSStore(bucket, **anonymous)
     provider()  # called here for google-auth's own exception; obstore would wrap it

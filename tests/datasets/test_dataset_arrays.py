@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as numpy_arrays
 
-from flyte_ddp.datasets import image_arrays, open_arrays
+from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets import images as module
 from flyte_ddp.datasets.images import channel_mean_and_std
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, write_prepared_set
@@ -101,7 +101,7 @@ def test_the_normalisation_is_exact_whatever_the_chunks(images: Any, chunk_bytes
         assert std[channel] == pytest.approx(float(variance) ** 0.5 if variance else 1.0, rel=4e-16)
 
 
-@pytest.mark.parametrize("key", ["dataset.json", "cut json", '"digest"'])
+@pytest.mark.parametrize("key", ["dataset.json", "cut json", '"digest"', '"format"'])
 def test_a_damaged_description_is_an_error(tmp_path: Path, key: str) -> None:
     write_prepared_set(image_arrays(**small()), tmp_path, {})
     description = tmp_path / "dataset.json"
@@ -109,5 +109,6 @@ def test_a_damaged_description_is_an_error(tmp_path: Path, key: str) -> None:
     description.write_text(text[:-5] if key == "cut json" else text.replace(key, '"other"'))
     if key == "dataset.json":
         description.unlink()
-    with pytest.raises(UserError, match="is not a prepared data set" if key == "dataset.json" else "damaged"):
-        open_arrays(tmp_path)
+    said = {"dataset.json": "is not a prepared data set", '"format"': "was prepared by another release"}
+    with pytest.raises(UserError, match=said.get(key, "damaged")):
+        open_prepared(tmp_path)

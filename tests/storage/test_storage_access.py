@@ -68,6 +68,8 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
         assert asked_as() is None  # a token is for Google only
         patch.delenv("STORAGE_EMULATOR_HOST")
 
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "")
+    assert asked_as() is None
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     with pytest.raises(UnavailableError, match=r"none\.json"):
         asked_as()
