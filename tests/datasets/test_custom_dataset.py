@@ -150,6 +150,17 @@ def test_the_fingerprint_changes_with_code_name_and_content_and_imports_nothing(
     assert "own_data" not in sys.modules
 
 
+def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for source, said in (
+        ("no/such/path", "there is no such file or directory; give one"),
+        (f"{tmp_path}/empty", "the directory is empty; give one"),
+        ("/proc/self/mem", "cannot be read: .*Input/output error"),  # root, who runs these tests in CI, reads others
+    ):
+        with pytest.raises(UserError, match=f"^data_source='{source}': {said}"):
+            content_identity(source)
+
+
 def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,16 +43,20 @@ def test_other_files_are_counted(tmp_path: Path) -> None:
     images = files_of({"ant": ["1.jfif", "2.PNG"], "bee": ["1.avif", "2.heic", "3.HEIC", "4.txt", "LICENSE"]})
     others = dict.fromkeys(["top.jpg", "README", "labels.csv", ".hidden.heic"], b"")
     folder = str(write_files(tmp_path / "images", images | others))
-    expected = f"image folder {folder}: 7 other files left out, as no images in such folders"
+    where = f"image folder {folder}:"
+    expected = [
+        f"{where} 3 images of 2 classes (ant 2, bee 1)",
+        f"{where} 7 other files left out, as no images in such folders",
+    ]
     found = list_images(folder)
     assert list(found.names) == ["ant/1.jfif", "ant/2.PNG", "bee/1.avif"]
-    assert found.describe_images()[1:] == [expected]
+    assert found.describe_images() == expected
     tests = write_files(tmp_path / "tests", files_of({"ant": ["1.png"], "bee": ["1.png"]}))
     test_dataset = f"image_folder:{tests}"
     data = fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=test_dataset, progress="off")
     hp = Hyperparameters(dataset=f"image_folder:{folder}", test_dataset=test_dataset, validation_fraction=0.0)
-    said = check_prepared_set(data, hp)
-    assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
+    of_tests = f"image folder {tests}: 2 images of 2 classes (ant 1, bee 1)"
+    assert check_prepared_set(data, hp) == [*expected, of_tests], "also of a folder that was listed before"
 
 
 def test_a_class_or_a_folder_without_images_is_an_error(tmp_path: Path) -> None:

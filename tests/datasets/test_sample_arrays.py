@@ -16,7 +16,7 @@ from scipy import sparse
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets import fetch, image_arrays, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
@@ -129,6 +129,18 @@ def test_the_digest_changes_with_everything_that_it_covers(tmp_path: Path) -> No
     assert len({digest for digest, _ in everything}) == len(everything)
     assert {test for _, test in of_training} == {first[1]} == {weights[1]}
     assert len({test for _, test in (first, *of_tests, names)}) == len(of_tests) + 2
+
+
+def test_the_digest_of_images_changes_with_a_pixel(tmp_path: Path) -> None:
+    images = np.zeros((N, 4, 4), np.uint8)
+    changed = images.copy()
+    changed[3, 1, 2] = 1
+    sets = [
+        image_arrays(*each, CLASSES, classes="xy")
+        for each in ((images, CLASSES, images), (changed, CLASSES, images), (images, CLASSES, changed))
+    ]
+    assert len({arrays_sha256(each) for each in sets}) == 3
+    assert keep(sets[0], tmp_path / "data").digest == arrays_sha256(sets[0])
 
 
 def test_pairs_of_sets_of_items_are_kept_as_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torchvision import datasets, models
 
 from examples.custom_ddp.custom_ddp import train_dist
 from examples.dask_s3.dask_s3 import make_model, run_transfer_learning
+from examples.gan.gan import train as gan_digits
 from examples.sample_data import unpack_mnist_files, write_image_folder
 from examples.tutorial.tutorial import MODEL_FILE, TRANSFORM, Hyperparameters, Net, train_mnist
 from examples.wids_ray.wids_ray import Config, train_in_ray
@@ -157,6 +158,22 @@ def test_transfer_learning_on_dask_and_s3(
     events = [json.loads(line) for line in (copies / "run/events.jsonl").read_text().splitlines()]
     assert {each["count"] for each in events if each["rank"] == 0} == set(range(1, 13))
     assert {each["rank"] for each in events} == {0, 1}
+
+
+@on(exhaustive=[SPAWN])
+def test_a_gan(case: Callable[..., Case], tmp_path: Path) -> None:
+    gan = case(gan_digits, 2)
+    assert gan.run_killed(rank=0) == gan.run_undisturbed()
+    here, there = (torch.load(path / "gan.pt", weights_only=True) for path in (gan.folder, tmp_path / "undisturbed"))
+    for name, weights in here.items():
+        assert [key for key, value in weights.items() if not torch.equal(value, there[name][key])] == []
+    records = [
+        [record for record in read_records(path / "metrics.jsonl") if record["kind"] == "record"]
+        for path in (gan.folder, tmp_path / "undisturbed")
+    ]
+    mine, other = ([{**record, "time": 0} for record in of] for of in records)
+    assert mine == other
+    assert sum("distance" in record for record in mine) == 2, "once for each epoch"
 
 
 def test_transfer_learning_begins_with_the_weights_that_are_given(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Answer(QuietHandler):
         if self.state.before_answer is not None:
             self.state.before_answer.wait(DEADLINE)
         fault = self.state.faults[name].pop(0) if self.state.faults.get(name) else None
-        listing = "list-type" in query
+        listing = "list-type" in query or "comp" in query
         content = self.listed(name, query) if listing else self.state.files.get(name)
         if name in self.state.redirects:
             self.start(302, b"", Location=self.state.redirects[name])
@@ -147,10 +147,12 @@ class Answer(QuietHandler):
             self.wfile.flush()
 
     def listed(self, bucket: str, query: dict[str, list[str]]) -> bytes:
-        """Return a page of the list of a bucket, in the form of S3."""
+        """Return a page of the list of a bucket, in the form of S3, or of Azure."""
         bucket = bucket.rstrip("/")
         [prefix] = query.get("prefix", [""])
         keys = sorted(name[len(bucket) + 1 :] for name in self.state.files if name.startswith(f"{bucket}/{prefix}"))
+        if "comp" in query:
+            return self.listed_by_azure(bucket, keys, int(query.get("marker", ["0"])[0]))
         start = int(query.get("continuation-token", ["0"])[0])
         entries = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-23T12:00:00.000Z</LastModified>"
@@ -162,6 +164,19 @@ class Answer(QuietHandler):
         return (
             f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>{str(more).lower()}'
             f"</IsTruncated>{following}{entries}</ListBucketResult>"
+        ).encode()
+
+    def listed_by_azure(self, container: str, keys: list[str], start: int) -> bytes:
+        """Return a page of the list of a container, in the form of Azure's "List Blobs"."""
+        entries = "".join(
+            f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>{CHANGED['Last-Modified']}</Last-Modified>"
+            f"<Etag>{hashlib.md5(content).hexdigest()}</Etag><Content-Length>{len(content)}</Content-Length>"
+            "<Content-Type>application/octet-stream</Content-Type><BlobType>BlockBlob</BlobType></Properties></Blob>"
+            for key, content in self.page(container, keys, start)
+        )
+        following = str(start + self.state.page) if start + self.state.page < len(keys) else ""
+        return (
+            f"<EnumerationResults><Blobs>{entries}</Blobs><NextMarker>{following}</NextMarker></EnumerationResults>"
         ).encode()
 
     def page(self, bucket: str, keys: list[str], start: int) -> list[tuple[str, bytes]]:

@@ -32,6 +32,16 @@ from flyte_ddp.shards.index import ShardIndex
 DEADLINE = 60.0  # seconds
 
 
+def test_what_users_decoding_gets_of_an_image_file(tmp_path: Path) -> None:
+    """The name without its extension, and the extension in its own case."""
+    write_files(tmp_path, {"photos/17.JPG": b"one", "photos/18.x.png": b"two"})
+    reader = FileReader(list_images(str(tmp_path)), members=True)
+    assert [reader.read_sample(number).members for number in range(2)] == [
+        {".JPG": b"one", "__key__": "photos/17"},
+        {".png": b"two", "__key__": "photos/18.x"},
+    ]
+
+
 def png(number: int) -> bytes:
     return stored(Image.new("RGB", (8, 8), (number, number, number)), "PNG")
 
@@ -126,6 +136,12 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
             assert pixels[:, 4, 4, 0].tolist() == expected
             assert labels.tolist() == [sample % 10 for sample in expected]
     assert loading.bad_samples() == {f"sample {number}" for number in images.bad}
+
+
+def test_no_decodable_substitute_is_an_error(load: Load) -> None:
+    loading = load(Images(bad={3, 4, 5}), [ListedOrder(np.array([3, 4, 5]))], bad=9)
+    with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
+        loading.load_batch(np.array([4]), None)
 
 
 def test_images_of_a_store_are_asked_for_at_the_same_time(load: Load, server: FileServer, monkeypatch) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from encoded_runs import BASE, SIDE, labelled, losses, of, quiet, train, weights
+from file_server import file_server
 from plain_loop import train_plainly
 from torchvision.transforms import v2
 from training_runs import cut_off
@@ -69,6 +70,26 @@ def test_random_crops_do_not_depend_on_interruptions(shards: Path, tmp_path: Pat
     cut_off(lambda: train(hp, tmp_path / "cut"), 7)
     resumed = train(hp, tmp_path / "cut")
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
+
+
+@pytest.mark.slow
+def test_shards_far_away_go_through_a_cache_smaller_than_the_data(shards: Path, tmp_path: Path) -> None:
+    """Of ten shards it holds eight: two ranks read from two at a time, and as many are on their way."""
+    size = max(path.stat().st_size for path in shards.glob("*.tar"))
+    with file_server() as server:
+        server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
+        server.faults = {"train-000004.tar": ["truncate"], "train-000002.tar": ["alter"]}
+        hp = of(f"{server.url}/train.json", epochs=1, num_ranks=2, shuffle_shards=2)
+        result = train(hp, tmp_path, quiet(tmp_path, cache_bytes=8 * size))
+        fetched = {name: server.requests.count(name) for name in server.requests if name.endswith(".tar")}
+    here = train(of(shards / "train.json", epochs=1, shuffle_shards=2), tmp_path / "here")
+    assert losses(result) == pytest.approx(losses(here), abs=1e-9)
+    assert len(fetched) == 10
+    # Three times for training, validation and test, once more where a shard lies on two streams, and two faults; once
+    # for the samples by which the saved model is checked and those of the report, and one before, for its first sample.
+    assert 10 + 2 + 1 < sum(fetched.values()) <= 10 * 6 + 2 + 1
+    held = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar"))
+    assert 0 < held <= 8 * size
 
 
 def test_an_image_folder_is_learnt(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from traceback import format_exception
@@ -106,6 +107,21 @@ def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path
             assert len({*names}) == 40
     finally:
         splits.close()
+
+
+def test_draws_of_own_decoding_and_augmentation_do_not_depend_on_processes(photos: Path, tmp_path: Path) -> None:
+    hp = replace(
+        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", image_size=8,
+        augment="own_loading:torchvision_pipeline",
+    )  # fmt: skip
+
+    def load(hp: Hyperparameters, workers: int) -> torch.Tensor:
+        with closing(open_all(hp, tmp_path, workers)) as splits:
+            return splits.training.load_batch(splits.training.order.samples(slice(0, 20)), 1).inputs
+
+    one, several = load(hp, 1), load(hp, 3)
+    assert torch.equal(one, several)
+    assert not torch.equal(one, load(replace(hp, augment="none"), 1))
 
 
 def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import io
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -14,16 +15,21 @@ import picture_sets
 import pytest
 import torch
 from cli import ROOT
-from encoded_runs import quiet, weights
+from encoded_runs import losses, quiet, weights
 from picture_sets import SIDE
+from s3_server import s3_server
+from surroundings import set_variables
+from tars import shard_bytes
 from training_runs import train_in
 
+from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.validation.profiling import compute_profile
 
 pytestmark = pytest.mark.usefixtures("user_models")
@@ -144,3 +150,38 @@ def test_wrong_pictures_and_settings_are_told(name: str, tmp_path: Path) -> None
     changes, words = WRONG[name]
     with pytest.raises((UserError, RankError), match=words):
         train_in(tmp_path / "run", replace(HP, **changes, seed=1), prepare(name, tmp_path))
+
+
+def npy(values: Any) -> bytes:
+    content = io.BytesIO()
+    np.save(content, values)
+    return content.getvalue()
+
+
+@pytest.mark.slow
+def test_signals_in_shards_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's samples that are no images, beside the same ones in arrays."""
+    signals = import_printed("signals", tmp_path, monkeypatch)
+    values, labels = np.random.default_rng(0).normal(size=(40, 6)), np.arange(40) % 2
+    samples = {f"{number}": {".npy": npy(values[number]), ".cls": b"%d" % labels[number]} for number in range(40)}
+    rows = [*samples.items()]
+    bucket = tmp_path / "served/bucket"
+    bucket.mkdir(parents=True)
+    for name, parts in (("train", (rows[:12], rows[12:30])), ("test", (rows[30:],))):
+        paths = [bucket / f"{name}-{number}.tar" for number in range(len(parts))]
+        for path, part in zip(paths, parts, strict=True):
+            path.write_bytes(shard_bytes(dict(part)))
+        create_index([*map(str, paths)], bucket / f"{name}.json", progress="off")
+    (tmp_path / "in_memory.py").write_text("data = None\n")
+    stored = importlib.import_module("in_memory")
+    stored.data = lambda _: arrays((values[:30], labels[:30]), (values[30:], labels[30:]), classes=["quiet", "loud"])
+    hp = replace(HP, model="picture_sets:Linear")
+    with s3_server(tmp_path / "served") as server:
+        set_variables(server.aws_environment(), monkeypatch)
+        read = replace(hp, dataset="signals:signals", data_source="s3://bucket")
+        ours = train_in(tmp_path / "read", read, fetch(read.dataset, read.data_source, tmp_path / "1", progress="off"))
+    hp = replace(hp, dataset="in_memory:data")
+    expected = train_in(tmp_path / "one", hp, fetch(hp.dataset, "", tmp_path / "2", progress="off"))
+    assert losses(ours) == pytest.approx(losses(expected), abs=1e-9)
+    assert [*(tmp_path / "signals").glob("**/*.tar")], "the printed folder of the cache"
+    assert signals.signals

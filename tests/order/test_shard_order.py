@@ -1,14 +1,14 @@
 """The global order: the same batches whatever the number of ranks; of shards few at a time, from any step."""
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp.order import sampling
-from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, count_rank_streams
 
 LENGTHS = st.integers(1, 500)
 
@@ -113,6 +113,26 @@ def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a
                 used[rank] |= now
         assert all(len(shards) <= 64 // ranks + 2 for shards in used)
         assert set().union(*used) == set(range(64))
+
+
+def test_the_shards_that_a_rank_keeps_open_are_enough() -> None:
+    """Those used last, two for each of its streams: none is opened twice for one, whatever the micro-batches."""
+    streams, ranks, parts, counts, batch_size = 8, 3, 16, np.full(64, 50), 96
+    shard_of = np.repeat(np.arange(64), 50)
+    order = order_of(counts, streams=streams)
+    for rank in range(ranks):
+        kept, opened, needed = OrderedDict[int, None](), 0, set[tuple[int, int]]()
+        for batch in order.batches(0, batch_size):
+            for part in range(parts):
+                for place in sampling.take_slice(sampling.take_slice(np.arange(len(batch)), part, parts), rank, ranks):
+                    shard = int(shard_of[batch[place]])
+                    needed.add((shard, int(place) * streams // batch_size))
+                    opened += shard not in kept
+                    kept[shard] = None
+                    kept.move_to_end(shard)
+                    while len(kept) > 2 * count_rank_streams(streams, ranks, parts):
+                        kept.popitem(last=False)
+        assert opened <= len(needed)
 
 
 @given(

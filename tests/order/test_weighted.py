@@ -9,11 +9,12 @@ import own_training
 import pytest
 from encoded_runs import losses
 from scipy import stats
+from sklearn.utils.class_weight import compute_class_weight
 from training_runs import cut_off, train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import image_arrays, open_arrays
-from flyte_ddp.datasets.prepared import check_prepared_set, order_splits, order_training
+from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared
+from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import Indices, ListedOrder
@@ -150,12 +151,23 @@ def test_a_set_without_weights_is_refused_before_ranks_start(digits: Path, weigh
         check(digits, "weighted")
 
 
+def test_balanced_class_weights_count_all_that_an_own_function_chooses_from(digits: Path) -> None:
+    """Though its epochs are shorter; the weights are scikit-learn's."""
+    labels, listed = open_arrays(digits).train_targets, np.arange(100, 900)
+    order = choose_by_function(ListedOrder(listed, seed=3), "own_training:every_third", own_training.every_third)
+    counts = count_training_classes(open_prepared(digits), order, 10)
+    expected = compute_class_weight("balanced", classes=np.arange(10), y=labels[listed])
+    assert [len(listed) / (10 * count) for count in counts] == pytest.approx(expected)
+
+
 IMAGES = np.zeros((4, 8, 8), np.uint8)
 
 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
+        ([1, 2, 3], r"one number for each of the 4 training samples, got \[3\]"),
+        ([0, 0, 0, 0], "are all 0"),
         ([1, 2, 3, -1], "weight -1 of sample 3: must be a finite number of at least 0"),
         ([1, float("nan"), 3, 1], "weight nan of sample 1"),
     ],

@@ -126,7 +126,7 @@ def test_hidden_files_and_folders_are_left_out_everywhere(server: FileServer, tm
     files = dict.fromkeys([*seen, *names], b"x")
     write_files(tmp_path, {f"bucket/.d/{name}": content for name, content in files.items()})
     server.files = {f"bucket/.d/{name}": content for name, content in files.items()}
-    for start in (str(tmp_path), "s3:/", "gs:/"):
+    for start in (str(tmp_path), "s3:/", "gs:/", "az:/"):
         found = list_images(f"{start}/bucket/.d")
         assert (list(found.names), found.classes) == (names, ("ant", "bee"))
 

@@ -53,7 +53,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 two_remote = pytest.mark.parametrize("place", ["http", "s3"], indirect=True)
 remote = pytest.mark.parametrize("place", ["http", *OBJECTS], indirect=True)
-listed = pytest.mark.parametrize("place", ["path", "file", "s3", "gs"], indirect=True)
+listed = pytest.mark.parametrize("place", ["path", "file", *OBJECTS], indirect=True)
 
 
 def names_in(address: str) -> list[str]:
