@@ -72,6 +72,7 @@ def test_random_crops_do_not_depend_on_interruptions(shards: Path, tmp_path: Pat
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_shards_far_away_go_through_a_cache_smaller_than_the_data(shards: Path, tmp_path: Path) -> None:
     """Of ten shards it holds eight: two ranks read from two at a time, and as many are on their way."""
