@@ -52,9 +52,9 @@ def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArra
     for start in range(0, len(targets), 1000):
         part = targets[start : start + 1000]
         for row, *place in np.argwhere(~are_right(part))[:1].tolist():
-            where = f" at {place}" if place else ""
-            found = part[(row, *place)]
-            raise UserError(f"objective={name!r}: the target of row {start + row}{where} is {found:g}: must be {rule}")
+            where = f" of row {start + row}" * (len(targets) > 1) + f" at {place}" * bool(place)
+            found = format(part[(row, *place)], "g" if part.dtype.kind == "f" else "")
+            raise UserError(f"objective={name!r}: the target{where} is {found}: must be {rule}")
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:

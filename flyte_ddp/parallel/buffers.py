@@ -131,10 +131,14 @@ class Buffers:
         before = {name: values[name].clone() for name in self.shared_names}
         for name in self.unsaved_names:
             values[name].copy_(self.initial[name])
-        yield
-        values = self.require_same_buffers(model)
-        for name in self.shared_names:
-            values[name].copy_(before[name])
+        try:
+            yield
+            self.require_same_buffers(model)  # not in ``finally``, where it would hide an exception of the block
+        finally:
+            values = copyable_buffers(model)
+            if buffer_layout(values) == self.layout:
+                for name in self.shared_names:
+                    values[name].copy_(before[name])
 
 
 def copyable_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -99,6 +99,11 @@ def write_rows(file: Any, batches: Iterable[Batch], predictor: "Predictor", mask
             writer = csv.DictWriter(file, [*columns], restval="", lineterminator="\n")
             writer.writeheader()
         if writer is not None:
+            if any(batch.decoded) and columns.keys() != {*writer.fieldnames}:
+                raise UserError(
+                    f"the model's answers are {', '.join(writer.fieldnames)} in one batch and {', '.join(columns)} in "
+                    "another: must have the same names"
+                )
             writer.writerows(waiting)
             waiting.clear()
     if writer is None:
@@ -115,7 +120,10 @@ class Predictor:
         self.undefined: list[str] = []  # ids of the samples with NaN among their outputs; they have no prediction
 
     def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
-        """Return the table's columns but the id, those of the truth alone without decoded samples; write masks."""
+        """Return the table's columns but the id, those of the truth alone without decoded samples.
+
+        Runs the model, writes its masks as files, counts the batch, and keeps what the page shows.
+        """
         objective, truths, samples = self.model.objective, TableColumns(), len(batch.ids)
         if batch.truths is not None:
             truths = {"truth": batch.truths}

@@ -23,10 +23,10 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.policy_check import group_by_slice
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, find_version, read_task, replay_promotions
 from flyte_ddp.release.scores import is_higher_better
+from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
@@ -185,7 +185,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     verdict.checks += decisive
     add_vetoes(judgement, ours, theirs, slices)
     sign = 1 if is_higher_better(model.objective) else -1
-    if all(sign * ours.score > sign * other.score for other in others.values()):
+    # A best version that was not evaluated stays, or small losses would add up.
+    compared = policy.rule == NOT_WORSE or verdict.best in (champion.digest, model.digest)
+    if compared and all(sign * ours.score > sign * other.score for other in others.values()):
         verdict.best = model.digest
     return PROMOTED, decisive[0].reason
 

@@ -52,6 +52,13 @@ def evaluate_split(
     starts = accumulate((len(columns["loss"]) for _, columns in parts), initial=0)
     if [*starts] != [*(start for start, _ in parts), len(split)]:
         raise RuntimeError(f"evaluation did not count each of {len(split)} samples exactly once")
+    layouts = [{name: tuple(column.shape[1:]) for name, column in found.items()} for _, found in parts]
+    for layout in layouts:
+        if layout != layouts[0]:
+            raise UserError(
+                f"the objective's columns are {layouts[0]} in one batch and {layout} in another: must have one shape a "
+                "sample; fill up shorter ones"
+            )
     columns = {
         name: torch.from_numpy(np.concatenate([found[name] for _, found in parts]))
         for name in (parts[0][1] if parts else ())

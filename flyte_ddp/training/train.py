@@ -14,10 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.prepared import refuse_too_few_shards
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.machine.resources import bf16_support
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
@@ -62,8 +64,8 @@ def train(rank: Rank) -> None:
         elif (warning := try_evaluation(state)) and recorder.writes:
             recorder.add_warning(warning)
         fix = (
-            f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result, or lower batch_size "
-            f"({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"
+            f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result without BatchNorm, or "
+            f"lower batch_size ({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"
         )
         with Checkpointer(work, state, recorder) as checkpoints, explain_full_device(fix):
             rank.offer_saving(checkpoints.save_now)
@@ -147,6 +149,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             state.this_pass.finish_pass()
         # A copy, on the state's device: an own objective may have another, or compute in fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
+    state.refuse_late_parameters()
     loss_sum = reduce(torch.add, part_sums)
     if world_size() > 1:
         with state.clock("communication"):
@@ -173,12 +176,22 @@ def compute_outputs(
     """Begin a training pass on ``part``, which seeds the generators; return the outputs; finish_pass must follow."""
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
-    with (
-        explain_model_errors(hp.model, state.model, inputs),
-        # autocast takes 10 us also where it does nothing
-        torch.autocast(state.device.type, torch.bfloat16) if state.hardware.precision == "bf16" else nullcontext(),
-    ):
-        outputs = model(inputs)
+    try:
+        with (
+            explain_model_errors(hp.model, state.model, inputs),
+            # autocast takes 10 us also where it does nothing
+            torch.autocast(state.device.type, torch.bfloat16) if state.hardware.precision == "bf16" else nullcontext(),
+        ):
+            outputs = model(inputs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UserError(
+            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm of model {hp.model!r} gets a single value "
+            "for each channel: it needs two; choose a batch_size with another remainder"
+            + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
+            + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
+        ) from None
     state.objective.check_outputs(hp.model, outputs, targets)
     return outputs
 

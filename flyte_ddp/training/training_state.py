@@ -18,7 +18,7 @@ from flyte_ddp import catalog
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.collate import widen_type
@@ -100,6 +100,7 @@ class TrainingState:
         set_training_mode(model, self.frozen_modules)
         self.model = model
         self.trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizer = create_optimizer(model, hp)
@@ -161,10 +162,12 @@ class TrainingState:
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
-        with self.buffers.saved_buffers_in_place(self.kept_model()):
-            yield
-        for module in modules:
-            set_training_mode(module, self.frozen_modules)
+        try:
+            with self.buffers.saved_buffers_in_place(self.kept_model()):
+                yield
+        finally:  # a checkpoint after an exception must give the same bits
+            for module in modules:
+                set_training_mode(module, self.frozen_modules)
 
     def check_model(self) -> None:
         """Raise UserError if no file can hold the model, its buffers changed, or a parameter is trained too late."""
@@ -172,11 +175,13 @@ class TrainingState:
         self.buffers.require_same_buffers(self.model)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter not in self.trained:
-                raise UserError(
-                    f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; "
-                    "leave its requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be "
-                    "trained"
-                )
+                raise late_parameter_error(name)
+
+    def refuse_late_parameters(self) -> None:
+        """Raise UserError if a frozen parameter takes a gradient now; cheap enough for each step."""
+        for name, parameter in self.frozen.items():
+            if parameter.requires_grad:
+                raise late_parameter_error(name)
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
         """Return the checked outputs of ``model``, by default the kept weights'. Seeds the random generators."""
@@ -194,6 +199,13 @@ class TrainingState:
     def update_average(self) -> None:
         if self.average is not None:
             self.average.update_parameters(self.model)
+
+
+def late_parameter_error(name: str) -> UserError:
+    return UserError(
+        f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; leave its "
+        "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
+    )
 
 
 TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training
@@ -220,10 +232,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
         )
     # What is not one number for each sample, of a known shape, is no class, whose shape is ().
     shape = (1,) if targets is None or targets.varies else targets.shape
-    stored_targets = [] if ":" in hp.collate else list_stored_targets(data)
+    stored_targets = {} if ":" in hp.collate else name_stored_targets(data)
     # Shorter targets are padded with NaN, and own code may return it.
     made = targets is None or targets.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
-    no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets)
+    no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets.values())
     facts = Facts(
         classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan, select_by=hp.select_by
     )
@@ -231,8 +243,8 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     refuse_unused_settings(hp, objective.takes)
     if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
         raise UserError(reason)
-    for stored in stored_targets:
-        objective.check_targets(stored)
+    for side, stored in stored_targets.items():
+        check_stored_targets(objective, data, side, stored)
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
             tried = stored[:, :TRIED_TOKENS] if targets is not None and targets.varies else stored
             for rows in np.array_split(tried, -(-len(tried) // hp.test_batch_size)):
@@ -245,7 +257,24 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     return objective
 
 
-def list_stored_targets(data: PreparedSet) -> list[NDArray[Any]]:
-    stored = [data.train_targets, data.test_targets] if isinstance(data, SampleArrays) else []
-    one = [targets.values[np.newaxis] if isinstance(targets, Ragged) else targets for targets in stored]
-    return [targets for targets in one if isinstance(targets, np.ndarray)]
+def name_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
+    """Return the targets of "train" and "test" that are one array; ragged ones as a single row."""
+    sides = ("train", "test") if isinstance(data, SampleArrays) else ()
+    stored = {side: getattr(data, f"{side}_targets") for side in sides}
+    one = {side: each.values[np.newaxis] if isinstance(each, Ragged) else each for side, each in stored.items()}
+    return {side: targets for side, targets in one.items() if isinstance(targets, np.ndarray)}
+
+
+def check_stored_targets(objective: Objective, data: PreparedSet, side: str, stored: NDArray[Any]) -> None:
+    """Raise the objective's UserError for ``stored`` targets; it names the split, and of ragged ones the sample."""
+    split = {"train": "training", "test": "test"}[side]
+    targets = getattr(data, f"{side}_targets")
+    try:
+        objective.check_targets(stored)
+    except UserError as error:
+        for row in range(len(targets.ends)) if isinstance(targets, Ragged) else ():
+            try:
+                objective.check_targets(np.asarray(targets[row])[np.newaxis])
+            except UserError as of_row:
+                raise UserError(f"{name_sample(data, split, row)}: {of_row}") from None
+        raise UserError(f"{split} targets: {error}") from None

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -44,9 +43,14 @@ def try_evaluation(state: TrainingState) -> str:
         columns = try_samples(state, model, "test", first)
         own = not type(state.objective).measure.__module__.startswith("flyte_ddp.")
         if rank() == 0 and own:
-            with hide_process_group(), warnings.catch_warnings(), suppress(*UNDEFINED):
+            with hide_process_group(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                measure_columns(state.objective, columns)
+                try:
+                    measure_columns(state.objective, columns)
+                except UserError:
+                    raise
+                except UNDEFINED:
+                    pass
         for file, row in (data.not_finite if isinstance(data, SampleArrays) else {}).items():
             sample = np.array([row], np.int32)
             if file.startswith("test_"):

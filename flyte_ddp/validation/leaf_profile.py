@@ -72,6 +72,7 @@ class ItemMeasurer:
     items: Items
     kind: str  # what a target is, as in the profile
     classes: int  # number of classes that have names
+    dimensions: list[dict[str, int]]  # of the leaves of inputs and targets of the first training sample
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
         read = [self.items.read_item(sample, 0, None) for sample in samples]
@@ -83,6 +84,13 @@ class ItemMeasurer:
             }
             for kind, leaves in zip(("inputs", "targets"), zip(*read, strict=True), strict=True)
         )
+        for place, name in enumerate(names):
+            found = [{leaf: values[place].ndim for leaf, values in side.items()} for side in (inputs, targets)]
+            if found != self.dimensions:
+                raise UserError(
+                    f"{name} has leaves of the dimensions {found}, and training sample 0 {self.dimensions}; all must "
+                    "have the same"
+                )
         return measure_leaves(samples, inputs, targets, self.kind, self.classes)
 
 
@@ -101,11 +109,13 @@ def measure_item_set(
         return [add_split(profile, NAMES[side], measure_arrays(data, side, profile), name_of) for side in NAMES]
     items = {side: Items(data, side) for side in NAMES}
     with keep_random_state():
-        _, target = items["train"].read_item(0, 0, None)
-    alone = {name: convert_leaf(leaf)[np.newaxis] for name, leaf in name_leaves(target).items()}
+        first = items["train"].read_item(0, 0, None)
+    named = [{name: convert_leaf(leaf) for name, leaf in name_leaves(leaves).items()} for leaves in first]
+    dimensions = [{name: leaf.ndim for name, leaf in leaves.items()} for leaves in named]
+    alone = {name: leaf[np.newaxis] for name, leaf in named[1].items()}
     profile.target_shape = [*alone[""].shape[1:]] if "" in alone else []
     profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
-    measurers = [ItemMeasurer(each, profile.targets, len(data.classes)) for each in items.values()]
+    measurers = [ItemMeasurer(each, profile.targets, len(data.classes), dimensions) for each in items.values()]
     pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[Compared]()
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):

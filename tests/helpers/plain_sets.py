@@ -45,3 +45,8 @@ def texts(source: str) -> Any:
 
 def changing_texts(source: str) -> Any:
     return on_demand(Texts(0, 40), Texts(100, 10, changing=9), classes=["even", "odd"])
+
+
+def rows_of_rows(source: str) -> Any:
+    """Items after the first 64 have one dimension more."""
+    return on_demand([(np.ones((1, 3) if sample >= 64 else 3), 0.5) for sample in range(70)], [(np.ones(3), 0.5)])

@@ -19,6 +19,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives import Facts, Objective, Regression
 from flyte_ddp.objectives.by_name import make_objective
@@ -251,6 +252,20 @@ def test_outputs_that_are_not_finite_are_not_measured() -> None:
     assert math.isnan(found.pop("loss"))
     assert [*found] == ["rmse", "mae", "r2"]
     assert all(math.isnan(value) for value in found.values())
+
+
+class Unequal(Regression):
+    """Has a column that is as wide as the batch is long."""
+
+    def columns(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        return {"a": torch.zeros(len(outputs), len(outputs))}
+
+
+def test_columns_of_two_shapes_are_refused() -> None:
+    images, targets = torch.zeros(3, 1, 1, 1, dtype=torch.uint8), torch.zeros(3, 1)
+    split = Split(images_in_memory(images, targets, torch.device("cpu")), ListedOrder(np.arange(3)))
+    with pytest.raises(UserError, match=r"'a': \(2,\)\} in one batch and .*'a': \(1,\)\} in another"):
+        evaluate_split(lambda images, *_: torch.zeros(len(images), 1), split, 2, Unequal(Facts((), (1,))))
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3)])

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
     "a target that is no token": (
         lambda: with_token(tasks.texts(""), "test_targets", 7),
         {},
-        r"objective='language': the target of row 0 at \[\d+\] is 7: must be 0\.\.6 with 7 tokens",
+        r"^test sample 22: objective='language': the target at \[\d+\] is 7: must be 0\.\.6 with 7 tokens",
     ),
     "an input that the model does not know": (
         lambda: with_token(tasks.texts(""), "test_inputs", 9),

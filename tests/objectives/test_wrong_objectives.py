@@ -228,8 +228,15 @@ IN_TRAINING = {
 
 @pytest.mark.parametrize("name", IN_TRAINING)
 def test_wrong_results_of_an_objective(name: str, tmp_path: Path) -> None:
-    """What can be known in the first step, or in the first evaluation."""
+    """What can be known in the trial, in the first step, or in the first evaluation."""
     refuse(tmp_path, tasks.classes(""), IN_TRAINING[name], before_training=False, objective=f"{OWN}{name}")
+
+
+@pytest.mark.slow
+def test_other_ranks_do_not_wait_for_one_with_a_wrong_result(tmp_path: Path) -> None:
+    """Measures are taken on rank 0 alone."""
+    case = {"objective": f"{OWN}OtherNames", "num_ranks": 2}
+    refuse(tmp_path, tasks.classes(""), IN_TRAINING["OtherNames"], before_training=False, **case)
 
 
 def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

@@ -29,6 +29,7 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.optimisation import MovingAverage
@@ -79,7 +80,9 @@ MODELS = (
 
 
 def strategies_for(model: str) -> tuple[str, ...]:
-    """All where a strategy may matter: for gradients in another order, or not from the loss."""
+    """All where a strategy may matter: for gradients in another order, that come again, or not from the loss."""
+    if model == "dropout_reentrant":  # which DDP refuses
+        return ("shared_memory", "hooks")
     return ("shared_memory", "ddp", "hooks") if model in ("Complex", "Penalised") else ("shared_memory",)
 
 
@@ -178,6 +181,37 @@ def plain_loop(name: str, data: Path) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+def test_an_evaluation_that_fails_leaves_no_trace(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hp = replace(BASE, model="stateful_models:Centred", num_ranks=1, ema_decay=0.9, keep="ema")
+    state = after_steps(hp, digits)
+    predict = state.predict
+
+    def predict_and_fail(images: Tensor, targets: Tensor, samples: int) -> Tensor:
+        predict(images, targets, samples)
+        raise ArithmeticError
+
+    before = {name: value.clone() for name, value in state.kept_model().named_buffers()}
+    monkeypatch.setattr(state, "predict", predict_and_fail)
+    with pytest.raises(ArithmeticError):
+        evaluate_splits(state)
+    assert state.kept_model().training
+    assert before["hidden"].any(), "which an evaluation takes from a new model"
+    assert all(torch.equal(value, before[name]) for name, value in state.kept_model().named_buffers())
+
+
+def test_draws_that_begin_late_are_noticed_within_ten_passes() -> None:
+    """Also between those of an own optimiser, which are no passes of the model."""
+    this_pass = TrainingPass()
+    for number in range(PASSES_WATCHED + THEN_EVERY):
+        this_pass.begin_pass(1, 0, np.arange(1), torch.device("cpu"))
+        this_pass.begin_pass(0, 0, np.arange(number, number + 2), torch.device("cpu"))
+        if number >= PASSES_WATCHED:
+            np.random.random_sample()  # noqa: NPY002
+        this_pass.finish_pass()
+        assert not this_pass.model_draws or number >= PASSES_WATCHED
+    assert this_pass.model_draws
+
+
 def test_a_model_is_made_the_same_whatever_it_draws_from(digits: Path) -> None:
     states = []
     for number in (1, 2):
@@ -263,6 +297,14 @@ def test_what_is_frozen_at_first_cannot_be_trained_later(train: Train, optimizer
     hp = replace(ON_ONE, model="unusual_models:Thawing", optimizer=optimizer, num_ranks=ranks, momentum=0.9, epochs=1)
     with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen or missing when the optimiser was made"):
         train(hp)
+
+
+def test_what_is_thawed_is_refused_in_the_same_step(digits: Path) -> None:
+    """Ranks would train it apart until the end of the epoch."""
+    state = new_state(ON_ONE, digits)
+    next(iter(state.frozen.values())).requires_grad_(True)
+    with pytest.raises(UserError, match="was frozen or missing when the optimiser was made"):
+        compute_gradients(state, next(state.training.order.batches(0, ON_ONE.batch_size)))
 
 
 @pytest.mark.parametrize("model", ["stateful_models:Unscaled", "unusual_models:OtherEachTime"])

@@ -1,6 +1,7 @@
 """Predictions against the same computed with plain torch, numpy and Pillow."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_prediction_table
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_prediction_table, write_rows
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
@@ -241,6 +242,15 @@ def test_undecodable_images_are_named_and_do_not_stop_the_others(
         (folder / f"{name}.png").unlink()
     with pytest.raises(UserError, match="none of the 3 samples can be decoded; repair them"):
         predict(grey_model, **options)
+
+
+def test_other_answers_in_a_later_batch_are_refused() -> None:
+    """One column less would leave cells empty."""
+    answers = iter([{"a": [1], "b": [2]}, {"a": [1]}])
+    predictor: Any = SimpleNamespace(answer_batch=lambda *_: next(answers))
+    batch: Any = SimpleNamespace(ids=["x"], decoded=[True])
+    with pytest.raises(UserError, match="answers are id, a, b in one batch and id, a in another"):
+        write_rows(io.StringIO(), [batch, batch], predictor, Path())
 
 
 def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:

@@ -199,6 +199,20 @@ def test_an_outage_is_no_verdict(gate: DigitsGate, monkeypatch: pytest.MonkeyPat
         gate.release("good")
 
 
+def test_both_models_may_meet_as_many_undecodable_images(gate: DigitsGate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the challenger's training: one that came later must not keep the champion for ever."""
+    gate.release("weak")
+    allowed: list[int] = []
+
+    def counting(model: SavedModel, split: PreparedSet) -> Evaluation:
+        allowed.append(model.bad_samples)
+        return evaluate_split(model, split)
+
+    monkeypatch.setattr(judge, "evaluate_split", counting)
+    gate.judge(gate.alter(lambda _, sidecar: sidecar["hyperparameters"].update(bad_samples=3)))
+    assert allowed == [3, 3]
+
+
 def test_a_model_that_answers_as_the_champion_is_kept(gate: DigitsGate) -> None:
     """Other weights, and the same samples right: that is no look at the test split."""
     gate.release("good")
@@ -287,6 +301,8 @@ def test_not_worse_looks_at_the_best_version_ever(gate: DigitsGate) -> None:
     equal = Policy(rule="not_worse", margin=0.05, nll_rise=10.0)
     verdict = gate.judge(gate.alter(scale), policy=equal).verdict
     assert (verdict.promotes, verdict.best) == (True, good.version), verdict.reason
+    verdict = gate.judge("other").verdict
+    assert (verdict.promotes, verdict.best) == (True, good.version), "one night under superior resets no anchor"
     shutil.rmtree(gate.registry.at("versions", good.version))
     verdict = gate.judge("other", policy=lenient).verdict
     assert verdict.decision == "no_comparison"

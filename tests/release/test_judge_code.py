@@ -1,5 +1,6 @@
 """Versions are judged, loaded and used for predictions with the code that they were trained with."""
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
+from flyte_ddp.user_code.source import read_user_sources
+from flyte_ddp.user_code.stored import StoredSpec
 
 MODEL = """
 import math
@@ -31,6 +35,9 @@ class Net(nn.Module):
     def forward(self, images):
         from layers_of_nets.activations import activate
         return self.last(activate(self.first(images.flatten(1))))
+
+def collate(samples):
+    return "{name}"
 """
 ACTIVATIONS = "from .functions import {name}\n\ndef activate(values):\n    return {name}(values)\n"
 
@@ -39,7 +46,7 @@ def write_code(folder: Path, name: str) -> None:
     """Write the user's module and package with an activation, as an editor would, and forget the imported ones."""
     (folder / "layers_of_nets").mkdir(exist_ok=True)
     (folder / "beside.txt").write_text("data")
-    (folder / "nets.py").write_text(MODEL)
+    (folder / "nets.py").write_text(MODEL.replace("{name}", name))
     (folder / "layers_of_nets/functions.py").write_text("from torch import relu, tanh\n")
     (folder / "layers_of_nets/activations.py").write_text(ACTIVATIONS.format(name=name))
     for module in [one for one in sys.modules if one.partition(".")[0] in ("nets", "layers_of_nets")]:
@@ -83,3 +90,14 @@ def test_a_champion_has_its_own_code_when_today_has_another(code: Path, digits: 
     today.load_state_dict(weights)
     expected = torch.nn.functional.linear(plain, weights["last.weight"], weights["last.bias"])
     torch.testing.assert_close(today(images), expected)
+
+
+def test_a_loader_process_gets_the_code_with_the_name(code: Path) -> None:
+    write_code(code, "relu")
+    spec = StoredSpec("nets:collate", read_user_sources("nets:collate"))
+    write_code(code, "tanh")
+    sent = pickle.dumps(OwnFunction("collate", spec))
+    for finder in [one for one in sys.meta_path if type(one).__name__ == "StoredImporter"]:
+        sys.meta_path.remove(finder)  # as in a new process
+    assert pickle.loads(sent).load()([]) == "relu"
+    assert OwnFunction("collate", "nets:collate").load()([]) == "tanh"

@@ -1,6 +1,7 @@
 """Versions in the registry and promotions: nothing half written counts, and a person's word does."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from flyte_ddp.release.registry import (
     read_version_file,
     replay_promotions,
     verify_files,
+    write_version,
 )
 from flyte_ddp.release.verdict import Verdict
 
@@ -128,6 +130,25 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     assert not Path(registry.at(champion.folder, "model.pt")).exists(), "weights are stored once"
     assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
     assert "model.onnx" not in read_version(registry, kept.name, kept.manifest).files
+
+
+def test_two_writers_of_other_files_have_a_revision_each(local: Registry) -> None:
+    """Whoever comes second at the list of files: no list that is not in the store is ever handed on."""
+    files: dict[str, Path | bytes] = {"verdict.json": b"{}", "model.pt": b"weights", "model.json": b"{}"}
+    create, others = storage.create_file, []
+
+    def interrupted(to: str, content: bytes | Path) -> None:
+        if to.endswith("manifest.json") and not others:
+            others.append(None)
+            others[0] = write_version(local, {**files, "model.onnx": b"exported"})
+        create(to, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "create_file", interrupted)
+        mine = write_version(local, files)
+    assert read_version(local, mine.name, mine.manifest) == mine
+    assert read_version(local, mine.name, others[0].manifest) == others[0]
+    assert [mine.folder, others[0].folder] == [f"versions/{mine.name}/2", f"versions/{mine.name}"]
 
 
 def test_a_gap_in_the_log_is_promoted_over_by_nobody(local: Registry, tmp_path: Path) -> None:
@@ -260,3 +281,13 @@ def test_looks_are_numbered_and_the_same_two_models_have_one(registry: Registry)
     assert registry.claim_look("another test split", "a", "champion", "superior") == 1
     assert registry.claim_look("t", "a", "another champion", "superior") == 4
     assert registry.claim_look("t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
+
+
+def test_judges_at_the_same_time_have_a_look_each(local: Registry) -> None:
+    """Also one who was killed before it had written down which: no look is two judges'."""
+
+    def look(pair: int) -> int:
+        return local.claim_look("t", f"pair {pair}", "champion", "superior")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(look, range(20))) == [*range(1, 21)]

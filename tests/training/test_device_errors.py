@@ -104,8 +104,9 @@ def test_a_device_without_memory_is_told_with_torchs_figures_and_a_fix(fail: Any
     error = fail(replace(ONE, accumulation_steps=3), "full device", at, after)
     assert error.message.startswith("rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ")
     assert error.message.endswith(
-        "1.10 GiB is reserved by PyTorch but unallocated; raise accumulation_steps (now 3), which changes no result, "
-        f"or lower batch_size ({ONE.batch_size} on 1 rank(s)) or test_batch_size ({ONE.test_batch_size})"
+        "1.10 GiB is reserved by PyTorch but unallocated; raise accumulation_steps (now 3), which changes no result "
+        f"without BatchNorm, or lower batch_size ({ONE.batch_size} on 1 rank(s)) or test_batch_size "
+        f"({ONE.test_batch_size})"
     )
     assert not error.recoverable
 

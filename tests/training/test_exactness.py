@@ -155,12 +155,12 @@ def expected(digits: Path) -> dict[str, tuple[list[float], list[dict[str, Tensor
 
 
 @pytest.mark.slow
-def test_every_step_of_two_ranks_is_that_of_one_process(
+def test_every_step_of_three_ranks_is_that_of_one_process(
     expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(HELPERS)
     fetch("digits", "", tmp_path / "digits", progress="off")
-    assert run_ranks(train_in_ranks, tmp_path, 2) == [0, 0]
+    assert run_ranks(train_in_ranks, tmp_path, 3) == [0, 0, 0]
     for name, strategy in RUNS:
         (expected_losses, expected_states), tolerance = expected[name], CASES[name].tolerance
         losses, states = torch.load(tmp_path / f"{name}-{strategy}.pt")

@@ -74,6 +74,12 @@ def test_losses_of_masks_have_a_deterministic_form(device: str) -> None:
 
 
 @also_on_cpu
+def test_the_default_precision_trains(train: Train, device: str) -> None:
+    hp = Hyperparameters(epochs=8, batch_size=100, num_ranks=1, learning_rate=0.05)
+    assert train(on_device(hp, device)).test_accuracy > 0.8
+
+
+@also_on_cpu
 @pytest.mark.parametrize("optimizer", ["sgd", "own_training:precise"])
 def test_a_run_that_was_cut_off_goes_on_bit_for_bit(train: Train, device: str, optimizer: str) -> None:
     hp = on_device(replace(HP, optimizer=optimizer), device)

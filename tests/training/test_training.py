@@ -90,6 +90,12 @@ def test_the_report_says_where_the_number_of_ranks_matters(
         (replace(EXPLODING, momentum=0.0, nesterov=False, max_steps=3, keep="best"), "loss is (nan|inf).*step 3"),
         (replace(BASE, model="user_models:twelve_classes"), r"returned \(\d+, 12\).*\(\d+, 10\)"),
         (replace(BASE, model="user_models:made"), "is a model already: name a function that returns a new one"),
+        (replace(BASE, options='{"model": {"width": 2}}'), "options of model 'small_cnn': .*'width'; correct them"),
+        # 7 samples to train on: a batch of 6 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1.
+        (
+            replace(BASE, model="resnet18", batch_size=6, validation_fraction=0.9953, epochs=1),
+            r"batch_size=6: leaves a batch in which BatchNorm .* single value",
+        ),
         (replace(BASE, model="user_models:needs_width"), "options of model .*: missing a required argument: 'width'"),
     ],
 )

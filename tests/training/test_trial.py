@@ -93,6 +93,17 @@ def test_an_objective_that_fails_only_in_evaluations_fails_before_the_first_step
     assert {record["kind"] for record in read_records(tmp_path / "run/unfinished/metrics.jsonl")} == {"start"}
 
 
+class OtherNames(Classification):
+    """Announces another measure than it has."""
+
+    measures: Mapping[str, str] = {"kappa": HIGHER}
+
+
+def test_a_measure_of_another_name_is_refused(tmp_path: Path) -> None:
+    words = "OtherNames.measure returned nothing: must be what its measures names: kappa"
+    refuse(tmp_path, table(positive), words, objective=f"{OWN}OtherNames")
+
+
 class Changing(nn.Module):
     """Draws, and changes attributes, a buffer and a weight, also in evaluations."""
 

@@ -14,6 +14,7 @@ from flyte_ddp.datasets import arrays, fetch
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading import workers
 from flyte_ddp.validation.leaf_profile import count_ranges, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, describe_differences
@@ -115,6 +116,24 @@ def test_other_columns_and_lengths_are_told(tmp_path: Path) -> None:
     assert "300 samples in 1 ranges of numbers of 300 to 300<" in page
     assert "lengths of inputs text" in page.lower()
     assert not any(word in page.partition("<body")[2].lower() for word in ("image", "picture", "pixel"))
+
+
+def test_items_of_another_form_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no item that is measured with them is like the first one."""
+    monkeypatch.setattr(workers, "POSSIBLE", False)
+    data = fetch("plain_sets:rows_of_rows", "", tmp_path / "data", progress="off")
+    with pytest.raises(UserError, match=r"training sample 64 has leaves of the dimensions .* and training sample 0 \["):
+        compute_profile(data, quiet(tmp_path))
+
+
+def test_ids_are_said_with_samples(tmp_path: Path) -> None:
+    names = [f"p{place}" for place in range(8)]
+    rows = np.arange(8.0).reshape(8, 1)
+    data = arrays((rows, np.arange(8) % 2, names), (rows[3:4], [1], ["q"]), classes=["a", "b"])
+    data.train_inputs[5] = np.nan
+    found = profile_of(data, tmp_path / "data")
+    assert found.bad == ["training sample 5 (id 'p5') (inputs)"]
+    assert found.duplicated == ["test sample 0 (id 'q') and training sample 3 (id 'p3')"]
 
 
 @pytest.mark.slow
