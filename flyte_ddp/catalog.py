@@ -68,9 +68,9 @@ TORCHVISION_MODELS: dict[str, int] = {
     for model in TORCHVISION_WEIGHTS
 }
 # torchvision's weights: the prefix of their names in init_from, and the address that has all their files.
-PREFIX = "torchvision:"
-ADDRESS = "https://download.pytorch.org/models"
-CLASSES = 1000  # of ImageNet, for which all weights were trained
+TORCHVISION_PREFIX = "torchvision:"
+TORCHVISION_ADDRESS = "https://download.pytorch.org/models"
+TORCHVISION_CLASSES = 1000  # of ImageNet, for which all weights were trained
 DEFAULT = "DEFAULT"  # torchvision's name for the best weights of a model: the first here
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and std of values in 0..1
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -129,7 +129,7 @@ def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
 
 def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
     """Return the weights that ``torchvision:NAME`` stands for with this model; None for any other ``init_from``."""
-    if not init_from.startswith(PREFIX):
+    if not init_from.startswith(TORCHVISION_PREFIX):
         return None
     if model not in TORCHVISION_MODELS:
         raise UserError(
@@ -138,9 +138,11 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
         )
     known = TORCHVISION_WEIGHTS[model]
     named = {DEFAULT: next(iter(known.values())), **known}
-    name = init_from.removeprefix(PREFIX)
+    name = init_from.removeprefix(TORCHVISION_PREFIX)
     if name not in named:
-        raise unknown_name_error(f"init_from for {model}:", init_from, [f"{PREFIX}{each}" for each in named])
+        raise unknown_name_error(
+            f"init_from for {model}:", init_from, [f"{TORCHVISION_PREFIX}{each}" for each in named]
+        )
     file, side, shorter_side = named[name]
     mean, std = next((values for start, values in OTHERS.items() if file.startswith(start)), IMAGENET)
     return PretrainedWeights(file, side, side / shorter_side, mean, std)

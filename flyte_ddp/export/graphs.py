@@ -69,15 +69,19 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence all loggers, Python warnings and sys.stderr of the whole process in the block.
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block."""
+    import torch._dynamo  # noqa: F401  # makes its loggers
 
-    Exporters try several ways, and log a traceback for each failure; some graphs are printed.
-    """
-    before = logging.root.manager.disable
-    logging.disable()
+    # Exporters try several ways, and log a traceback for each failure.
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs
+    for handler in handlers:
+        handler.addFilter(nothing)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some graphs are printed
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        for handler in handlers:
+            handler.removeFilter(nothing)

@@ -38,6 +38,7 @@ class OnnxProcess:
             self.process.stdin.flush()
             outputs: Arrays = pickle.load(self.process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            self.process.kill()
             self.process.wait()
             self.stderr.seek(0)
             lines = self.stderr.read().decode(errors="replace").splitlines()

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
-from flyte_ddp.catalog import ADDRESS, CLASSES, PREFIX, PretrainedWeights, find_weights
+from flyte_ddp.catalog import (
+    TORCHVISION_ADDRESS,
+    TORCHVISION_CLASSES,
+    TORCHVISION_PREFIX,
+    PretrainedWeights,
+    find_weights,
+)
 from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
@@ -37,7 +43,7 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
     change; without these two downloads it. Raises UserError if the file cannot be read.
     """
     if weights:
-        return digest_lines([f"{ADDRESS}/{weights.file}"])
+        return digest_lines([f"{TORCHVISION_ADDRESS}/{weights.file}"])
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")
 
@@ -79,7 +85,7 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
     with suppress(OSError):
         if file_digest(path).startswith(weights.digest_start):
             return path
-    address = storage.join(mirror or ADDRESS, weights.file)
+    address = storage.join(mirror or TORCHVISION_ADDRESS, weights.file)
     verified = partial(download_verified, name=weights.file, algorithm="sha256", digests=[weights.digest_start])
     try:
         with replace_file(path) as file:
@@ -89,6 +95,8 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
             f"init_from={init_from!r}: cannot get {address}: {error}; check the network, or set FLYTE_DDP_WEIGHTS to a "
             "folder or mirror that holds it"
         ) from None
+    except UserError as error:
+        raise UserError(f"{error}, by TORCH_HOME") from None
     return path
 
 
@@ -109,9 +117,12 @@ def adapt_pretrained_names(state_dict: dict[str, Any]) -> None:
 def local_weights_path(init_from: str) -> Path | None:
     """Return the path of a file on this machine, UserError if it is missing; None for a remote or empty address."""
     path = storage.local_path(init_from) if init_from else None
-    if path is not None and not path.is_file():
-        what = "is a folder" if path.is_dir() else "there is no such file"
-        raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
+    try:
+        if path is not None and not path.is_file():
+            what = "is a folder" if path.is_dir() else "there is no such file"
+            raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
+    except OSError as error:
+        raise UserError(f"init_from={init_from!r}: cannot be read: {error.strerror}; {FILE_ADVICE}") from None
     return path
 
 
@@ -122,7 +133,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     damaged or could run code, weights that do not fit, or an unknown part.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
-    if init_from.startswith(PREFIX):
+    if init_from.startswith(TORCHVISION_PREFIX):
         adapt_pretrained_names(weights)
     parts, stored_names = list_seeded_parts(own, init_from, init_skip), [*weights]
     delete_parts(weights, parts)  # by their names in the file, and then by those in the model
@@ -205,9 +216,9 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     """Return the parts in ``init_skip``, and with torchvision's weights the last layer unless it has 1,000 classes."""
     parts = split_part_names(init_skip)
-    if init_from.startswith(PREFIX):
+    if init_from.startswith(TORCHVISION_PREFIX):
         name, tensor = [*model.items()][-1]
-        if len(tensor) != CLASSES:
+        if len(tensor) != TORCHVISION_CLASSES:
             parts.append(name.rpartition(".")[0])
     return parts
 

@@ -58,9 +58,14 @@ def build_model(
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model
     assert isinstance(spec, InputSpec)  # as flyte_ddp.datasets.prepared.refuse_unfit_settings has checked
-    if name in SMALL_MODELS:
-        return SMALL_MODELS[name](num_classes, spec, **options)
-    return build_torchvision_model(name, num_classes, spec, options)
+    try:
+        if name in SMALL_MODELS:
+            return SMALL_MODELS[name](num_classes, spec, **options)
+        return build_torchvision_model(name, num_classes, spec, options)
+    except TypeError as error:
+        if not options:
+            raise
+        raise UserError(f"options of model {name!r}: {error}; correct them") from None
 
 
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:

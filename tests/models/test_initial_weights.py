@@ -17,7 +17,7 @@ from torchvision.models import resnet18
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, load_initial_weights
+from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import identity
@@ -193,6 +193,11 @@ def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: 
     with file_size_limit(100_000), said, fetching(f"{server.url}/weights.pt", tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(UserError, match=r"^init_from='n+': cannot be read: File name too long"):
+        identify_weights("n" * 300, None)
 
 
 def test_a_part_is_only_skipped_where_there_are_weights() -> None:

@@ -22,7 +22,7 @@ from torchvision.models import get_model, get_model_weights
 from torchvision.models.googlenet import GoogLeNet
 
 from flyte_ddp import catalog
-from flyte_ddp.catalog import ADDRESS, PretrainedWeights, find_weights
+from flyte_ddp.catalog import TORCHVISION_ADDRESS, PretrainedWeights, find_weights
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
@@ -65,7 +65,7 @@ def test_the_table_is_torchvisions() -> None:
         names = {*get_model_weights(model).__members__}
         for name in names:
             theirs, ours = get_model_weights(model)[name], weights_of(model, f"torchvision:{name}")
-            assert theirs.url == f"{ADDRESS}/{ours.file}"
+            assert theirs.url == f"{TORCHVISION_ADDRESS}/{ours.file}"
             digits = torch.hub.HASH_REGEX.search(ours.file)
             assert digits is not None
             assert digits[1] == ours.digest_start
@@ -192,6 +192,15 @@ def test_a_file_that_cannot_be_fetched(
     with pytest.raises(UserError, match=said), fetching("resnet18", tmp_path, server.url):
         pass
     assert [*hub.iterdir()] == []
+
+
+def test_without_a_cache_folder_its_variable_is_named(
+    publish: Publish, server: FileServer, hub: Path, tmp_path: Path
+) -> None:
+    publish("resnet18", b"weights")
+    hub.parent.parent.write_text("no folder")
+    with pytest.raises(UserError, match=r"^cannot write .*, or choose another folder, by TORCH_HOME$"):
+        fetching("resnet18", tmp_path, server.url).__enter__()
 
 
 @pytest.mark.parametrize("variables", [{"TORCH_HOME": "~/there"}, {"XDG_CACHE_HOME": "/there"}, {}])
