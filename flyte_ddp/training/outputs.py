@@ -215,22 +215,27 @@ def tensors_of(outputs: Any) -> Tensor:
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
     """Return sentences for the report: what depends on the number of ranks, and what a resume changed. Rank 0 only."""
     hp, other = state.hp, "another number of ranks would give another result."
+    by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
     changed = state.buffers.changed_names()
     unsaved = {*changed}.intersection(state.buffers.unsaved_names)
     separate = has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm)
-    notes = {
-        f"The model draws random numbers outside torch's Dropout layers: {other}": state.this_pass.model_draws,
-        f"The loss came as a single number: unless it is the mean over samples, {other}": state.objective.came_reduced,
-        f"BatchNorm used the statistics of each rank's own share: {other}": separate,
-        f"The model changes {join_few(changed)} in its forward passes, and rank 0's values were used: {other}": changed,
-        f"{join_few(unsaved)} is not in the state_dict: evaluations used the values of a new model.": unsaved,
-        "The training data were a stream: ranks and workers each read shards of their own.": (
-            encoded_kind(hp.dataset) == "stream"
+    notes: list[tuple[str, object]] = [
+        (f"The model draws random numbers outside torch's Dropout layers: {other}", state.this_pass.model_draws),
+        (
+            f"The loss came as a single number: unless it is the mean over samples, {other}",
+            state.objective.came_reduced,
         ),
-    }
-    told = [note for note, is_told in notes.items() if is_told]
+        (f"BatchNorm used the statistics of each rank's own share: {other}", separate),
+        (f"The model changes {join_few(changed)} in its forward passes, {by_rank_0}", changed),
+        (f"{join_few(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
+        (
+            "The training data were a stream: ranks and workers each read shards of their own.",
+            encoded_kind(hp.dataset) == "stream",
+        ),
+    ]
+    told = [note for note, is_told in notes if is_told]
     if resumed_from is not None:
         changes = arithmetic.describe_changes(resumed_from.trained_in)
-        since = f"; since then these changed: {changes}" if changes else ""
+        since = f"; since then these changed: {changes}; so the result is exact up to rounding" if changes else ""
         told.append(f"The run went on from a checkpoint after step {resumed_from.step:,}{since}.")
     return told
