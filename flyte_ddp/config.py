@@ -278,6 +278,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         super().__post_init__()
         if ":" not in self.dataset and self.dataset not in catalog.DATASETS:
             raise unknown_name_error("dataset", self.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
+        if self.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
+            raise UserError(f"dataset={self.dataset!r}: must name an address, such as {self.dataset}s3://bucket/folder")
         kind = catalog.encoded_kind(self.dataset)
         fitting = kind.replace("stream", "shards")
         if self.test_dataset and (not kind or catalog.encoded_kind(self.test_dataset) != fitting):
@@ -292,10 +294,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
+        refuse_own_code_of_torch(self)
         check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         catalog.find_weights(self.model, self.init_from)
         catalog.check_select_by(self.select_by, self.objective)
-        for contradiction in (*find_unfit_data_fields(self), *find_contradictions(self)):
+        for contradiction in (*explain_unfit_loading(self), *find_contradictions(self)):
             raise UserError(contradiction)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
@@ -350,6 +353,16 @@ def check_class_weights(text: str) -> None:
         )
 
 
+def refuse_own_code_of_torch(hp: Hyperparameters) -> None:
+    for field in dataclasses.fields(hp):
+        value = getattr(hp, field.name)
+        if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
+            raise UserError(
+                f"{field.name}={value!r}: is torch's own, and is called in another way here; write a function of your "
+                "own that returns it, or what it computes, and name that (docs/own-code.md)"
+            )
+
+
 def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -> None:
     if batch_size < num_ranks * accumulation_steps:
         raise UserError(
@@ -358,7 +371,8 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
         )
 
 
-def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
+def explain_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
+    """Yield a message for each loading field that does not fit the data set's kind."""
     kind = catalog.encoded_kind(hp.dataset)
     unfit = f"not for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
@@ -366,8 +380,12 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
     if ":" in hp.augment and kind == "stream":
         yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
+    if hp.sample and ":" not in hp.sample:
+        yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
     if hp.sample and kind not in ("shards", "image_folder"):
         yield f"sample={hp.sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
+    if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
+        yield f"collate={hp.collate!r}: {unfit}, whose images have one size; leave it out"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
         fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"

@@ -55,6 +55,13 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "huge float for int": ({"max_steps": 1e300}, ("max_steps=", "at most 9007199254740992")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
+    "torch's optimizer": ({"optimizer": "torch.optim:AdamW"}, ("'torch.optim:AdamW'", "write a function of your own")),
+    "sample without a colon": (
+        {"dataset": "shards:train.json", "sample": "mine"},
+        ("sample='mine'", "must have the form package.module:callable"),
+    ),
+    "padded images": ({"collate": "padded"}, ("collate='padded'", "not for dataset='digits'")),
+    "shards without an address": ({"dataset": "shards:"}, ("dataset='shards:'", "must name an address, such as")),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},
         ("label_smoothing=0.1", "objective='regression' has no use for it", "leave it out"),
