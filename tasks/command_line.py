@@ -1,4 +1,4 @@
-"""What a person sees of ``pyflyte``: errors as one panel, missing engines, and hyperparameters in its help.
+"""What a person sees of ``pyflyte``: errors as one panel, missing engines, hyperparameters in its help, no litter.
 
 flytekit reads the command line before any code of ours runs, and shows most mistakes in it as a traceback. But it
 imports our modules within click's context of the command, and click (since 8.3) passes exceptions to a context's
@@ -10,18 +10,26 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import yaml
+from flytekit import FlyteContextManager
+from flytekit.configuration import Config
 from flytekit.constants import CopyFileDetection
+from flytekit.core.data_persistence import flyte_tmp_dir
+from flytekit.core.type_engine import TypeTransformerFailedError
+from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
@@ -43,6 +51,7 @@ def set_up_command() -> None:
     if context is None or command not in ("run", "register", "package"):
         return
     context.with_resource(show_errors_in_panels(context))
+    remove_temporary_folders_at_exit()
     if command == "run" and "--help" in sys.argv:
         context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
@@ -79,6 +88,15 @@ def change_remote_run(parameters: RunLevelParams) -> None:
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
+def remove_temporary_folders_at_exit() -> None:
+    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours."""
+    sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
+    for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
+        if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
+            # Processes that multiprocessing starts do not run functions of atexit.
+            Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
+
+
 def unreadable_reason(error: Exception) -> str:
     """Return a short reason why a file of YAML, which JSON is too, cannot be read or parsed."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -97,8 +115,12 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
         text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
         # Whoever typed a command knows the run by the command.
         raise click.ClickException(text.replace("the same run ", "the same command ")) from None
+    except FlyteEntityNotFoundException as error:
+        names = context.command.list_commands(context)  # type: ignore[attr-defined]
+        raise UserError(f"{error}; choose one of {', '.join(names)}") from None
     except Exception as error:
-        refusal = input_file_error(error) or cluster_call_error(error, context.find_root().params.get("config") or "")
+        refusal = unfit_path_error(error) or input_file_error(error)
+        refusal = refusal or cluster_call_error(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
@@ -113,6 +135,13 @@ def is_engine_installed(name: str) -> bool:
     text = f"{name}_training_wf is left out, as {plugin} is not installed: {install_hint(name)}"
     print(text, file=sys.stderr, flush=True)
     return False
+
+
+def unfit_path_error(error: Exception) -> UserError | None:
+    """Return the error for an option whose path flytekit cannot take; None if the exception has another cause."""
+    found = re.match(r"Failed argument '(\w+)'", str(error)) if isinstance(error, TypeTransformerFailedError) else None
+    words = [word for option, word in pairwise(sys.argv) if found and option == f"--{found[1]}"]
+    return UserError(f"--{found[1]} {words[0]!r}: is no such file or folder; see --help") if found and words else None
 
 
 def input_file_error(error: Exception) -> UserError | None:

@@ -14,9 +14,9 @@ PROFILE_VARIABLE = "FLYTE_DDP_PROFILE"
 NODES_VARIABLE = "FLYTE_DDP_NODES"
 UNITS = {  # factors of the suffixes in Kubernetes' quantities
     "": Decimal(1),
-    "m": Decimal("0.001"),
-    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTP", 1)},
-    **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTP", 1)},
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("num", -3)},
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", 1)},
 }
 
 
@@ -155,12 +155,13 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
 
 def parse_quantity(text: str) -> Decimal:
     """Return the number that a Kubernetes quantity, such as 20Gi or 3500m, stands for; UserError unless positive."""
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMGTP]i|[mkMGTP])?", text)
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):
         raise UserError(
             f"quantity {text!r} (flyte_ddp/pods/profiles.py): must be one of Kubernetes', such as 8, 3500m, 20Gi or 20G"
         )
-    return Decimal(found[1]) * UNITS[found[2] or ""]
+    number, exponent, suffix = found.groups()
+    return Decimal(f"{number}{exponent or ''}") * UNITS[suffix or ""]
 
 
 def parse_bytes(text: str) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, MUTED = "#2457c5", "#d9660f", "#1b8a5a", "#5d6878"
 LARGEST = 1e250  # larger values are left out of charts: matplotlib cannot draw a range beyond all floats
-MAX_POINTS = 300  # more cannot be told apart at the size of a chart: means of neighbours are drawn
+MAX_POINTS = 300  # more cannot be told apart at the size of a chart: means of neighbours are drawn, and their range
 NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
 LABELLED_CLASSES = 50  # and up to here for names
 PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
@@ -82,7 +82,9 @@ def draw_line_chart(
             if len(x) > MAX_POINTS:
                 starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
                 counts = np.diff(np.append(starts, len(x)))
+                low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
                 x, y = (np.add.reduceat(each, starts) / counts for each in (x, y))
+                axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
             axes.plot(x, y, "o-" if len(x) <= 40 else "-", color=line.color, label=line.label)
         if len({x for line in series for x in line.x}) == 1:
             axes.set_xlim(series[0].x[0] - 1, series[0].x[0] + 1)

@@ -141,6 +141,7 @@ class WandbProcess:
             code = self.process.wait()
         is_open = self.receive_status()
         if code == NOTHING_RECORDED:
+            self.remove_empty_folder()
             return
         if code < 0 and not self.status["reason"]:
             killed = "out of time" if is_open else "the server did not answer"
@@ -152,6 +153,13 @@ class WandbProcess:
             unsent.unlink(missing_ok=True)
             if self.settings.wandb_kept_at and is_open and not sent:
                 unsent.write_text(Path(self.status["folder"]).name)
+
+    def remove_empty_folder(self) -> None:
+        log = self.folder / LOG
+        with suppress(OSError):  # the folder has other files
+            if not log.stat().st_size:
+                log.unlink()
+            self.folder.rmdir()
 
     def describe_outcome(self, sent: bool) -> str:
         """Return a line for the user: where the run is, and if not ``sent`` how to send it or where its metrics are."""

@@ -15,7 +15,8 @@ from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, size_of_part
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        *(("8", 8), ("3500m", 3.5), (".5", 0.5), ("1k", 1000), ("1.5Gi", 3 * 2**29), ("20G", 2e10)),
+        *(("8", 8), ("3500m", 3.5), (".5", 0.5), ("1k", 1000), ("129e6", 129e6)),
+        *(("1.5Gi", 3 * 2**29), ("20G", 2e10), ("2Ei", 2**61)),
         *((wrong, None) for wrong in ("", "0", "-1", "8 cores", "20GB", "20gi", "1e", "Gi", "1.2.3", "nan", "8\n")),
     ],
 )

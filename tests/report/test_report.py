@@ -215,6 +215,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("report.html"))
 
 
+def test_a_long_line_shows_the_range_of_its_means() -> None:
+    """So that a spike of one step is not hidden."""
+    values = [1.0] * 1500 + [800.0] + [1.0] * 1500
+    drawn = figures.draw_line_chart([Series("", range(3001), values, figures.BLUE)], x_label="step", y_label="loss")
+    assert re.search(r">\s*600\s*<", drawn)
+
+
 @pytest.mark.parametrize("values", [[float("nan")], [1e-9, 1e9], [float("inf"), 1.0]])
 def test_odd_values_can_be_drawn(values: list[float]) -> None:
     line = Series("loss", list(range(len(values))), values, figures.BLUE)

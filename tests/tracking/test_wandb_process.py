@@ -241,10 +241,11 @@ def test_the_first_record_of_a_function_opens_its_run(case: Case) -> None:
     assert [name for name in server.uploads if "table" in name] == []
 
 
-def test_a_function_that_records_nothing_says_nothing_and_imports_no_wandb(case: Case) -> None:
+def test_a_function_that_records_nothing_leaves_nothing_and_imports_no_wandb(case: Case) -> None:
     """Nor does what an earlier attempt has recorded open a run."""
     case.break_wandb()
     wandb_runs.write_records(case.folder, [FUNCTION_START, *FUNCTION_RECORDS])
     case.start("online", opened=False, on_first_record=True)
     wandb_runs.write_records(case.folder, [FUNCTION_START, FUNCTION_END])
     assert case.finish(write=False) == ""
+    assert [path.name for path in case.folder.iterdir()] == ["metrics.jsonl"]

@@ -1,4 +1,4 @@
-"""What a person sees of ``pyflyte run`` when it ends: where it goes on, one panel for what went wrong."""
+"""What a person sees of ``pyflyte run`` when it ends: where it goes on, one panel for what went wrong, no litter."""
 
 import os
 import re
@@ -30,15 +30,18 @@ def press_ctrl_c(folder: Path) -> None:
 
 
 def test_the_last_line_says_that_the_same_command_goes_on(tmp_path: Path) -> None:
+    """And so it does; no temporary file is left."""
+    (tmp_path / "temporary").mkdir()
     with ThreadPoolExecutor() as pool:
         disturbance = pool.submit(press_ctrl_c, tmp_path)
-        stopped = train(LONG, home=tmp_path, session=True)
+        stopped = train(LONG, home=tmp_path, session=True, TMPDIR=str(tmp_path / "temporary"))
         disturbance.result()
     assert stopped.exit_code == 1, stopped.output
     assert "Traceback" not in stopped.output
     assert stopped.panel.startswith("stopped by Ctrl-C")
     said = re.search(r"the same command will go on after step ([\d,]+), which is saved\W*$", stopped.output)
     assert said, stopped.output
+    assert [*(tmp_path / "temporary").iterdir()] == []
     again = train(LONG, home=tmp_path)
     assert f"going on after step {said[1]}," in again.output
     assert again.exit_code == 0
@@ -59,8 +62,11 @@ def model(num_classes, input_shape):
 
 @pytest.mark.canary
 def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
+    """No temporary file of ours is left."""
+    temporary = tmp_path / "temporary"
+    (temporary / "flyte-of-another-process").mkdir(parents=True)
     (tmp_path / "mine.py").write_text(RAISES)
-    here = {"home": tmp_path / "home", "directory": tmp_path}
+    here = {"home": tmp_path / "home", "directory": tmp_path, "TMPDIR": str(temporary)}
     ended = train({"model": "mine:model", "num_ranks": 2}, **here)
     assert_refused(ended, tmp_path, "ArithmeticError: own words")
     assert re.match(r"rank [01]: ", ended.panel)
@@ -69,6 +75,7 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count('raise ArithmeticError("own words")') == 1
     assert 'mine.py", line 6, in forward' in text
+    assert [path.name for path in temporary.iterdir()] == ["flyte-of-another-process"]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,19 @@ def test_inputs_that_cannot_be_read(
 ) -> None:
     (tmp_path / "file.yaml").write_text(content)
     assert re.search(words, refusal("training", "training_wf", *arguments))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("training trainin_wf", "'trainin_wf' not found in module 'workflows.training'; choose one of "),
+        ("prediction predict_wf --images nothing-here", "--images 'nothing-here': is no such file or folder"),
+    ],
+)
+def test_a_name_or_a_path_that_is_not_there_is_one_sentence(
+    refusal: Callable[..., str], command: str, words: str
+) -> None:
+    assert re.search(words, refusal(*command.split()))
 
 
 def test_what_own_code_raises_is_not_the_mistake_of_a_file_that_can_be_read(
