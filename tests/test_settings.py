@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from cli import ROOT
+from flytekit.extras import accelerators
 
 from flyte_ddp import settings
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import environment
+from flyte_ddp.pods.profiles import PROFILES
 from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
 from flytekitplugins.ddp.elastic import elastic_options
 from tasks import pods
@@ -88,6 +91,23 @@ def test_what_is_counted_is_a_whole_number(field: str, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=rf"^{name}='{value}': must be a"):
             settings.read_settings()
+
+
+def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_POD_TEMPLATE", "flyte-ddp-read-only")
+    for profile, of_gpus in (("local", "flyte-ddp-read-only"), ("gpu", "flyte-ddp-gpu")):
+        monkeypatch.setenv("FLYTE_DDP_PROFILE", profile)
+        names = [options["pod_template_name"] for options in (pods.light_pod(), pods.data_pod(), pods.training_pod())]
+        assert names == ["flyte-ddp-read-only", "flyte-ddp-read-only", of_gpus]
+
+
+def test_a_profile_can_ask_for_a_type_of_gpu_and_for_nodes_that_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "spot")
+    monkeypatch.setitem(PROFILES, "spot", replace(PROFILES["gpu-a100"], interruptible=True))
+    training, prediction = pods.training_pod(), pods.prediction_pod()
+    for each in (training, prediction):
+        assert each["accelerator"].to_flyte_idl().device == accelerators.A100.to_flyte_idl().device
+    assert (training["interruptible"], prediction.get("interruptible")) == (True, None)
 
 
 def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,14 @@ import packaged
 import pytest
 import yaml
 from cli import ROOT, Ended
+from fake_flyte_admin import fake_flyte_admin
+from flyteidl.admin.launch_plan_pb2 import ACTIVE, LaunchPlanUpdateRequest
+from flytekit.configuration import Config, ImageConfig, SerializationSettings
+from flytekit.remote import FlyteRemote
 from image import make_commands
 
 from flyte_ddp.user_code.digest import package_digest
+from workflows.training import training_on_demand
 
 BIN = Path(sys.executable).parent
 SOURCES = ("config/", "flyte_ddp/", "flytekitplugins/", "tasks/", "workflows/")  # what a pod needs
@@ -135,6 +140,64 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
     assert (name, shown["workflow"], shown["cron"]) == ("weekly_release", "release_wf", "30 4 * * 0")
     assert json.loads(shown["hyperparameters"]) == {"dataset": "fashion_mnist", "epochs": 3, "seed": 7}
     assert last.startswith("Schedules are left as they are: add --activate")
+
+
+def write_config(endpoint: str, file: Path) -> None:
+    config = yaml.safe_load((ROOT / "deploy/sandbox.yaml").read_text())
+    config["admin"]["endpoint"] = endpoint
+    file.write_text(yaml.safe_dump(config))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_registration_sends_everything_and_activates_what_it_is_told_to(clone: Path, tmp_path: Path) -> None:
+    cluster = ["--config", str(tmp_path / "cluster.yaml"), "--image", "flyte-ddp:1", "--profile", "gpu"]
+    options = ["--project", "vision", "--domain", "production", "--activate", "--service-account", "trainer"]
+    with fake_flyte_admin() as admin:
+        write_config(admin.endpoint, tmp_path / "cluster.yaml")
+        ended = register(clone, *cluster, *options)
+    assert ended.exit_code == 0, ended.output
+    created = [*admin.tasks, *admin.workflows, *admin.launch_plans]
+    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (16, 11, 14)
+    assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
+    [registered] = {entity.id.version for entity in created}
+    assert registered.startswith(f"{commit(clone)}-gpu-")
+    accounts = {plan.spec.security_context.run_as.k8s_service_account for plan in admin.launch_plans}
+    assert accounts == {"trainer"}, "of each plan, also of those that Flyte makes for workflows"
+    activated = [(plan.id.name, plan.id.version, plan.state) for plan in admin.activated]
+    assert sorted(activated) == sorted((plan.id.name, registered, ACTIVE) for plan in admin.launch_plans)
+    [upload] = admin.uploads
+    (tmp_path / "sources.tar.gz").write_bytes(upload)
+    assert packaged.names(tmp_path / "sources.tar.gz") == sources_of(clone)
+    for task in admin.tasks:
+        arguments = packaged.container(task.spec.template).args
+        assert arguments[:2] == ["pyflyte-fast-execute", "--additional-distribution"]
+        assert arguments[2].startswith("s3://bucket/vision/production/")
+
+
+def test_launching_from_python_takes_the_active_plan_else_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the program in docs/deployment.md, as printed."""
+    [program] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "deploy").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with fake_flyte_admin() as admin:
+        write_config(admin.endpoint, tmp_path / "deploy/sandbox.yaml")
+        remote = FlyteRemote(Config.for_endpoint(admin.endpoint, insecure=True), "flytesnacks", "development")
+        for version in ("older", "newer"):
+            settings = SerializationSettings(ImageConfig.auto_default_image(), "flytesnacks", "development", version)
+            remote.register_launch_plan(training_on_demand, version, serialization_settings=settings)
+        exec(program, {})
+        older = next(plan.id for plan in admin.launch_plans if plan.id.name == "training_on_demand")
+        admin.activated.append(LaunchPlanUpdateRequest(id=older, state=ACTIVE))
+        exec(program, {})
+    assert [each.spec.launch_plan.version for each in admin.executions] == ["newer", "older"]
+    for each in admin.executions:
+        assert b"epochs" in each.inputs.literals["hp"].SerializeToString()
+    assert capsys.readouterr().out.count("/console/projects/flytesnacks/domains/development/executions/") == 2
 
 
 def test_a_tree_that_differs_from_its_commit_is_refused(faked: Path) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from flyteidl.admin import execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
+from flyteidl.admin import common_pb2, execution_pb2, launch_plan_pb2, task_pb2, workflow_pb2
 from flyteidl.core import identifier_pb2
 from flyteidl.service import admin_pb2_grpc, dataproxy_pb2, dataproxy_pb2_grpc
 from loopback import QuietHandler, serving
@@ -31,12 +31,14 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.tasks: list[task_pb2.TaskCreateRequest] = []
         self.workflows: list[workflow_pb2.WorkflowCreateRequest] = []
         self.launch_plans: list[launch_plan_pb2.LaunchPlanCreateRequest] = []
+        self.activated: list[launch_plan_pb2.LaunchPlanUpdateRequest] = []
         self.executions: list[execution_pb2.ExecutionCreateRequest] = []
         self.uploads: list[bytes] = []
 
     CreateTask = storing("tasks", task_pb2.TaskCreateResponse)
     CreateWorkflow = storing("workflows", workflow_pb2.WorkflowCreateResponse)
     CreateLaunchPlan = storing("launch_plans", launch_plan_pb2.LaunchPlanCreateResponse)
+    UpdateLaunchPlan = storing("activated", launch_plan_pb2.LaunchPlanUpdateResponse)
 
     def GetTask(self, request: Any, context: Any) -> Any:
         task = self.found(self.tasks, request, context)
@@ -54,6 +56,17 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         plan = self.found(self.launch_plans, request, context)
         inputs = plan.spec.default_inputs
         return launch_plan_pb2.LaunchPlan(id=plan.id, spec=plan.spec, closure={"expected_inputs": inputs})
+
+    def GetActiveLaunchPlan(self, request: Any, context: Any) -> Any:
+        active = [each.id for each in self.activated if each.state == launch_plan_pb2.ACTIVE]
+        named = [each for each in active if each.name == request.id.name]
+        if not named:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no active launch plan {request.id.name}")
+        return self.GetLaunchPlan(common_pb2.ObjectGetRequest(id=named[-1]), context)
+
+    def ListLaunchPlans(self, request: Any, context: Any) -> Any:
+        newest = [plan for plan in reversed(self.launch_plans) if plan.id.name == request.id.name]
+        return launch_plan_pb2.LaunchPlanList(launch_plans=[{"id": plan.id, "spec": plan.spec} for plan in newest])
 
     def found(self, created: list[Any], request: Any, context: Any) -> Any:
         """Return the first of ``created`` that has the request's id; else answer NOT_FOUND."""

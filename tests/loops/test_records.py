@@ -36,6 +36,16 @@ def test_numbers_of_all_kinds(run: Run, tmp_path: Path, recwarn: pytest.Warnings
     assert [str(warning.message) for warning in recwarn] == []
 
 
+def test_a_page_that_cannot_be_made_costs_the_function_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flyte_ddp.report.function_page.draw_line_chart", None)
+    run(own_functions.record_values, num_ranks=1)
+    assert "no report.html could be made (TypeError: 'NoneType' object" in capfd.readouterr().err
+    assert len(read_records(tmp_path / "run/metrics.jsonl")) == 5
+    assert not (tmp_path / "run/report.html").exists()
+
+
 def test_a_new_run_in_the_folder_begins_anew_and_keeps_own_files(run: Run, tmp_path: Path) -> None:
     """Own files in the folder of checkpoints, too."""
     own = tmp_path / "run/checkpoints/epoch-3.pt"

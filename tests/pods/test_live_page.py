@@ -59,6 +59,14 @@ def test_pages_are_published_while_the_block_runs_and_at_its_end(console: Consol
     assert console.pages[-1] == ("My page", "<p>so far</p>"), "a page that cannot be rendered leaves the one before"
 
 
+def test_a_console_that_does_not_answer_costs_nothing(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(console, "publish_page", lambda *_: 1 / 0)
+    with publish_page_while_running(console, lambda _, is_last: str(asked.append(is_last))):
+        wait_until(lambda: len(asked) > 1)
+    assert asked[-1]
+
+
 def fail_in(block: AbstractContextManager[None]) -> None:
     with pytest.raises(ValueError, match="too large"), block:
         raise ValueError("too large")
