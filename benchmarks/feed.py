@@ -85,7 +85,7 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     )
     folder = Path(order["folder"]) / side
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
-    opening.choose_pool = lambda loaders, *_: POOLS[side](loaders)  # as choose_pool chooses by the device
+    opening.start_pool = lambda loaders, *_: POOLS[side](loaders)  # as start_pool chooses by the device
     settings = Settings(progress="off", cache_folder=folder / "cache")
     return opening.open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
 

@@ -94,7 +94,7 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
 def open_encoded_set(folder: Path) -> EncodedSet:
     """Open a prepared folder of encoded images; UserError if the folder is missing or damaged."""
 
-    def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
+    def read_prepared_split(dataset: str, split: str) -> ShardIndex | ImageList:
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())
@@ -109,8 +109,8 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     described = prepared_folder.read_description(folder)
     with prepared_folder.translate_damage_to_user_error(folder):
         classes, tests, others = tuple(described["classes"]), described["test_dataset"], described["others"]
-        train = open_split_source(described["name"], "train")
-        test = open_split_source(tests, "test") if tests else None
+        train = read_prepared_split(described["name"], "train")
+        test = read_prepared_split(tests, "test") if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)
 
 

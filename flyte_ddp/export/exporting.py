@@ -150,6 +150,7 @@ def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Ite
 
 
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
+    """Write the ONNX, and compare it with torch on the whole test split, running it in a new process."""
     on_cpu, sidecar = artifacts.load_model(*model.files)
     hyperparameters = sidecar.get("hyperparameters", {})
     collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))

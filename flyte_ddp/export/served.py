@@ -34,6 +34,7 @@ class ServedImages(nn.Module):
         self.register_buffer("shift", shift.clone())
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Crop, resize and normalise uint8 ``images`` as evaluations do; return the model's float32 ``logits``."""
         images = inputs["images"]
         if self.middle:
             height, width = images.shape[1], images.shape[2]

@@ -37,6 +37,8 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
 
     Waits up to the work's limit for workers: ``hosts_to_come`` of them, or as many as there are ranks. After a failure
     Dask restarts tasks up to ``retries`` times. A lost worker ends the run, because its rank may run on no other.
+    Without ``client`` uses Dask's current one or DASK_SCHEDULER_ADDRESS, else starts a local cluster. May go on with
+    fewer ranks.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]

@@ -95,6 +95,7 @@ class EncodedSamples(SampleLoader):
         """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
 
         Records damaged samples in ``bad`` and ``replaced``; UserError if there are too many, or no other is sound.
+        With ``decode``, seeds this process's generators and runs the user's code.
         """
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key

@@ -62,6 +62,7 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
+    """Open this rank's splits of encoded images; import the user's sample and augment; start threads or processes."""
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
@@ -79,7 +80,7 @@ def open_encoded_splits(
     if data.test is not None:
         reader = open_image_reader(data.test, settings, streams, members=members)
         loaders["test"] = EncodedSamples(reader, [orders["test"]], bad, **options, like=targets)
-    pool = choose_pool([*loaders.values()], threads, device)
+    pool = start_pool([*loaders.values()], threads, device)
     sources = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
     inputs = InputSpec(3, side, side, data.mean, data.std)
     splits = make_splits(orders, sources, {}, inputs, targets)
@@ -115,14 +116,14 @@ def open_encoded_test_split(
     loader = EncodedSamples(
         reader, [order], bad, size=spec.height, share=spec.crop_share, classes=classes, decode=decode
     )
-    pool = choose_pool([loader], settings.loaders or count_cores(), device)
+    pool = start_pool([loader], settings.loaders or count_cores(), device)
     return Split(WorkerImages(loader, pool, device), order), loader
 
 
-def choose_pool(
+def start_pool(
     loaders: Sequence[EncodedSamples], number: int, device: torch.device
 ) -> LoaderPool | LoaderThreads | None:
-    """Return processes for the user's own code, and beside a GPU; else threads. See :func:`make_pool` for None."""
+    """Start processes for the user's own code, or beside a GPU, else threads; None: own code, not on Linux."""
     own = any(loader.decode or loader.augment for loader in loaders)
     if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
         return make_pool(loaders, number)

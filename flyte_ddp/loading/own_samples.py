@@ -125,7 +125,10 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 
 
 def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
-    """Return the objects with ``set_random_seed`` that a function, or an object's ``method``, uses, each once."""
+    """Return ``own``, its attributes, and its code's globals and closure variables that have ``set_random_seed``.
+
+    Not what these contain. ``method`` is the code of an object.
+    """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method
     found = [own, *(value for _, value in inspect.getmembers_static(own))]

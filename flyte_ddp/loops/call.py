@@ -184,9 +184,10 @@ def digest_value(value: Any) -> str:
 
 
 def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
-    """Return a digest of a function's sources, "" without any, and ``module:function`` of each module of the user's.
+    """Return the digest of a function's sources, "" without any, and specs whose modules other hosts need.
 
-    In a notebook only the text of the function counts. Puts the working directory first on ``sys.path``.
+    UserError for a module that was changed since its import. In a notebook only the text of the function counts. Puts
+    the working directory first on ``sys.path``.
     """
     module, _, name = function_name(function).partition(":")
     name = name.partition(".")[0].strip("<>")  # only the module counts, and a lambda's name is none

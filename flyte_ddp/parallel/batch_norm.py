@@ -162,7 +162,10 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64."""
+    """Return mean [C], biased variance [C] and count [] of all ranks' values [N, C, ...] as fp64.
+
+    Each rank computes its own in fp32 (fp64 for values of fp64).
+    """
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.

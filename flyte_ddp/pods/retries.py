@@ -36,7 +36,8 @@ def raise_sigterm(*_: object) -> None:
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
     """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
 
-    Handles SIGTERM in the block, in the main thread: in a local run it raises StoppedError.
+    In a pod, first refuses library code that is not the registered one. Handles SIGTERM in the block, in the main
+    thread: retryable in a pod, StoppedError in a local run.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:

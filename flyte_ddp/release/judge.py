@@ -92,9 +92,9 @@ def judge_challenger(
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
     folder, and ``exports`` the folder for an ONNX (None: none). ``counts`` says whether the verdict may promote: then
-    the registry counts the look at the test split, and errors other than NOT_THE_MODELS give a verdict that compares
-    nothing, so that the model can be stored. Runs the code that the sidecars name. An export silences this process's
-    stderr. Raises a UserError if challenger, data or registry cannot be read.
+    the registry counts the look at the test split, and errors other than NOT_THE_MODELS, of the registry too, give a
+    verdict that compares nothing, so that the model can be stored. Runs the code that the sidecars name, and prints
+    notes to stderr, which an export silences. Raises a UserError if challenger, data or registry cannot be opened.
     """
     before, split = registry.read_champion(), open_prepared(data)
     model = SavedModel(weights, sidecar, settings or Settings())

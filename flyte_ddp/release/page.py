@@ -21,7 +21,7 @@ PICTURED = 12  # samples of each kind
 
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Write the HTML page of a judgement of the model ``name`` to a path, replacing a file there; return the path."""
+    """Write a judgement's HTML page, replacing a file; read pictures from the test split, perhaps over the network."""
     evaluations, verdict = {"Challenger": judgement.challenger, "Champion": judgement.champion}, judgement.verdict
     models = {title: model for title, model in evaluations.items() if model is not None}
     page = render_template(

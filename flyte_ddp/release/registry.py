@@ -180,7 +180,7 @@ class Registry:
         return self.read_entry(numbers[-1]) if numbers else None
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
-        """Return all entries, oldest first; UserError if one, or one of ``at_least`` entries, is missing or altered."""
+        """Return all entries, oldest first; UserError if one up to ``at_least`` is missing, or an older one altered."""
         last = max([at_least, *self.list_entry_numbers()])
         with ThreadPoolExecutor(READERS) as pool:
             entries = [*pool.map(self.read_entry, range(1, last + 1))]

@@ -87,9 +87,9 @@ class CheckpointWriter:
             self.thread.join()
 
     def write_newest(self, waiting: Snapshot | None, *, now: bool) -> bool:
-        """Write the current state if ``now``, else the waiting snapshot; return whether that did not fail.
+        """Write the current state (only with ``now``), else ``waiting``, unless older than the newest or not resumable.
 
-        Prints the first failure. Hold write_lock.
+        Returns False if that failed, and prints the first failure. Hold write_lock.
         """
         position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         try:

@@ -116,7 +116,7 @@ def read_index(address: str) -> ShardIndex:
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Return the index whose JSON is ``content``, and which is or will be at ``address``; read those it refers to."""
+    """Build the index at ``address`` from its JSON; read the indexes it joins; UserError if one is malformed."""
     try:
         return build_checked_index(address, content)
     except UserError:

@@ -88,7 +88,7 @@ def make_google_store(bucket: str) -> Any:
 
 
 def make_azure_store(container: str) -> Any:
-    """Return a store; ``FLYTE_AZURE_*`` take precedence over ``AZURE_*``, which obstore reads. Sends no request."""
+    """Return an obstore store; ``FLYTE_AZURE_*`` before ``AZURE_*``; sends no request; raises obstore's exceptions."""
     from obstore.store import AzureStore
 
     settings = client_settings()

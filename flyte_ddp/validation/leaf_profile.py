@@ -191,9 +191,9 @@ def convert_leaf(leaf: Any) -> NDArray[Any]:
 
 
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
-    """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for leaves, texts or objects.
+    """Tell targets' kind by dtype and shape: integers [n] are CLASSES, float 0/1 rows LABELS, other integers TOKENS.
 
-    With ``of_pictures`` [n, h, w] are MASKS, and whole numbers [n, k] are no TOKENS.
+    With ``of_pictures`` [n, h, w] are MASKS, and integers of 0 and 1 [n, k] LABELS. Else NUMBERS; OTHERS for no array.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS

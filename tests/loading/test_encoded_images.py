@@ -20,7 +20,7 @@ from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.opening import choose_pool
+from flyte_ddp.loading.opening import start_pool
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, LoaderThreads, make_pool
 from flyte_ddp.order.sampling import ListedOrder
@@ -115,7 +115,7 @@ def test_processes_load_what_threads_load(load: Load, tmp_path: Path, processes:
 @pytest.mark.parametrize(("device", "kind"), [("cpu", LoaderThreads), ("cuda", LoaderPool)])
 def test_a_process_decodes_beside_a_gpu(load: Load, device: str, kind: type) -> None:
     loader = load(Images(bad=set()), [ListedOrder(np.arange(10))], bad=0).loader
-    pool = choose_pool([loader], 1, torch.device(device))
+    pool = start_pool([loader], 1, torch.device(device))
     assert isinstance(pool, kind)
     pool.close()
 

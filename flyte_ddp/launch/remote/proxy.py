@@ -80,7 +80,10 @@ def relay_until_over(
 def relay_messages(
     handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender | None
 ) -> bool:
-    """Relay messages between rank and launcher until the rank exits; return True if the launcher sent "over" first."""
+    """Relay until the rank exits, send ``files``, obey the launcher; return whether "over" had come.
+
+    Raises LauncherGoneError if the launcher is lost.
+    """
     over = False
     while True:
         ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files else None)

@@ -115,7 +115,10 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Put the handles of all ``num_ranks`` ranks into ``group``, by rank, as their agents connect, within 300 s."""
+        """Fill ``group`` by rank from ``arrived``.
+
+        UnreachableError after 300 s; StoppedError on a stop; UserError for other library sources.
+        """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         while len(found) < num_ranks:

@@ -23,7 +23,7 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
 
 
 def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None:
-    """Return the error of a failure that no other rank's failure has caused; None if none is known so far."""
+    """Return a failure no other rank caused: a signal, a lost rank, the earliest report, an exit code; else None."""
     for handle in group:
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
             number = signal.Signals(-handle.exitcode)
