@@ -7,6 +7,7 @@ launcher, which does. runs/result_store.py copies them elsewhere.
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from flyte_ddp.text.json_lines import JsonLines, replace_non_finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in FOLDER
+PIECE_BYTES = 1 << 22  # of a result on its way to the launcher, so that other messages wait for no more than that
 Deliver = Callable[..., None]  # called with kind ("result" or "event") and keyword arguments
 
 _delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the function that takes results
@@ -77,6 +79,23 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
+def in_pieces(send: Deliver) -> Deliver:
+    """Return a function that hands events to ``send``, and results as pieces for :meth:`ResultWriter.write_file`."""
+    sending = threading.Lock()  # no piece of another result may come between
+
+    def deliver(kind: str, **values: Any) -> None:
+        if kind != "result":
+            send(kind, **values)
+            return
+        content = values.pop("content")
+        with sending:
+            for offset in range(0, len(content) or 1, PIECE_BYTES):
+                piece, is_last = content[offset : offset + PIECE_BYTES], offset + PIECE_BYTES >= len(content)
+                send(kind, **values, content=piece, offset=offset, is_last=is_last)
+
+    return deliver
+
+
 class ResultWriter:
     """Writes results and events into a run folder. The first failure is printed to stderr, later ones are hidden."""
 
@@ -85,7 +104,7 @@ class ResultWriter:
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a file ("result": name, content) or an event ("event": record); any thread may call this."""
+        """Write a file ("result": as :meth:`write_file`) or an event ("event": record); any thread may call this."""
         try:
             if kind == "result":
                 self.write_file(**values)
@@ -98,10 +117,24 @@ class ResultWriter:
                 print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
             self.failed = True
 
-    def write_file(self, name: str, content: bytes) -> None:
+    def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:
+        """Write a whole file, or a piece of the one file that comes in pieces; a failure drops that file's others."""
         require_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")
-        with replace_file(path, durable=False) as file:
-            file.write(content)
+        if offset == 0 and is_last:
+            with replace_file(path, durable=False) as file:
+                file.write(content)
+            return
+        partial = path.with_name(f".{path.name}.{id(self)}.tmp")  # the next run deletes *.tmp
+        try:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("r+b" if offset else "wb") as file:
+                file.seek(offset)
+                file.write(content)
+            if is_last:
+                partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a file without this piece must not appear
+            raise

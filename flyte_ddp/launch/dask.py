@@ -122,6 +122,11 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
     host = {address: workers[address]["host"] for address in candidates}
     on_host = Counter(host.values())
     ordered = sorted(candidates, key=lambda address: (-on_host[host[address]], host[address], address))
+    if len(ordered) < num_ranks:
+        raise UnreachableError(
+            f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each takes one rank; "
+            "add workers, or lower num_ranks"
+        )
     return ordered[:num_ranks]
 
 

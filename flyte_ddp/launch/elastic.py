@@ -77,8 +77,8 @@ def launch(work: Work, *, retries: int = 0) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    silence_elastic_logs()
     with (
+        silence_elastic_logs(),
         restore_process_state(),
         tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
         hide_main_script(),
@@ -105,10 +105,18 @@ def launch(work: Work, *, retries: int = 0) -> None:
             raise stop_error(stopped.sigval, checkpoint.newest_step(work.output_folder)) from None
 
 
-def silence_elastic_logs() -> None:
-    """Turn off Elastic's logs in this process: they print what the launcher raises as an error."""
-    for name in ("distributed.elastic", "multiprocessing.spawn"):
-        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
+@contextmanager
+def silence_elastic_logs() -> Iterator[None]:
+    """Turn off Elastic's logs in the block: they print what the launcher raises as an error."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flyte_ddp.errors import UnreachableError, require_extra
+from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import END_SECONDS, open_rendezvous
@@ -122,6 +122,8 @@ def connected() -> Iterator[None]:
             try:
                 refuse_unanswered_address(address)
                 ray.init(address, include_dashboard=None if address else False)
+            except UserError:
+                raise
             except (OSError, ValueError) as error:
                 why = str(error).partition("\n")[0]
                 raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
@@ -131,9 +133,14 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Raise OSError unless a server accepts a connection within 10 s."""
+    """Raise OSError unless a server accepts a connection within 10 s; UserError for an address with a scheme."""
     from ray._private.services import canonicalize_bootstrap_address
 
+    if address and "://" in address:
+        raise UserError(
+            f"{ADDRESS}={address}: ranks connect to this process, which must be on a host of the cluster; give the "
+            "cluster's head as host:port, such as 10.0.0.1:6379"
+        )
     place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None is one
     if place is None:  # Ray would start a cluster on this machine
         return

@@ -70,9 +70,8 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         memory_kills = count_out_of_memory_kills()
         workers = copy(self)  # of which the plugin sends the function
         workers._task_function = function
-        silence_elastic_logs()
         try:
-            with hide_main_script(), elastic_pods.end_after_rank_0(IgnoreOutputs):
+            with hide_main_script(), silence_elastic_logs(), elastic_pods.end_after_rank_0(IgnoreOutputs):
                 return PytorchElasticFunctionTask._execute(workers, **inputs)
         except FlyteUserRuntimeException as error:
             raise first_worker_error(error.value, memory_kills) from None

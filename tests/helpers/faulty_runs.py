@@ -1,5 +1,6 @@
 """Runs that fail on purpose, with faults.py: what is trained, and what must be left of it."""
 
+import logging
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ def state_of_process() -> dict[str, object]:
         "limit": distributed_c10d.default_pg_timeout,
         "group": dist.is_initialized(),
         "rank": current_rank._current,
+        "logs": [logging.getLogger(f"torch.{name}").level for name in ("distributed.elastic", "multiprocessing.spawn")],
     }
 
 

@@ -59,6 +59,8 @@ def test_workers_are_on_as_few_hosts_as_possible_and_idle_ones_first() -> None:
     busy = {**WORKERS, "tcp://b:1": {"host": "b", "tasks": ("something",)}}
     assert dask.choose_workers(busy, 2) == ["tcp://a:1", "tcp://b:2"]
     assert len(dask.choose_workers(busy, 4)) == 4
+    with pytest.raises(UserError, match="num_ranks=5: the Dask cluster has 4 workers, and each takes one rank"):
+        dask.choose_workers(WORKERS, 5)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ class TestRay:
             ("127.0.0.1:9", "no cluster there .*Connection refused.*; start one, or correct the address$"),
             ("auto", "no cluster there .*Connection refused"),  # of a cluster that has ended
             ("nowhere", "no cluster there .*Invalid address format: nowhere"),
+            ("ray://127.0.0.1:10001", "ranks connect to this process, .* as host:port"),
         ],
     )
     def test_an_address_without_a_cluster_for_ranks(
@@ -97,8 +100,9 @@ class TestRay:
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
         monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(set))  # this machine may have a cluster
         monkeypatch.setenv(ray.ADDRESS, address)
-        with pytest.raises(UnreachableError, match=f"^RAY_ADDRESS={address}: {words}"), ray.connected():
+        with pytest.raises(UserError, match=f"^RAY_ADDRESS={address}: {words}") as raised, ray.connected():
             pass
+        assert isinstance(raised.value, UnreachableError) == words.startswith("no cluster")
 
 
 @pytest.mark.parametrize(

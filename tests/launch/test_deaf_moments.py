@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,13 @@ import pytest
 from kept_checkpoints import IDENTITY
 from processes import wait_until
 
-from flyte_ddp.launch.remote import connection, proxy
-from flyte_ddp.launch.remote.connection import JoinTicket
+from flyte_ddp.errors import OutOfMemoryError, StoppedError, UserError
+from flyte_ddp.launch.remote import connection, proxy, rendezvous
+from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
+from flyte_ddp.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.link import RankInfo
+from flyte_ddp.launch.supervise.failures import find_root_cause
+from flyte_ddp.launch.supervise.link import RankInfo, describe_error
 from flyte_ddp.launch.supervise.processes import ProcessHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
@@ -31,6 +35,26 @@ LIMIT = 30.0  # seconds; nothing here takes them
 
 def work_in(folder: Path, **changes: Any) -> Work:
     return Work("", None, Request(1), folder, IDENTITY, LIMIT, LIMIT, world=World(1), **changes)
+
+
+def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
+    pipe, agent = Pipe()
+    worker = WorkerConnection(0, "127.0.0.1", folder, "code", pipe, "127.0.0.1", "127.0.0.1")
+    return RemoteHandle(worker, "127.0.0.1", folder, folder), agent
+
+
+@pytest.mark.parametrize("said", ["stop", "error"])
+def test_what_came_before_supervision_does_not_wait_for_another_message(tmp_path: Path, said: str) -> None:
+    """From an agent that stores the files of a run: of its disk, or of its host, which is to go."""
+    (tmp_path / "weights.pt").touch()
+    handle, agent = remote_handle(tmp_path)
+    agent.send({"kind": "stop"} if said == "stop" else describe_error(UserError("make room")))
+    agent.send({"kind": "stored"} if said == "stop" else {"kind": "exit", "code": 1})
+    with ThreadPoolExecutor(1) as pool:
+        handle.send_work(work_in(tmp_path, files={"weights": tmp_path / "weights.pt"}))
+        supervising = pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), LIMIT, save_seconds=0.0)
+        with pytest.raises(StoppedError if said == "stop" else UserError):
+            supervising.result(LIMIT)
 
 
 def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
@@ -110,9 +134,26 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
     agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
 
     def talk() -> None:
-        error = agent.receive("error")
-        assert (error["cause"], agent.receive("exit")["code"]) == ("mistake", 1)
+        handle, _ = remote_handle(tmp_path)
+        handle.take(agent.receive("error"))
+        handle.take(agent.receive("exit"))
+        assert isinstance(find_root_cause([handle]), UserError)
         agent.launcher.send({"kind": "over", "error": None})
 
     with agent.talking(talk):
         assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"
+
+
+def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the launcher's next look nor the end of the rank waits for another message."""
+    for name in ("STACK_SECONDS", "END_SECONDS"):
+        monkeypatch.setattr(rendezvous, name, None)  # for ever
+    handle, agent = remote_handle(tmp_path)
+    agent.send({"kind": "exit", "code": -9, "out_of_memory": True})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handle.read_stack).result(LIMIT) == ""
+        with pytest.raises(OutOfMemoryError):
+            pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), LIMIT, LIMIT).result(LIMIT)
+        pool.submit(handle.close).result(LIMIT)

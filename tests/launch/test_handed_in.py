@@ -1,5 +1,6 @@
 """What users' code hands in on another host reaches the launcher's run folder: whole, in order, and in nobody's way."""
 
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from test_rendezvous import worker
 from trials import Trial
 
+from flyte_ddp import results
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.launch.remote import file_sync, proxy
 from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
@@ -16,20 +18,27 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.text.json_lines import read_records
 
 
-def test_results_and_events_of_ranks_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_and_events_of_ranks_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One that cannot be written is told once, and the run continues."""
+    monkeypatch.setattr(results, "PIECE_BYTES", 400)
     launcher, (pipe, theirs) = tmp_path / "launcher", Pipe()
     handle, rank = RemoteHandle(worker(0, pipe), "host", launcher, tmp_path), PipeEnd(theirs)
+    deliver = results.in_pieces(rank.send)
+    (launcher / f"results/.full.{id(handle.results)}.tmp").mkdir(parents=True)  # in the way of its first piece
     for number in (1, 2):
-        rank.send("result", name="maps/large.bin", content=bytes([number]) * 1000)
-        rank.send("event", record={"step": number})
-    for _ in range(2):
-        rank.send("result", name="../elsewhere", content=b"")
+        deliver("result", name="maps/large.bin", content=bytes([number]) * 1000)
+        deliver("event", record={"step": number})
+    for name in ("empty", "full", "../elsewhere"):
+        deliver("result", name=name, content=bytes(500) if name == "full" else b"")
     rank.send("completed")
     for message in handle.read_messages():
         handle.take(message)
     assert handle.completed
     assert (launcher / "results/maps/large.bin").read_bytes() == b"\2" * 1000
+    assert (launcher / "results/empty").read_bytes() == b""
+    assert not (launcher / "results/full").exists()
     assert [event["step"] for event in read_records(launcher / "results/events.jsonl")] == [1, 2]
     assert capfd.readouterr().err.count("; the run continues without it") == 1
 
@@ -59,8 +68,20 @@ def test_what_rank_0_writes_comes_before_the_message_about_it(tmp_path: Path, mo
         kinds.append(message["kind"])
         if message["kind"] == "file":
             write_piece(copy, message)
-    assert kinds == ["file"] * 6 + ["saved", "completed", "exit"]
+    assert kinds == [*["file"] * 5, "saved", "file", "completed", "exit"]
     assert {name: (copy / name).read_bytes() for name in content} == content
+
+
+def test_a_checkpoint_does_not_wait_for_results() -> None:
+    """Of the rank that saves in another thread: what it says of its checkpoint comes between a result's pieces."""
+    launcher, theirs = Pipe()
+    rank = PipeEnd(theirs)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(results.in_pieces(rank.send), "result", name="large", content=bytes(16 * results.PIECE_BYTES))
+        launcher.recv()  # the next piece is on its way
+        pool.submit(rank.send, "saved", step=3)
+        kinds = [launcher.recv()["kind"] for _ in range(16)]
+    assert "saved" in kinds[:-1]
 
 
 @pytest.mark.slow

@@ -99,9 +99,15 @@ class MuteError(RuntimeError):
         raise ArithmeticError
 
 
-def test_an_error_of_any_kind_is_reported() -> None:
-    told = describe_error(MuteError())
-    assert (told["type"], told["cause"], told["message"]) == ("MuteError", "own", "<exception str() failed>")
+LONG = ValueError("head" + "." * 1_000_000 + "tail")
+SHORTENED = f"head{'.' * 9996}\n...\n{'.' * 9996}tail"
+
+
+@pytest.mark.parametrize(("error", "message"), [(MuteError(), "<exception str() failed>"), (LONG, SHORTENED)])
+def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
+    told = describe_error(error)
+    assert (told["type"], told["cause"], told["message"]) == (type(error).__name__, "own", message)
+    assert len(told["traceback"]) < 30_000
 
 
 def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:

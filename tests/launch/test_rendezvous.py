@@ -18,14 +18,14 @@ import pytest
 from kept_checkpoints import IDENTITY
 from traps import MakesFolder
 
-from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
+from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.launch.supervise.link import RankInfo
+from flyte_ddp.launch.supervise.link import RankInfo, describe_error
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
@@ -155,8 +155,35 @@ def test_files_are_sent_once_a_host(meeting: Meeting, tmp_path: Path) -> None:
         assert found.sees_run_folder == (where == tmp_path)
 
 
+def test_an_agent_of_another_build_is_told_to_be_like_this_one(meeting: Meeting) -> None:
+    """Whatever it says of itself."""
+
+    def old_one_comes() -> None:
+        [other] = meeting.strangers(1)
+        with connection.authenticated_pipe(other, meeting.rendezvous.key, connection.AGENT, 60.0) as pipe:
+            pipe.send({"rank": 0, "host": "h", "code": "another", "clock": 1.0})
+        is_turned_away(pipe)
+
+    came = start_thread(old_one_comes)
+    with pytest.raises(UserError, match="have the same flyte-ddp on all hosts"):
+        meeting.gather(1)
+    came.join()
+
+
 def worker(rank: int, pipe: Connection, host: str = "127.0.0.1") -> WorkerConnection:
     return WorkerConnection(rank, host, None, "code", pipe, host, "127.0.0.1")
+
+
+@pytest.mark.parametrize(("host", "first"), [("127.0.0.1", 1), ("10.0.0.2", 0)])
+def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(tmp_path: Path, host: str, first: int) -> None:
+    """But on the launcher's host it is, where rank 1 fails first: that rank 0's report is read first says nothing."""
+    group = []
+    for rank, time_of_host in enumerate((2.0, 1.0)):
+        pipe, agent = Pipe()
+        group.append(RemoteHandle(worker(rank, pipe, host), host, tmp_path, tmp_path))
+        agent.send({**describe_error(ValueError("of a rank")), "time": time_of_host})
+    wait_and_handle_messages(group, StopRequest())
+    assert str(first_failure(group, 600.0)).startswith(f"rank {first}: ValueError: of a rank")
 
 
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", OutOfMemoryError), ("10.0.0.2", RankLostError)])

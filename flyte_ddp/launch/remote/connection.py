@@ -123,8 +123,10 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             authenticated_pipe(connected, key, LAUNCHER, HELLO_SECONDS) as pipe,
         ):
             hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+            # Another build's may have more values, or fewer; whoever takes it compares ``code``.
+            said = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
             seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
-            arrived.put(WorkerConnection(**hello, pipe=pipe, seen_at=seen_at, reached_at=reached_at))
+            arrived.put(WorkerConnection(**said, pipe=pipe, seen_at=seen_at, reached_at=reached_at))
 
     def accept() -> None:
         while not over.is_set():
@@ -144,8 +146,9 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
         over.set()
         shut_connection(server)
         accepting.join()
-        while not arrived.empty():
-            arrived.get().pipe.close()
+        with suppress(queue.Empty):
+            while True:
+                arrived.get_nowait().pipe.close()
 
 
 @contextmanager

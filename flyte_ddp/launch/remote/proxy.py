@@ -85,18 +85,22 @@ def relay_messages(
     Raises LauncherGoneError if the launcher is lost.
     """
     over = False
+
+    def send_from_rank(message: dict[str, Any]) -> None:
+        if files is not None:  # they go before the message that is about them
+            files.send_changes(all_files=message["kind"] == "completed")
+        send(message)
+
     while True:
         ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files else None)
         ended = handle.poll_exit()  # before its messages are read, so that none of them is missed
-        messages = [*handle.read_messages()]
+        for message in handle.read_messages():  # sending counts as time of reading
+            send_from_rank(message)
         if ended:
-            messages.append({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
-        if files is not None:  # they go before messages that are about them
-            files.send_changes(all_files=any(message["kind"] == "completed" for message in messages))
-        for message in messages:
-            send(message)
-        if ended:
+            send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
             return over
+        if files is not None:
+            files.send_changes()
         if pipe in ready:
             with detect_lost_launcher():
                 message = pipe.recv()

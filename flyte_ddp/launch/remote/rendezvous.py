@@ -202,7 +202,9 @@ class RemoteHandle(RankHandle):
         super().send_work(work)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Keep what a message tells of the rank, and write its piece of a file, or its result."""
+        """Keep what a message tells of the rank, write its piece of a file or a result, or its event; drop "port"."""
+        if message["kind"] == "error" and not self.worker.is_on_launcher_host:
+            message["time"] = time.monotonic()  # another host's clock has told its own
         if message["kind"] == "exit":
             self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
         elif message["kind"] in ("stack", "stored"):

@@ -82,7 +82,7 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
 
 
 def reports_with_cause(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
-    """Return the ranks' reports of these causes, with ``rank`` added, in the order in which they came."""
+    """Return the ranks' reports of these causes, with ``rank`` added; the earliest by the launcher's clock first."""
     found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
     return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
 

@@ -5,6 +5,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from flyte_ddp.launch.supervise.network import set_network_interface
 
 GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, and its words, in its errors' texts
 TORCH_TIMEOUTS = ("timed out", "timeout")  # of torch's stores and NCCL, where users' code waits in them
+MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 
 
@@ -105,16 +107,22 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
+        "time": time.monotonic(),
         "cause": classify_failure(error),
         "type": type(raised).__name__,
         "message": exception_message(raised),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": shorten_text("".join(traceback.format_exception(error))),
     }
 
 
 def exception_message(error: BaseException) -> str:
-    """Return an exception's text; a placeholder if its ``__str__`` raises."""
-    return str(traceback.TracebackException.from_exception(error))
+    """Return an exception's text, shortened to 20,000 characters; a placeholder if its ``__str__`` raises."""
+    return shorten_text(str(traceback.TracebackException.from_exception(error)))
+
+
+def shorten_text(text: str) -> str:
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def classify_failure(error: BaseException) -> str:

@@ -32,7 +32,7 @@ class RankHandle(PipeEnd):
         self.listening = True  # whether more may come through the pipe
         self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
-        self.error: dict[str, Any] | None = None  # the rank's report, and the "time" when it came
+        self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
         self.completed = False  # whether the rank has said that it has completed
         self.resumes_after = 0  # step of the checkpoint that the work resumes from
         self.saved: int | None = None  # step of the checkpoint that the rank was asked for
@@ -81,7 +81,7 @@ class RankHandle(PipeEnd):
     def take(self, message: dict[str, Any]) -> None:
         """Keep what a message tells of the rank."""
         if message["kind"] == "error":
-            self.error = {**message, "time": time.monotonic()}
+            self.error = message
         elif message["kind"] == "completed":
             self.completed = True
         elif message["kind"] == "saved":

@@ -90,7 +90,7 @@ def run_rank(
             torch.cuda.set_device(info.local_rank)
         deliver: results.Deliver = results.ResultWriter(work.output_folder).write
         if link is not None and not work.sees_run_folder:
-            deliver = link.send
+            deliver = results.in_pieces(link.send)
         with results.deliver_results(deliver, info.rank), warnings.catch_warnings():
             pkgutil.resolve_name(work.function)(rank)
         rank.leave()

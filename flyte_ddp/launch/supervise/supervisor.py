@@ -22,11 +22,9 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
     Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``.
     """
     deadline = time.monotonic() + START_SECONDS
+    seconds: float | None = 0.0  # at first: a failure, or a stop, that came while work was sent is known already
     while not all(handle.completed for handle in group):
-        late = next((handle for handle in group if not handle.has_started()), None)
-        wait_and_handle_messages(
-            group, stop, max(0.0, deadline - time.monotonic()) if late else None, stop_ends_wait=True
-        )
+        wait_and_handle_messages(group, stop, seconds, stop_ends_wait=True)
         if any(handle.failed for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
@@ -34,7 +32,9 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
             raise first_failure(group, timeout)
         if stop.signal is not None:
             raise stop_error(stop.signal, request_checkpoint(group, stop, save_seconds))
-        if late and not late.has_started() and time.monotonic() >= deadline:
+        late = next((handle for handle in group if not handle.has_started()), None)
+        seconds = max(0.0, deadline - time.monotonic()) if late else None
+        if late and seconds == 0.0:
             raise RankLostError(
                 f"rank {late.rank} did not begin within {START_SECONDS:g} s",
                 details=f"its process is at:\n{late.read_stack() or NO_STACK}",
