@@ -2,18 +2,24 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
 from trials import Trial
 
 from benchmarks.running import descendants, process_name
-from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.errors import RankError, RankLostError, StoppedError
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.fork_server import SERVER
+from flyte_ddp.launch.supervise.fork_server import SERVER, ForkedHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.runs.work import Work
 
 pytestmark = pytest.mark.cold
@@ -106,3 +112,26 @@ def test_an_import_of_torch_that_hangs_is_named_with_its_stack(trial: Trial, tmp
         trial.train()
     assert caught.value.recoverable
     nothing_is_left(trial.folder, trial.temporary)
+
+
+def test_an_exit_code_that_comes_just_after_the_end_of_its_rank_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in some thousand ends the supervisor slept through it, until rank 0's collective timed out."""
+    server: Any = SimpleNamespace(exitcode=None, sentinel=None, pid=None)
+    pipe, its_pipe = Pipe()
+    stacks, _ = Pipe(duplex=False)
+    exit_pipe, its_exit_pipe = Pipe(duplex=False)
+    its_exit_pipe.send(os.getpid())
+    its_pipe.close()
+    wait, waits = supervisor.wait_and_handle_messages, []
+
+    def wait_then_send(group: Sequence[RankHandle], *args: Any, **options: Any) -> None:
+        assert [waitable for handle in group for waitable in handle.waitables()]
+        wait(group, *args, **options)
+        waits.append(group[0].listening)
+        if waits == [False]:
+            its_exit_pipe.send(-signal.SIGKILL)
+
+    monkeypatch.setattr(supervisor, "wait_and_handle_messages", wait_then_send)
+    with pytest.raises(RankLostError, match=r"^rank 0 was killed by SIGKILL$"):
+        supervisor.supervise_ranks([ForkedHandle(0, server, pipe, stacks, exit_pipe)], StopRequest(), 600.0, 1.0)
+    assert waits == [False, False]

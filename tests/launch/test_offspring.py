@@ -21,6 +21,8 @@ from flyte_ddp.launch import single
 pytestmark = pytest.mark.slow
 
 PARENTAL = replace(HP, model="offspring_models:parental", max_steps=5)
+# Loader processes, too, are deaf to SIGTERM, as such libraries may be.
+LOADING = replace(PARENTAL, augment="own_loading:leave_pid")
 ALONE = """
 import importlib, os, signal, sys
 from pathlib import Path
@@ -44,7 +46,7 @@ print("changed:", [name for name, value in mine().items() if value != before[nam
 
 
 def survivors(trial: Trial) -> list[str]:
-    """Of those that models have started, three for each rank."""
+    """Of those that models have started, three for each rank, and of loader processes."""
     started = [int(path.name) for path in (trial.temporary / "started").iterdir()]
     assert len(started) > 3
     return [state for pid in started if (state := offspring_models.state(pid)) not in ("", "Z")]
@@ -65,11 +67,18 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
+def test_after_a_good_end(bystander: subprocess.Popen[bytes], trial: Trial) -> None:
+    """Processes that others have started stay."""
+    trial.train(PARENTAL)
+    wait_until(lambda: not survivors(trial))
+    assert bystander.poll() is None
+
+
 @on(SPAWN, exhaustive=(AGENTS, ELASTIC))
 def test_after_a_failure(launch: Launch, trial: Trial) -> None:
     trial.inject("ArithmeticError")
     with pytest.raises(RankError):
-        trial.train(PARENTAL, launch=launch)
+        trial.train(LOADING, launch=launch)
     wait_until(lambda: not survivors(trial))
 
 
