@@ -17,6 +17,7 @@ from flyte_ddp.runs.checkpoint import Checkpoint, Identity, read_saved_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
+UNANNOUNCED_SECONDS = 8.0  # for the next save after a request to stop, if the function never asks whether one is due
 ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the answer before the time is over
 
 
@@ -32,16 +33,18 @@ class Checkpoints(CheckpointWriter):
         self.last_step = found.step if found else 0  # that save got
         self.last_time = time.monotonic()
         self.checked_types: set[type] = set()  # that torch.load takes
-        self.used = self.stop_requested = False
+        self.asked = self.used = self.stop_requested = False
 
     def due(self) -> bool:
-        self.used = True
+        self.asked = self.used = True
         return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Copy a state to the CPU for the thread to write; UserError for an earlier step or unfit state."""
         self.used = True
         require_later_step("save", step, self.last_step)
+        if not isinstance(state, Mapping):
+            raise UserError(f"save: the state is a {type(state).__name__}; give a dict, such as {{'model': ...}}")
         new_types = find_types(state) - self.checked_types
         if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
             raise UserError(
@@ -58,10 +61,11 @@ class Checkpoints(CheckpointWriter):
     def save_now(self, seconds: float) -> int:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
-        Waits for 90 % of ``seconds``; not at all if the function has neither saved, loaded nor asked for
-        :meth:`due`, or has returned. No checkpoint is written after this call.
+        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
+        if it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
         """
-        deadline = time.monotonic() + ANSWER_SHARE * seconds
+        limit = ANSWER_SHARE * seconds
+        deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
         with self.changed:
             self.stop_requested, so_far = True, self.puts
             if self.used:

@@ -1,5 +1,6 @@
 """The numbers that a user's function records: in metrics.jsonl, and as progress on stderr."""
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
 
 TAKEN = ("kind", "time")  # keys of each record
+LARGEST_INT = 2**63  # from here on whole numbers are recorded as floats, which all readers of JSON take
 
 
 class Records:
@@ -32,7 +34,9 @@ class Records:
                 raise UserError(f"record: {name!r} is a key of each record; choose another name")
             try:
                 number = value.item() if hasattr(value, "item") else value  # of a tensor or an array
-                numbers[name] = number if type(number) is int else float(number)
+                numbers[name] = number if type(number) is int and abs(number) < LARGEST_INT else float(number)
+            except OverflowError:  # a whole number beyond all floats
+                numbers[name] = math.inf if number > 0 else -math.inf
             except (TypeError, ValueError, RuntimeError):
                 raise UserError(
                     f"record: {name} is of type {type(value).__name__}, and must be a number, or a tensor of one "

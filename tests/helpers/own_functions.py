@@ -103,6 +103,7 @@ def save_wrong(kind: str) -> None:
     if kind == "later":
         rank.save(1, {"best": 0.5})
     states: dict[str, Any] = {
+        "list": [1],
         "later": {"best": np.float64(0.5)},
     }
     states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}
@@ -176,6 +177,17 @@ def record_values() -> None:
     rank.record(1, number=1, real=0.5, flag=True, tensor=torch.tensor(2), loss=torch.ones(1, requires_grad=True) * 3)
     rank.record(1, array=np.ones(1), single=np.float32(0.5), nothing=float("nan"), endless=float("inf"))
     rank.record(2, real=0.25)
+
+
+def record_extremes() -> str:
+    """Record what a chart cannot show, and odd names; return something."""
+    import numpy as np
+
+    rank = current_rank()
+    rank.record(1, huge=10**400, wide=1.7e308, count=np.uint64(2**64 - 1), flag=np.bool_(True))
+    rank.record(2, wide=-1.7e308, **{"\ud800 <b>": 1.0, "loss": 5e-324})
+    rank.record(3, loss=1e249)
+    return "the value"
 
 
 def draw(steps: list[int]) -> list[Any]:

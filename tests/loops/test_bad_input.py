@@ -79,6 +79,7 @@ def call_here() -> None:
     [
         (own_functions.step_back, "save", "save: step 2 comes after step 3, and steps must not go back; count on"),
         (own_functions.step_back, "record", "record: step 2 comes after step 3, and steps must not go back; count on"),
+        (own_functions.save_wrong, "list", "save: the state is a list; give a dict, such as"),
         (own_functions.save_wrong, "inner", r"torch.load\(weights_only=True\) refuses state\['model'\]; give tensors"),
         (own_functions.save_wrong, "later", r"torch.load\(weights_only=True\) refuses state\['best'\]; give tensors"),
     ],

@@ -46,6 +46,15 @@ def test_a_page_that_cannot_be_made_costs_the_function_nothing(
     assert not (tmp_path / "run/report.html").exists()
 
 
+def test_no_number_costs_what_the_function_returns(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither in the records nor on the page."""
+    assert run(own_functions.record_extremes, num_ranks=1) == "the value"
+    first, *_ = [record for record in read_records(tmp_path / "run/metrics.jsonl") if record["kind"] == "record"]
+    assert (first["huge"], first["count"], first["flag"]) == (None, 2.0**64, 1)
+    assert "1.7e+308" in (tmp_path / "run/report.html").read_text()
+    assert "no report.html" not in capfd.readouterr().err
+
+
 def test_a_new_run_in_the_folder_begins_anew_and_keeps_own_files(run: Run, tmp_path: Path) -> None:
     """Own files in the folder of checkpoints, too."""
     own = tmp_path / "run/checkpoints/epoch-3.pt"

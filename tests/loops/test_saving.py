@@ -101,6 +101,18 @@ def test_a_request_to_stop_makes_a_save_due(launch: Launch, run: Run, tmp_path: 
     stop_and_go_on(run, tmp_path, "due", signal.SIGTERM, launch=launch)
 
 
+def test_a_function_that_never_asks_has_8_seconds_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(checkpoints, "UNANNOUNCED_SECONDS", 0.5)
+    saving = Checkpoints(tmp_path, NO_IDENTITY, None, 60.0)
+    saving.save(1, {"step": 1})
+    saving.wait_until_written()
+    begin = time.monotonic()
+    assert saving.save_now(60.0) == 1
+    assert 0.5 <= time.monotonic() - begin < 30
+    saving.close()
+
+
 def test_a_function_that_does_not_save_in_time_is_ended(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,3 +183,34 @@ def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pyte
     saving.save(3, {"step": 3})
     saving.close()
     assert checkpoint.newest_step(tmp_path) == 2
+
+
+def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    in_the_way = tmp_path / "checkpoints"
+    in_the_way.touch()
+    saving = Checkpoints(tmp_path, NO_IDENTITY, None, 60.0)
+    saving.save(1, {"step": 1})
+    asked = threading.Thread(target=lambda: answers.append(saving.save_now(30.0)))
+    answers: list[int] = []
+    asked.start()
+    wait_until(saving.due)
+    saving.save(2, {"step": 2})
+    saving.wait_until_written()
+    in_the_way.unlink()
+    saving.save(3, {"step": 3})
+    asked.join()
+    assert answers == [3]
+
+
+def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    saving = Checkpoints(tmp_path, NO_IDENTITY, None, 0.0)
+    for step in range(3):
+        saving.save(step, {})
+        assert saving.load() is None
+    saving.close()
+    assert capfd.readouterr().err.count("checkpoint could not be written: ") == 1
