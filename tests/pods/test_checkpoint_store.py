@@ -137,13 +137,23 @@ def test_abandoned_files_are_deleted(
     assert (old / "of somebody else").exists()
 
 
+@pytest.mark.parametrize(("failures", "fails"), [(3, False), (4, True)])
 def test_a_store_that_does_not_answer_is_asked_four_times(
-    store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(folder: str) -> object:
-        raise UnavailableError("HTTP 503 SlowDown", transient=True)
+    store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    failures: int, fails: bool,
+) -> None:  # fmt: skip
+    store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
+    errors, list_files = iter([UnavailableError("HTTP 503 SlowDown", transient=True)] * failures), storage.list_files
 
-    monkeypatch.setattr(storage, "list_files", refuse)
-    with pytest.raises(UnreachableError, match="HTTP 503 SlowDown"):
-        begun(store, tmp_path / "0")
+    def list_after_errors(folder: str) -> object:
+        if error := next(errors, None):
+            raise error
+        return list_files(folder)
+
+    monkeypatch.setattr(storage, "list_files", list_after_errors)
+    if fails:
+        with pytest.raises(UnreachableError, match="HTTP 503 SlowDown"):
+            begun(store, tmp_path / "0")
+    else:
+        assert begun(store, tmp_path / "0") == 5
     assert capsys.readouterr().out.count("HTTP 503 SlowDown; next try") == 3

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,12 @@ from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.user import FlyteRecoverableException
 from kept_checkpoints import names, write
+from processes import wait_until
 from s3_server import S3Server
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.checkpoint_store import DONE, STARTED, CheckpointStore
+from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import UNFINISHED
@@ -73,6 +75,20 @@ class TestInAPod:
     def newest_step(folder: Path) -> int:
         newest = checkpoint.verify_checkpoints(folder)[0]
         return newest.step if newest else 0
+
+    def test_checkpoints_are_sent_before_old_files_are_deleted(self, project: Path, tmp_path: Path) -> None:
+        """Which is done at the end."""
+        abandoned = project / "another/execution"
+        abandoned.mkdir(parents=True)
+        (abandoned / f"{SAVED}-0-1-0-{int(time.time()) - 15 * 86_400}").write_text("content")
+
+        def save(folder: Path) -> None:
+            write(folder / SLOTS[0], 4)
+            wait_until(lambda: names(project / "run") == ["one 0 4"])
+            assert len(names(project / "another")) == 1
+
+        self.attempt(tmp_path / "0", save)
+        assert names(project / "another") == []
 
     def test_the_last_checkpoint_is_sent(self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(folder: Path) -> None:
