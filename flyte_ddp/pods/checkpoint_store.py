@@ -184,11 +184,15 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest."""
-        header = checkpoint.read_checkpoint(path)
-        if header is None:
-            raise FileNotFoundError(path)
-        storage.write_file(self.new_file_address(SAVED, header.step, header.epoch, header.time), path)
+        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest.
+
+        Raises FileNotFoundError if there is none.
+        """
+        with path.open("rb") as file:
+            this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
+            header = checkpoint.read_checkpoint(this)
+            assert header is not None
+            storage.write_file(self.new_file_address(SAVED, header.step, header.epoch, header.time), this)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:

@@ -155,7 +155,6 @@ class CheckpointUploader:
             if version is None or self.uploaded.get(name) == version:
                 continue
             try:
-                # If a newer one takes its place meanwhile, that is sent, whole, by the older one's name.
                 self.store.upload_checkpoint(self.folder / name)
                 self.uploaded[name] = version
             except FileNotFoundError:  # the run is over and has removed them

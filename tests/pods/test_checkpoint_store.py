@@ -11,7 +11,8 @@ from kept_checkpoints import begun, names, write
 from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, parse_run_file
-from flyte_ddp.runs.checkpoint import SLOTS
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import SLOTS, Checkpoint
 from flyte_ddp.storage import ForbiddenError, UnavailableError
 
 
@@ -29,6 +30,22 @@ def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
     assert names(base) == ["one 0 7", "one 2 9"]
     assert begun(replace(store, attempt=5), tmp_path / "5") == 9
     assert names(base, STARTED) == ["one 0 0", "one 0 7", "one 1 7", "one 2 7", "one 5 9"]
+
+
+def test_a_newer_checkpoint_is_not_sent_by_an_older_ones_name(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = write(tmp_path / "a.ckpt", 5), checkpoint.read_checkpoint
+
+    def replace_when_read(found: Path) -> Checkpoint | None:
+        header = read(found)
+        write(path, 7)
+        return header
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_checkpoint", replace_when_read)
+        store.upload_checkpoint(path)
+    assert begun(store, tmp_path / "0") == 5
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7)])

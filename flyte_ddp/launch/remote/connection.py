@@ -124,7 +124,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
         ):
             hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
             # Another build's may have more values, or fewer; whoever takes it compares ``code``.
-            said = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
+            said: dict[str, Any] = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
             seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
             arrived.put(WorkerConnection(**said, pipe=pipe, seen_at=seen_at, reached_at=reached_at))
 
