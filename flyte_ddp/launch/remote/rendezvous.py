@@ -202,7 +202,10 @@ class RemoteHandle(RankHandle):
         super().send_work(work)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Keep what a message tells of the rank, write its piece of a file or a result, or its event; drop "port"."""
+        """Keep what a message tells of the rank, and write its piece of a file or of a result, or its event.
+
+        Drops "port", which the supervisor hands on before: it can come only after the work.
+        """
         if message["kind"] == "error" and not self.worker.is_on_launcher_host:
             message["time"] = time.monotonic()  # another host's clock has told its own
         if message["kind"] == "exit":
