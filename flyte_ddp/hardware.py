@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters, check_batch_size
+from flyte_ddp.checks.contradictions import check_batch_size
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
 from flyte_ddp.settings import REQUESTED_GPUS

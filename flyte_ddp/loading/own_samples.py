@@ -125,9 +125,9 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 
 
 def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
-    """Return ``own``, its attributes, and its code's globals and closure variables that have ``set_random_seed``.
+    """Return the objects with ``set_random_seed`` among ``own``, its attributes, and the variables that its code uses.
 
-    Not what these contain. ``method`` is the code of an object.
+    Variables are globals and a closure's. What these contain is not looked at. ``method`` is the code of an object.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method

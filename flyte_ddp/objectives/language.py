@@ -37,6 +37,7 @@ class Language(Objective):
         self.decode: Callable[[list[int]], str] | None = load_callable(decode) if decode else None
 
     def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless ``targets`` [samples, places] are tokens below ``outputs``, or -100 for none."""
         require_targets("language", targets, (2,), "iu", "whole numbers [samples, places]")
 
         def are_right(part: NDArray[Any]) -> Any:

@@ -23,10 +23,11 @@ OPTIONS: dict[str, Any] = {"triton.prefer_nd_tiling": True, "realize_opcount_thr
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, fused_on: str = "cuda") -> None:
-    """Give the model's dropout layers a ``forward`` that draws by the samples of ``this_pass``; their classes stay.
+    """Set the ``forward`` of the model's dropout layers to one that draws by the samples of ``this_pass``.
 
-    Those are Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row". Layers with another
-    ``forward``, and scripted modules, stay as they are. Devices of the type ``fused_on`` draw and drop in one kernel.
+    These layers are Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row"; others, layers with
+    another ``forward``, and scripted modules stay as they are. Sets ``has_dropout`` of the pass if there are any.
+    Devices of the type ``fused_on`` draw and drop in one kernel.
     """
 
     # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
