@@ -201,7 +201,7 @@ def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings 
     """Return the work of ranks that train on this machine and keep their files in ``folder``."""
     request, identity = request_ranks(hp), checkpoint_identity(hp, data)
     world = detect_world(request)
-    return Work("", Training(hp, settings, data), request, folder, identity, 600.0, 1.0, world=world)
+    return Work("", Training(hp, data), request, folder, identity, settings, world=world)
 
 
 def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:

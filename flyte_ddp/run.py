@@ -97,13 +97,11 @@ def run_training(
                         launch(
                             Work(
                                 function="flyte_ddp.training.train:train",
-                                arguments=Training(hp, settings, data),
+                                arguments=Training(hp, data),
                                 request=request,
                                 output_folder=unfinished,
                                 identity=identity,
-                                timeout=settings.timeout,
-                                save_seconds=settings.save_seconds,
-                                quiet=settings.progress == "off",
+                                settings=settings,
                                 checkpoint=found,
                                 files={INITIAL_WEIGHTS: weights} if weights else {},
                                 own_code=hp.own_code(),

@@ -186,7 +186,7 @@ def is_leader() -> bool:
 
 def run_as_rank_0(work: Work) -> None:
     """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run."""
-    store, info = join_group(work.timeout)
+    store, info = join_group(work.settings.timeout)
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
     hosts = (LOOPBACK,) if alone else host_addresses()
 

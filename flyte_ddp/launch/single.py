@@ -58,7 +58,7 @@ def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]
     def save_and_interrupt() -> None:
         nonlocal saved_step
         if stop.wait_for_request():
-            saved_step = save(work.save_seconds)
+            saved_step = save(work.settings.save_seconds)
             main = threading.main_thread().ident
             with ending:
                 if not over and main is not None:

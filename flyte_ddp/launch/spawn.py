@@ -38,4 +38,4 @@ def launch(work: Work) -> None:
                 processes.start_process(group, info)
         for handle in group:
             handle.send_work(work)
-        supervise_ranks(group, stop, work.timeout, work.save_seconds)
+        supervise_ranks(group, stop, work.settings)

@@ -17,7 +17,6 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.settings import Settings
 from flyte_ddp.user_code import source as user_source
 
 RETURNED = "returned.pickle"  # what rank 0 has returned: in the run's folder, until the launcher has read it
@@ -25,7 +24,7 @@ RETURNED = "returned.pickle"  # what rank 0 has returned: in the run's folder, u
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments, pickled, so that only ranks need to import what they need."""
+    """A function with its arguments, pickled, so that only ranks need to import what they need: a Work's arguments."""
 
     name: str  # of the function, for people
     payload: bytes  # cloudpickle's, of function, positional and keyword arguments
@@ -37,14 +36,6 @@ class Call:
         """Unpickle the call, which imports modules, and return the function with its arguments; call it without any."""
         function, args, kwargs = cloudpickle.loads(self.payload)
         return partial(function, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class FunctionCall:
-    """The arguments of the Work of a user's call."""
-
-    call: Call
-    settings: Settings
 
 
 def describe_call(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.files import replace_file
 from flyte_ddp.launch.supervise.rank import NO_LIMIT, Rank
-from flyte_ddp.loops.call import RETURNED, Call, FunctionCall
+from flyte_ddp.loops.call import RETURNED, Call
 from flyte_ddp.loops.checkpoints import Checkpoints
 from flyte_ddp.loops.current_rank import CurrentRank, set_current_rank
 from flyte_ddp.loops.records import Records
@@ -34,16 +34,16 @@ def run_function(rank: Rank) -> None:
 
     All ranks must call it, and wait for all. Raises the function's own exceptions, and a RuntimeError for ``sys.exit``.
     """
-    given: FunctionCall = rank.work.arguments
+    call: Call = rank.work.arguments
     store = rank.open_store()
     with (
         torchrun_variables(rank, store.port),
-        default_group_timeout(rank.work.timeout),
+        default_group_timeout(rank.work.settings.timeout),
         stores_apart(),
         offered(rank, store) as current,
         own_process_group(rank),
     ):
-        function = given.call.load()
+        function = call.load()
         try:
             value = function()
         except SystemExit as error:
@@ -59,11 +59,11 @@ def run_function(rank: Rank) -> None:
 @contextmanager
 def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
     """Let :func:`current_rank` return this rank in the block, and write the state that was saved last at its end."""
-    work, info, given = rank.work, rank.info, rank.work.arguments
-    checkpoints = Checkpoints(work.output_folder, work.identity, work.checkpoint, given.settings.checkpoint_seconds)
+    work, info, settings = rank.work, rank.info, rank.work.settings
+    checkpoints = Checkpoints(work.output_folder, work.identity, work.checkpoint, settings.checkpoint_seconds)
     is_leader = info.rank == 0
     first = work.checkpoint.step if work.checkpoint else 0
-    records = Records(work.output_folder, given.settings.progress, first) if is_leader else None
+    records = Records(work.output_folder, settings.progress, first) if is_leader else None
     device = torch.device("cuda", info.local_rank) if work.world.device_type == "cuda" else torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"])
     current = CurrentRank(
@@ -91,7 +91,7 @@ def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
 
 
 def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
-    call: Call = rank.work.arguments.call
+    call: Call = rank.work.arguments
     return {
         "function": call.name,
         "hyperparameters": dict(call.shown),
@@ -216,19 +216,19 @@ def write_returned(value: Any, path: Path) -> None:
 
 def wait_for_others(rank: Rank, store: Any) -> None:
     """Wait until every rank has reached this call, because rank 0's process serves the store that all use."""
-    others = range(1, rank.info.world_size)
+    others, timeout = range(1, rank.info.world_size), rank.work.settings.timeout
     if not others:
         return
     with translate_collective_errors():
         if rank.info.rank == 0:
-            limit = timedelta(seconds=rank.work.timeout)
+            limit = timedelta(seconds=timeout)
             store.wait([f"{DONE} {other}" for other in others], limit)
             store.set(DONE, "")
             store.wait([f"{LEFT} {other}" for other in others], limit)
         else:
             store.set(f"{DONE} {rank.info.rank}", "")
-            waiting = f"rank 0 has not returned {rank.work.timeout:g} s after rank 1; rank 1 waits without a limit"
-            notice = threading.Timer(rank.work.timeout, print, [waiting], {"file": sys.stderr, "flush": True})
+            waiting = f"rank 0 has not returned {timeout:g} s after rank 1; rank 1 waits without a limit"
+            notice = threading.Timer(timeout, print, [waiting], {"file": sys.stderr, "flush": True})
             notice.daemon = True
             if rank.info.rank == 1:
                 notice.start()

@@ -15,7 +15,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import results
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.launch.default import choose_launcher
-from flyte_ddp.loops.call import RETURNED, Call, FunctionCall, describe_call
+from flyte_ddp.loops.call import RETURNED, Call, describe_call
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
@@ -123,13 +123,11 @@ def run_call(
             launch(
                 Work(
                     function="flyte_ddp.loops.in_rank:run_function",
-                    arguments=FunctionCall(call, settings),
+                    arguments=call,
                     request=request,
                     output_folder=folder,
                     identity=identity,
-                    timeout=settings.timeout,
-                    save_seconds=settings.save_seconds,
-                    quiet=settings.progress == "off",
+                    settings=settings,
                     checkpoint=found,
                     own_code=call.own_code,
                 )

@@ -1,13 +1,14 @@
 """The work order of the ranks. Needs no torch, so that a launcher can start ranks before it has imported torch."""
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity
+from flyte_ddp.settings import Settings
 
 NOT_FOUND = World(num_ranks=0)
 
@@ -21,9 +22,7 @@ class Work:
     request: Request  # the ranks that the launcher is to find capacity for
     output_folder: Path  # where ranks write; on the launcher's host the run folder, or a training's unfinished/ in it
     identity: Identity  # what a checkpoint must belong to
-    timeout: float  # seconds that a rank waits for others
-    save_seconds: float  # limit for saving a checkpoint when the run is told to stop
-    quiet: bool = False  # whether nothing is printed that is no failure
+    settings: Settings
     checkpoint: Checkpoint | None = None  # from which the run resumes
     files: Mapping[str, Path] = field(default_factory=dict)  # what hosts without the output folder must be sent
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
@@ -32,10 +31,7 @@ class Work:
     sees_run_folder: bool = True  # whether output_folder is the launcher's; else results go to the launcher as messages
 
     def prepare_on_host(self) -> Self:
-        if not self.on_host:
-            return self
-        module, _, name = self.on_host.partition(":")
-        prepared: Self = getattr(import_module(module), name)(self)
+        prepared: Self = pkgutil.resolve_name(self.on_host)(self) if self.on_host else self
         return prepared
 
 

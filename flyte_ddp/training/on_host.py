@@ -28,7 +28,7 @@ def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None =
     name = work.identity.data
     if encoded_kind(hp.dataset):
         name = digest_lines([name, hp.dataset, hp.test_dataset])
-    folder = given.settings.cache_folder / "prepared" / name
+    folder = work.settings.cache_folder / "prepared" / name
     with hold_lock(folder.parent, f"{name}.lock"):
         if read_prepared_digest(folder, whole=True) != work.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it

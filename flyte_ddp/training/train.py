@@ -53,7 +53,7 @@ def train(rank: Rank) -> None:
     """
     rank.join()
     work, training = rank.work, cast("Training", rank.work.arguments)
-    hp, settings, data = training.hp, training.settings, open_prepared(training.data)
+    hp, settings, data = training.hp, work.settings, open_prepared(training.data)
     hardware = choose_hardware(hp, work.world, min(gather_objects(bf16_support(work.world.device_type))))
     refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
     state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)

@@ -29,12 +29,13 @@ from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.runs.work import Work
+from flyte_ddp.settings import Settings
 
 LIMIT = 30.0  # seconds; nothing here takes them
 
 
 def work_in(folder: Path, **changes: Any) -> Work:
-    return Work("", None, Request(1), folder, IDENTITY, LIMIT, LIMIT, world=World(1), **changes)
+    return Work("", None, Request(1), folder, IDENTITY, Settings(), world=World(1), **changes)
 
 
 def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
@@ -52,7 +53,7 @@ def test_what_came_before_supervision_does_not_wait_for_another_message(tmp_path
     agent.send({"kind": "stored"} if said == "stop" else {"kind": "exit", "code": 1})
     with ThreadPoolExecutor(1) as pool:
         handle.send_work(work_in(tmp_path, files={"weights": tmp_path / "weights.pt"}))
-        supervising = pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), LIMIT, save_seconds=0.0)
+        supervising = pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), Settings(save_seconds=0.0))
         with pytest.raises(StoppedError if said == "stop" else UserError):
             supervising.result(LIMIT)
 
@@ -155,5 +156,5 @@ def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(handle.read_stack).result(LIMIT) == ""
         with pytest.raises(OutOfMemoryError):
-            pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), LIMIT, LIMIT).result(LIMIT)
+            pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), Settings()).result(LIMIT)
         pool.submit(handle.close).result(LIMIT)

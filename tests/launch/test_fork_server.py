@@ -21,6 +21,7 @@ from flyte_ddp.launch.supervise.fork_server import SERVER, ForkedHandle
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.runs.work import Work
+from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.cold
 
@@ -133,5 +134,5 @@ def test_an_exit_code_that_comes_just_after_the_end_of_its_rank_was_seen(monkeyp
 
     monkeypatch.setattr(supervisor, "wait_and_handle_messages", wait_then_send)
     with pytest.raises(RankLostError, match=r"^rank 0 was killed by SIGKILL$"):
-        supervisor.supervise_ranks([ForkedHandle(0, server, pipe, stacks, exit_pipe)], StopRequest(), 600.0, 1.0)
+        supervisor.supervise_ranks([ForkedHandle(0, server, pipe, stacks, exit_pipe)], StopRequest(), Settings())
     assert waits == [False, False]

@@ -32,6 +32,7 @@ from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.runs.work import Work
+from flyte_ddp.settings import Settings
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Meeting:
 
 @pytest.fixture
 def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    work = Work("", None, Request(1), tmp_path, IDENTITY, timeout=600.0, save_seconds=1.0)
+    work = Work("", None, Request(1), tmp_path, IDENTITY, Settings())
     with open_rendezvous(work, "127.0.0.1") as found, ExitStack() as stack:
         yield Meeting(found, stack)
 

@@ -22,6 +22,7 @@ from flyte_ddp.launch import single, spawn
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.runs.work import Work
+from flyte_ddp.settings import Settings
 
 HP = replace(TWO_RANKS, num_ranks=1)
 
@@ -98,4 +99,4 @@ def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, c
 
 def test_more_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_ranks=2: one rank at most runs in this process"):
-        single.launch(Work("", None, Request(2), tmp_path, IDENTITY, timeout=1.0, save_seconds=1.0))
+        single.launch(Work("", None, Request(2), tmp_path, IDENTITY, Settings()))

@@ -133,7 +133,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     """And no error says that there is none."""
     (work / FOLDER / SLOTS[0]).unlink()
     cut(work / FOLDER / SLOTS[1])
-    lost = Work("", None, Request(1), work, IDENTITY, timeout=1.0, save_seconds=1.0, quiet=True)
+    lost = Work("", None, Request(1), work, IDENTITY, QUIET)
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         resume_from_newest_checkpoint(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)

@@ -54,9 +54,9 @@ def host_has(tmp_path: Path) -> HostHas:
         launcher = launcher or fetch(dataset, source, folder, progress="off")
         hp = Hyperparameters(dataset=dataset, data_source=source, num_ranks=1)
         settings = Settings(cache_folder=tmp_path / "cache")
-        training = Training(hp, settings, data=Path("/nowhere"))
+        training = Training(hp, data=Path("/nowhere"))
         identity = replace(IDENTITY, data=read_prepared_digest(launcher))
-        work = Work("", training, Request(1), tmp_path, identity, timeout=1.0, save_seconds=1.0)
+        work = Work("", training, Request(1), tmp_path, identity, settings)
         found = find_or_fetch_data(work)
         assert found == replace(work, arguments=replace(training, data=found.arguments.data))
         return found.arguments.data

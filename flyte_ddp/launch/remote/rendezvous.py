@@ -95,7 +95,7 @@ class Rendezvous:
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
                     send_work_in_turn(group, work, stop)
-                    supervise_ranks(group, stop, work.timeout, work.save_seconds)
+                    supervise_ranks(group, stop, work.settings)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
                         failure = error
@@ -253,7 +253,7 @@ def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest
 def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
     """Rewind the output folder to its newest checkpoint, print ``why``, and return the work with that, if any."""
     found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
-    if not work.quiet:
+    if work.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print(f"{why}; {what}", file=sys.stderr, flush=True)
     return replace(work, checkpoint=found)

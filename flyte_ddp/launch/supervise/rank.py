@@ -42,7 +42,7 @@ class Rank:
     def open_store(self) -> TCPStore:
         """Open the store of rank 0, which all ranks share, as do process groups by ``env://`` at its address."""
         with translate_collective_errors():
-            return open_tcp_store(self.info, self.link, timedelta(seconds=self.work.timeout))
+            return open_tcp_store(self.info, self.link, timedelta(seconds=self.work.settings.timeout))
 
     def join_by(self, store: Store) -> None:
         report_error = self.link.report_error if self.link else lambda _: None
@@ -54,7 +54,7 @@ class Rank:
         if self.info.world_size > 1:
             if self.info.store:  # a TCPStore looks up names of hosts, and would wait for a resolver that is down
                 self.store = FileStore(self.info.store, self.info.world_size)
-                self.store.set_timeout(timedelta(seconds=self.work.timeout))
+                self.store.set_timeout(timedelta(seconds=self.work.settings.timeout))
             else:
                 self.store = self.open_store()
             self.join_by(self.store)
@@ -80,7 +80,7 @@ def run_rank(
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
     if info.world_size > 1:
-        distributed.timeout_seconds = work.timeout
+        distributed.timeout_seconds = work.settings.timeout
         patch_collective_wait()
     rank = Rank(work, info, offer_saving, link)
     with explain_failed_device(f"{work.world.device_type}:{info.local_rank}"):
@@ -124,14 +124,14 @@ def join_process_group(work: Work, info: RankInfo, store: Store, report_error: C
     """Join torch's process group; on a GPU, report to the launcher a collective operation that takes too long."""
     on_gpu = work.world.device_type == "cuda"
     if on_gpu:
-        watch_collectives(work.timeout, report_error, torch.cuda.Event)
+        watch_collectives(work.settings.timeout, report_error, torch.cuda.Event)
     with in_collective():  # NCCL connects the ranks here, and has no limit for that
         dist.init_process_group(
             work.world.backend,
             store=store,
             rank=info.rank,
             world_size=info.world_size,
-            timeout=distributed.group_timeout(work.timeout, on_gpu=on_gpu),
+            timeout=distributed.group_timeout(work.settings.timeout, on_gpu=on_gpu),
             device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
         )
 

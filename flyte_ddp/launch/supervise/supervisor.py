@@ -9,6 +9,7 @@ from flyte_ddp.errors import RankLostError
 from flyte_ddp.launch.supervise.failures import NO_STACK, find_root_cause, first_failure
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
+from flyte_ddp.settings import Settings
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
 LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
@@ -16,10 +17,10 @@ SAVE_AFTER_FAILURE_SECONDS = 8.0  # for a checkpoint, when rank 0 may wait for a
 START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
-def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
+def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, settings: Settings) -> None:
     """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
 
-    Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``.
+    Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to the settings' ``save_seconds``.
     """
     deadline = time.monotonic() + START_SECONDS
     seconds: float | None = 0.0  # at first: a failure, or a stop, that came while work was sent is known already
@@ -29,9 +30,9 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
             wait_for_root_cause(group, stop)
-            raise first_failure(group, timeout)
+            raise first_failure(group, settings.timeout)
         if stop.signal is not None:
-            raise stop_error(stop.signal, request_checkpoint(group, stop, save_seconds))
+            raise stop_error(stop.signal, request_checkpoint(group, stop, settings.save_seconds))
         late = next((handle for handle in group if not handle.has_started()), None)
         seconds = max(0.0, deadline - time.monotonic()) if late else None
         if late and seconds == 0.0:
