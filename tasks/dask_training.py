@@ -1,13 +1,10 @@
 """The training task on Dask: a worker for each rank, set up by Flyte for the run; locally, workers of this machine."""
 
-from functools import partial
-
 from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
-from flyte_ddp.run import run_training
 from flytekitplugins.ddp.dask import RUNNER, dask_cluster
 from flytekitplugins.ddp.resources import requests_and_limits
 from flytekitplugins.ddp.run import engine_launcher
@@ -31,5 +28,4 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses DASK_SCHEDULER_ADDRESS, if set.
     """
-    train = partial(run_training, launch=engine_launcher("dask", WORKERS))
-    return training_outputs(train_in_run_folder(hp, data, run_version, train))
+    return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("dask", WORKERS)))

@@ -1,6 +1,5 @@
 """The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import Elastic
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
-from flyte_ddp.run import run_training
 from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from tasks import pods
@@ -34,20 +31,15 @@ class ElasticTrainingTask(ReplacedPodsTask):
     """The task type of :func:`train_on_elastic`, which is registered for ElasticTraining."""
 
     def _execute(self, **inputs: Any) -> Any:
-        """Train in workers of this machine; in a pod, start this node's workers and return rank 0's outputs.
-
-        A pod with rank 0 publishes the console's page meanwhile: Flyte's decks are of this process, not of workers.
-        """
+        """Train in workers of this machine; in a pod, start this node's workers and return rank 0's outputs."""
         from flyte_ddp.launch import elastic
 
         version = inputs["run_version"]
         if not is_in_pod():
-            train = partial(run_training, launch=elastic.launch)
             with translate_errors_for_flyte():
-                return training_outputs(train_in_run_folder(inputs["hp"], inputs["data"], version, train))
+                return training_outputs(train_in_run_folder(inputs["hp"], inputs["data"], version, elastic.launch))
         folder = resolve_folder(version)  # sets the variable by which workers know the folder
-        page = publish_report_while_training(PLATFORM, folder) if elastic_pods.has_rank_0() else nullcontext()
-        with translate_errors_for_flyte(), page:
+        with translate_errors_for_flyte(), publish_report_while_training(PLATFORM, folder):
             return training_outputs(self.launch_workers(self.task_function, **inputs))
 
 
@@ -69,12 +61,10 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     from flyte_ddp.launch import elastic
     from flyte_ddp.training.on_host import find_or_fetch_data
 
-    train = partial(run_training, launch=elastic.launch)
+    run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
     prepare = partial(find_or_fetch_data, fetch_into=partial(download_data, data))
     # Workers run it in pods alone. There the plugin takes rank 0's result, of which _execute makes outputs.
-    with translate_errors_for_flyte():
-        run = partial(train_in_run_folder, hp, data, run_version, train, page=False)
-        return elastic.run_in_worker(run, prepare)  # type: ignore[arg-type, return-value]
+    return elastic.run_in_worker(run, prepare)  # type: ignore[return-value]
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:

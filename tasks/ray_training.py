@@ -1,13 +1,10 @@
 """The training task on Ray: a cluster that Flyte sets up for the run, or a running one, or locally this machine."""
 
-from functools import partial
-
 from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.profiles import chosen_profile, read_node_range
-from flyte_ddp.run import run_training
 from flytekitplugins.ddp.ray import SUBMITTER, ray_cluster
 from flytekitplugins.ddp.resources import requests_and_limits
 from flytekitplugins.ddp.run import engine_launcher
@@ -28,5 +25,4 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
     """
-    train = partial(run_training, launch=engine_launcher("ray", read_node_range()[1]))
-    return training_outputs(train_in_run_folder(hp, data, run_version, train))
+    return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("ray", read_node_range()[1])))

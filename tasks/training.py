@@ -1,7 +1,5 @@
 """The training task: one pod, one rank for each of its GPUs."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import List, NamedTuple
 
@@ -17,7 +15,7 @@ from flyte_ddp.pods.retries import sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
-from flyte_ddp.settings import Settings
+from flyte_ddp.runs.work import Launch
 from flyte_ddp.text.formatting import format_measure, name_measure
 from tasks import pods
 from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
@@ -33,9 +31,6 @@ class TrainingOutputs(NamedTuple):
     metrics: FlyteFile
 
 
-Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths are the data and the run folder
-
-
 @flyte_task(**pods.training_pod(), cache=pods.training_cache())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
@@ -43,11 +38,11 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     Takes what check_inputs returns, and returns what training_wf does. A local run trains only if its run folder lacks
     these files. A pod continues from the run's newest checkpoint, and shows the report while it trains.
     """
-    return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
+    return training_outputs(train_in_run_folder(hp, data, run_version))
 
 
 def train_in_run_folder(
-    hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train, *, page: bool = True
+    hp: Hyperparameters, data: FlyteDirectory, run_version: str, launch: Launch | None = None
 ) -> Result:
     """Download the data, train in the run's folder unless a local run is finished there, and return the result."""
     folder = paths.resolve_folder(run_version)
@@ -56,13 +51,13 @@ def train_in_run_folder(
         print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
         return read_result(folder)
     with (
-        publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
+        publish_report_while_training(PLATFORM, folder),
         upload_unsent_wandb(PLATFORM, folder),
         sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,
     ):
         prepared = Path(data.download())
         record_attempt_start()
-        return train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
+        return run_training(hp, prepared, folder, read_run_settings(PLATFORM, folder.name), launch=launch)
 
 
 def training_outputs(result: Result) -> TrainingOutputs:

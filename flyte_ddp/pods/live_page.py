@@ -1,10 +1,12 @@
 """The console's page of a task that runs ranks, from its first second on: the figures so far, renewed while it runs."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from flyte_ddp.pods.elastic import WORKER_VARIABLE, has_rank_0
 from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.retries import start_thread_in_context
 from flyte_ddp.report import report
@@ -26,9 +28,10 @@ def publish_page_while_running(
 ) -> Iterator[None]:
     """Publish a pod's page ``title`` every 30 s during the block, and at its end; do nothing locally.
 
-    ``render`` is called in a thread; until it has returned a page, ``placeholder`` is published. Ignores errors.
+    Of Elastic's pods that with rank 0 does it, and not its workers. ``render`` is called in a thread; until it has
+    returned a page, ``placeholder`` is published. Ignores errors.
     """
-    if not is_in_pod():
+    if not is_in_pod() or not has_rank_0() or WORKER_VARIABLE in os.environ:
         yield
         return
     ended, failure = threading.Event(), ""

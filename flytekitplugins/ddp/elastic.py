@@ -1,7 +1,6 @@
 """Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
 
 import pickle
-from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -99,7 +98,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         if not is_in_pod():
             return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), elastic.launch)
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
-        with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
+        with publish_function_page(PLATFORM, folder, run):
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))
         do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run)))
         return returned
@@ -111,7 +110,7 @@ def run_worker(call: Call, run: str) -> bytes | None:
 
     def lead() -> bytes:
         # Elastic itself would send tensors as shared memory, which goes with the worker.
-        return pickle_by_value(run_in_folder(call, run, Request(), elastic.launch, page=False))
+        return pickle_by_value(run_in_folder(call, run, Request(), elastic.launch))
 
     when_written.set([])
     with translate_errors_for_flyte():

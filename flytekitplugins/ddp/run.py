@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
@@ -46,15 +45,15 @@ def engine_launcher(engine: str, hosts: int) -> Launch:
     return partial(launch, retries=ENGINE_RETRIES, hosts_to_come=hosts if is_in_pod() else 0)
 
 
-def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:
+def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None) -> Any:
     """Run a call on ranks in the folder named ``run``, resuming an earlier attempt; return what rank 0 has returned.
 
-    In a pod, syncs checkpoints with the blob store, uploads what wandb could not send, and publishes the console's page
-    if ``page``. Saves are removed, and the result is recorded, when the outputs are written.
+    In a pod, syncs checkpoints with the blob store, uploads what wandb could not send, and publishes the console's
+    page. Saves are removed, and the result is recorded, when the outputs are written.
     """
     folder = resolve_folder(run)
     with (
-        publish_function_page(PLATFORM, folder, run) if page else nullcontext(),
+        publish_function_page(PLATFORM, folder, run),
         upload_unsent_wandb(PLATFORM, folder),
         sync_checkpoints(PLATFORM, run, folder, defer=do_when_written) as record_attempt_start,
     ):
