@@ -27,7 +27,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
+from flyte_ddp.launch.supervise.rank import Rank, keep_freed_memory
 from flyte_ddp.order import sampling
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
@@ -82,7 +82,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), RANKS)  # type: ignore[attr-defined]
-    join_process_group(work, RankInfo(rank, RANKS, local_rank=rank), store, print)
+    Rank(work, RankInfo(rank, RANKS, local_rank=rank), print).join_by(store)
     state = TrainingState(hp, detect_hardware(hp), open_prepared(Path(order["data"])), None)
     with closing(Recorder(folder, state)) as recorder:
         sides = {

@@ -3,14 +3,12 @@
 import faulthandler
 import os
 import pkgutil
-import random
 import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -18,6 +16,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link, RankInfo, SaveFunction
 from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import explain_failed_device, patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
@@ -40,14 +39,46 @@ class Rank:
         self.store: Store | None = None  # the ranks' common store; join() alone sets it
 
     def open_store(self) -> TCPStore:
-        """Open the store of rank 0, which all ranks share, as do process groups by ``env://`` at its address."""
+        """Open the ranks' common store, at which groups by ``env://`` meet, too; rank 0 serves it at a free port."""
+        info, link, timeout = self.info, self.link, timedelta(seconds=self.work.settings.timeout)
         with translate_collective_errors():
-            return open_tcp_store(self.info, self.link, timedelta(seconds=self.work.settings.timeout))
+            if info.rank != 0 and link is not None:
+                host, port = link.receive_address(timeout.total_seconds())
+                return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            with socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual) as server:
+                port = server.getsockname()[1]
+                store = TCPStore(
+                    "127.0.0.1",
+                    port,  # 0 would do, but torch keeps closed stores' ports, and fails for groups at one that returns
+                    info.world_size,
+                    is_master=True,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    master_listen_fd=server.detach(),
+                )
+            if link is not None:
+                link.send("port", port=port)
+            return store
 
     def join_by(self, store: Store) -> None:
-        report_error = self.link.report_error if self.link else lambda _: None
-        with translate_collective_errors():
-            join_process_group(self.work, self.info, store, report_error)
+        """Join torch's process group; on a GPU, report to the launcher a collective operation that takes too long."""
+        work, info = self.work, self.info
+        on_gpu = work.world.device_type == "cuda"
+        if on_gpu:
+            report_error = self.link.report_error if self.link else lambda _: None
+            watch_collectives(work.settings.timeout, report_error, torch.cuda.Event)
+        with translate_collective_errors(), in_collective():  # NCCL connects the ranks here, and has no limit for that
+            dist.init_process_group(
+                work.world.backend,
+                store=store,
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=distributed.group_timeout(work.settings.timeout, on_gpu=on_gpu),
+                device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
+            )
 
     def join(self) -> None:
         """Join torch's process group, and wait for all ranks, which must all call this, unless there is only one."""
@@ -96,46 +127,6 @@ def run_rank(
         rank.leave()
 
 
-def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:
-    """Return the ranks' common TCPStore, at a free port that rank 0 sends to the launcher, if there are other ranks."""
-    if info.rank != 0 and link is not None:
-        host, port = link.receive_address(timeout.total_seconds())
-        return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual) as listener:
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1",
-            port,  # 0 would do, but torch keeps the ports of closed stores, and fails for groups at one that returns
-            info.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
-    if link is not None:
-        link.send("port", port=port)
-    return store
-
-
-def join_process_group(work: Work, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
-    """Join torch's process group; on a GPU, report to the launcher a collective operation that takes too long."""
-    on_gpu = work.world.device_type == "cuda"
-    if on_gpu:
-        watch_collectives(work.settings.timeout, report_error, torch.cuda.Event)
-    with in_collective():  # NCCL connects the ranks here, and has no limit for that
-        dist.init_process_group(
-            work.world.backend,
-            store=store,
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=distributed.group_timeout(work.settings.timeout, on_gpu=on_gpu),
-            device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
-        )
-
-
 def keep_freed_memory(keep: bool = True) -> None:
     """Make glibc keep freed memory in this process for later steps; with ``keep`` False set glibc's defaults again.
 
@@ -150,14 +141,11 @@ def restore_settings() -> Iterator[None]:
     """Restore after the block what run_rank and the work's function set in the whole process."""
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
+        with keep_random_state(), torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
