@@ -1,6 +1,6 @@
 """Distributed data parallel training in plain PyTorch: the library below the Flyte tasks and workflows.
 
-The names in MODULES are the public API. Importing this package is cheap: each name is imported when it is first used.
+NAMES are the public API. Importing this package is cheap: each name is imported when it is first used.
 """
 
 from importlib import import_module
@@ -34,31 +34,22 @@ if TYPE_CHECKING:
     from flyte_ddp.settings import Settings as Settings
 
 __version__ = VERSION
-MODULES = {
-    "CurrentRank": "loops.current_rank",
-    "Hyperparameters": "config",
-    "RankError": "errors",
-    "Result": "run",
-    "Settings": "settings",
-    "StoppedError": "errors",
-    "UnreachableError": "errors",
-    "UserError": "errors",
-    "across_ranks": "parallel.exchange",
-    "arrays": "datasets",
-    "batches": "parallel.sharing",
-    "evaluation_batches": "parallel.sharing",
-    "current_rank": "loops.current_rank",
-    "fetch": "datasets",
-    "image_arrays": "datasets",
-    "load_champion": "release.promotion",
-    "load_model": "models.artifacts",
-    "on_demand": "datasets",
-    "read_new_rows": "predict.new_rows",
-    "results": "results",
-    "run_ranks": "loops.run_ranks",
-    "run_training": "run",
-    "sum_over_ranks": "parallel.sharing",
+NAMES = {  # by module
+    "config": ("Hyperparameters",),
+    "datasets": ("arrays", "fetch", "image_arrays", "on_demand"),
+    "errors": ("RankError", "StoppedError", "UnreachableError", "UserError"),
+    "loops.current_rank": ("CurrentRank", "current_rank"),
+    "loops.run_ranks": ("run_ranks",),
+    "models.artifacts": ("load_model",),
+    "parallel.exchange": ("across_ranks",),
+    "parallel.sharing": ("batches", "evaluation_batches", "sum_over_ranks"),
+    "predict.new_rows": ("read_new_rows",),
+    "release.promotion": ("load_champion",),
+    "results": ("results",),  # the module itself
+    "run": ("Result", "run_training"),
+    "settings": ("Settings",),
 }
+MODULES = {name: module for module, names in NAMES.items() for name in names}
 __all__ = list(MODULES)
 
 
