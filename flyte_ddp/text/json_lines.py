@@ -5,11 +5,14 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import explain_write_errors
+
+OTHER = "choose another run folder"
 
 
 class JsonLines(AbstractContextManager["JsonLines"]):
@@ -17,7 +20,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._raise_user_errors():
+        with explain_write_errors(path, OTHER):
             self._file = path.open("a+b", buffering=0)  # without a buffer other processes see every record at once
             # A writer that was killed may have left half a line: the next record must not become part of that line.
             if self.size():
@@ -28,19 +31,9 @@ class JsonLines(AbstractContextManager["JsonLines"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
         line = json.dumps(replace_non_finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
-        with self._raise_user_errors():
+        with explain_write_errors(self._path, OTHER):
             while line:  # a disk that is nearly full takes a part of the line before it raises
                 line = line[self._file.write(line) :]
-
-    @contextmanager
-    def _raise_user_errors(self) -> Iterator[None]:
-        """Raise UserError, which names the file, for an OSError in the block."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self._path}: {error.strerror}; free some space or choose another run folder"
-            ) from error
 
     def size(self) -> int:
         return self._file.tell()
