@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -78,7 +78,7 @@ class Checkpoint:
     time: float  # when it was written, in seconds since 1970
     identity: Identity
     metrics: bytes  # of metrics.jsonl up to this step
-    offset: int  # of the state in the file, in bytes
+    offset: int = 0  # of the state in the file, in bytes
 
     def describe_resumption(self) -> str:
         when = datetime.fromtimestamp(self.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
@@ -91,16 +91,16 @@ def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
     return itertools.cycle(folder / name for name in slots)
 
 
-def write_checkpoint(
-    path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
-) -> Checkpoint:
-    """Write a checkpoint to ``path``, atomically and flushed to disk, and return it; UserError if that fails.
+def write_checkpoint(checkpoint: Checkpoint, save: Callable[[Any], object]) -> Checkpoint:
+    """Write a checkpoint to its path, atomically and flushed to disk; UserError if that fails.
 
-    ``description`` has ``epoch``, ``step``, ``trained_in`` (a list of dicts) and ``time``. ``save`` writes the state
-    into a file with only ``write`` and ``flush``.
+    ``save`` writes the state into a file with only ``write`` and ``flush``. Returns the checkpoint with its offset, and
+    without the metrics.
     """
-    header = json.dumps({**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}).encode() + b"\n"
-    with replace_file(path) as file:
+    values, metrics = asdict(checkpoint), checkpoint.metrics
+    described = {name: values[name] for name in ("epoch", "step", "trained_in", "time", "identity")}
+    header = json.dumps({**described, "metrics_bytes": len(metrics)}).encode() + b"\n"
+    with replace_file(checkpoint.path) as file:
         file.write(b" " * DIGEST_LINE)  # is overwritten when the digest is known
         hashing = HashingFile(file)
         hashing.write(header)
@@ -108,9 +108,7 @@ def write_checkpoint(
         save(hashing)
         file.seek(0)
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
-    trained_in = tuple(Arithmetic(**entry) for entry in description["trained_in"])
-    values = {**description, "trained_in": trained_in, "identity": identity, "metrics": b""}
-    return Checkpoint(path, **values, offset=DIGEST_LINE + len(header) + len(metrics))
+    return replace(checkpoint, metrics=b"", offset=DIGEST_LINE + len(header) + len(metrics))
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:

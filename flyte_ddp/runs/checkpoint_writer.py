@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +123,7 @@ class CheckpointWriter:
     def _write_snapshot(self, snapshot: Snapshot) -> None:
         with (self.output_folder / METRICS).open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
-        description = {
-            "epoch": snapshot.epoch,
-            "step": snapshot.step,
-            "trained_in": [asdict(each) for each in snapshot.trained_in],
-            "time": time.time(),
-        }
-        self.newest = checkpoint.write_checkpoint(
-            self.slot, description, self.identity, metrics, lambda file: torch.save(snapshot.values, file)
-        )
+        epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
+        new = Checkpoint(self.slot, epoch, step, trained_in, time.time(), self.identity, metrics)
+        self.newest = checkpoint.write_checkpoint(new, lambda file: torch.save(snapshot.values, file))
         self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two

@@ -9,7 +9,7 @@ from s3_server import S3Server, s3_server
 
 from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_run_file
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import SLOTS, Arithmetic, Identity
+from flyte_ddp.runs.checkpoint import SLOTS, Arithmetic, Checkpoint, Identity
 from flyte_ddp.storage import transfer
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
@@ -18,9 +18,9 @@ ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
 
 def write(path: Path, step: int, metrics: bytes = b"") -> Path:
     """Write a checkpoint such as training does; return its path."""
-    about = {"epoch": 0, "step": step, "trained_in": [vars(ARITHMETIC)], "time": time.time()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_checkpoint(path, about, IDENTITY, metrics, lambda file: file.write(str(step).encode()))
+    new = Checkpoint(path, 0, step, (ARITHMETIC,), time.time(), IDENTITY, metrics)
+    checkpoint.write_checkpoint(new, lambda file: file.write(str(step).encode()))
     return path
 
 

@@ -1,6 +1,6 @@
 """A run that was cut off goes on from its checkpoint, and ends as if nothing had happened, to the last bit."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Arithmetic, Identity
+from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.text.json_lines import read_records
@@ -147,8 +147,8 @@ def test_a_step_that_failed_half_way_is_not_saved(
 
 
 def write(path: Path, step: int) -> None:
-    about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
-    checkpoint.write_checkpoint(path, about, OWN, b"metrics\n", lambda file: torch.save({"step": step}, file))
+    new = Checkpoint(path, 0, step, (PLAIN,), 0.0, OWN, b"metrics\n")
+    checkpoint.write_checkpoint(new, lambda file: torch.save({"step": step}, file))
 
 
 @pytest.mark.parametrize(
