@@ -34,10 +34,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
 @flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def check_inputs(
-    hp: Hyperparameters,
-    kickoff_time: Optional[datetime] = None,
-    engine: str = "",
-    model_name: Optional[str] = None,
+    hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "", model_name: Optional[str] = None
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 

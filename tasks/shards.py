@@ -21,11 +21,7 @@ class PackedShards(NamedTuple):
 
 @flyte_task(**pods.data_pod())
 def pack_shards(
-    source: str,
-    split: str = "train",
-    name: str = "train",
-    samples_per_shard: int = 1000,
-    seed: int = 0,
+    source: str, split: str = "train", name: str = "train", samples_per_shard: int = 1000, seed: int = 0
 ) -> FlyteDirectory:
     """Pack images into shards with an index: a folder of class/name.jpg, or a data set by its name.
 

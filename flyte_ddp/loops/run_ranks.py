@@ -97,13 +97,7 @@ def disable_wandb_without_key(settings: Settings) -> Settings:
 
 
 def run_call(
-    call: Call,
-    request: Request,
-    folder: Path,
-    settings: Settings,
-    launch: Launch | None = None,
-    *,
-    page: bool = True,
+    call: Call, request: Request, folder: Path, settings: Settings, launch: Launch | None = None, *, page: bool = True
 ) -> Any:
     """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
 
