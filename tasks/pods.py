@@ -10,7 +10,7 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
-from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
+from flyte_ddp.settings import REGISTRY_PODS, REQUESTED_GPUS, read_number, read_text, read_whole_number
 from flyte_ddp.user_code.digest import library_digest
 from flytekitplugins.ddp.resources import flytekit_resources
 
@@ -18,22 +18,18 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
-Variables = Optional[dict[str, str]]  # of a pod's environment, besides those of every pod
 
 
-def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
-    """Return the options of a task that checks inputs or reads an index; ``disk`` "" takes the profile's."""
+def registry_pod(disk: str = "") -> dict[str, Any]:
+    """Return the options of a task that checks inputs or uses the registry; ``disk`` "" takes the profile's."""
     limits = chosen_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
-    return pod_options(limits, variables, requests=replace(limits, cpu="500m", memory="1Gi"), hours=1)
-
-
-def registry_pod() -> dict[str, Any]:
-    return light_pod(environment.registry_variable())
+    requests = replace(limits, cpu="500m", memory="1Gi")
+    return pod_options(limits, environment.registered_settings(REGISTRY_PODS), requests=requests, hours=1)
 
 
 def storing_pod() -> dict[str, Any]:
-    return light_pod(environment.registry_variable(), disk=chosen_profile().data.ephemeral_storage)
+    return registry_pod(disk=chosen_profile().data.ephemeral_storage)
 
 
 def data_pod() -> dict[str, Any]:
@@ -43,8 +39,8 @@ def data_pod() -> dict[str, Any]:
 def prediction_pod() -> dict[str, Any]:
     """Return the options of a task that applies a model: one GPU and its share of the profile, else the whole."""
     profile = chosen_profile()
-    gpus = {REQUESTED_GPUS: str(min(1, profile.gpus))}
-    variables = environment.cache_limit_variable() | environment.registry_variable() | gpus
+    variables = environment.cache_limit_variable() | environment.registered_settings(REGISTRY_PODS)
+    variables[REQUESTED_GPUS] = str(min(1, profile.gpus))
     options = pod_options(size_of_part(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
     return {**options, "accelerator": gpu_type(), **WITH_DECK}
 
@@ -69,16 +65,15 @@ def launching_pod(size: Size) -> dict[str, Any]:
 
 def pod_options(
     size: Size,
-    variables: Variables = None,
+    variables: Optional[dict[str, str]] = None,
     *,
     requests: Optional[Size] = None,
     template: Optional[str] = None,
     hours: float = 0,
 ) -> dict[str, Any]:
-    """Return the options that every task has, for a pod whose limits are ``size``.
+    """Return the options that every task has, for a pod with these limits, and variables beside those of every pod.
 
-    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``hours`` 0:
-    FLYTE_DDP_HOURS.
+    Without ``requests`` it requests its limits, so that it is not evicted for memory. ``hours`` 0: FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),

@@ -31,25 +31,25 @@ def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = variable.name, VALUES.get(variable.name.removeprefix("FLYTE_DDP_"), "some value")
     monkeypatch.setenv(name, value)
-    made = (pods.training_pod(), pods.prediction_pod(), pods.storing_pod(), pods.light_pod(), pods.data_pod())
-    training, prediction, promoting, light, data = (options["environment"] for options in made)
+    made = (pods.training_pod(), pods.prediction_pod(), pods.storing_pod(), pods.registry_pod(), pods.data_pod())
+    training, prediction, *registry, data = (options["environment"] for options in made)
     given = {
         HERE: (),
         REGISTRATION: (),
-        ALL_PODS: (training, prediction, promoting, light, data),
+        ALL_PODS: (training, prediction, *registry, data),
         TRAINING_PODS: (training,),
-        REGISTRY_PODS: (prediction, promoting),
+        REGISTRY_PODS: (prediction, *registry),
     }[variable.where]
     assert all(each[name] == value for each in given)
     assert (name in environment.registered_settings()) is (variable.where != HERE)
     if variable.where == HERE:  # two of these are secrets
-        assert not any(value in each.values() for each in (training, prediction, promoting, light, data))
+        assert not any(value in each.values() for each in (training, prediction, *registry, data))
 
 
 def test_registration_decides_on_retries_and_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RETRIES": "7", "HOURS": "7.5", "MEET_SECONDS": "1800"}.items():
         monkeypatch.setenv(f"FLYTE_DDP_{name}", value)
-    made = pods.training_pod(), pods.data_pod(), pods.light_pod()
+    made = pods.training_pod(), pods.data_pod(), pods.registry_pod()
     assert made[0]["retries"] == 7
     assert [each["timeout"].total_seconds() / 3600 for each in made] == [7.5, 7.5, 1]
     assert set(elastic_options(1, 1, 1)["rdzv_configs"].values()) == {1800}
@@ -97,7 +97,8 @@ def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.Mon
     monkeypatch.setenv("FLYTE_DDP_POD_TEMPLATE", "flyte-ddp-read-only")
     for profile, of_gpus in (("local", "flyte-ddp-read-only"), ("gpu", "flyte-ddp-gpu")):
         monkeypatch.setenv("FLYTE_DDP_PROFILE", profile)
-        names = [options["pod_template_name"] for options in (pods.light_pod(), pods.data_pod(), pods.training_pod())]
+        made = (pods.registry_pod(), pods.data_pod(), pods.training_pod())
+        names = [options["pod_template_name"] for options in made]
         assert names == ["flyte-ddp-read-only", "flyte-ddp-read-only", of_gpus]
 
 

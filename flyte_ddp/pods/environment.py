@@ -61,10 +61,6 @@ def cache_limit_variable() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
-def registry_variable() -> dict[str, str]:
-    return {REGISTRY_VARIABLE: read_text(REGISTRY_VARIABLE)}
-
-
 def registered_settings(kind: str = "") -> dict[str, str]:
     """Return this environment's settings for pods of ``kind``, such as ALL_PODS; UserError for credentials."""
     left_here, settings = list_settings_left_here(), {}
