@@ -25,7 +25,6 @@ class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugi
     """A task whose ranks are the workers of a Dask cluster; its own pod launches them."""
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
-        self.ddp = config
         node = take_resources(options)
         self.num_ranks = self.num_hosts = config.num_ranks or config.nodes * count_ranks_per_node(node)  # a worker each
         options |= requests_and_limits(RUNNER)

@@ -85,7 +85,6 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
     """A task whose ranks are the workers of torch Elastic in the pods of a PyTorchJob."""
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
-        self.ddp = config
         node = take_resources(options)
         each = config.num_ranks // config.nodes or count_ranks_per_node(node)
         engine = Elastic(**elastic_options(config.nodes, config.nodes, each))

@@ -58,7 +58,6 @@ class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the p
     """A task whose ranks are on the nodes of a Ray cluster, launched from its head."""
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
-        self.ddp = config
         node = take_resources(options)
         self.num_hosts = config.nodes
         self.num_ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)

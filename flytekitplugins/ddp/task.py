@@ -57,11 +57,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         return outputs
 
     def execute(self, **inputs: Any) -> Any:
-        """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's.
-
-        Raises UserError for a value that cannot be sent, Flyte's recoverable error if another attempt may succeed, else
-        the error of the rank that failed first.
-        """
+        """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's."""
         remove_execution_id_outside_tasks()
         with translate_errors_for_flyte():
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
@@ -92,12 +88,6 @@ class EngineTask(RanksTask):
 class PodTask(RanksTask):
     """A task whose ranks are in its own pod."""
 
-    def __init__(self, config: DDP, function: Function, **options: Any) -> None:
-        self.ddp = config
-        super().__init__(config, function, **options)
-        if gpus := count_requested_gpus(self.resources):
-            self.environment.setdefault(REQUESTED_GPUS, str(gpus))
-
     def run_body(self, call: Call, run: str) -> Returned:
         from flyte_ddp.launch import elastic
 
@@ -105,11 +95,8 @@ class PodTask(RanksTask):
         return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
 
 
-def make_task(config: DDP, function: Callable[..., Any], options: dict[str, Any]) -> PythonFunctionTask:
-    """Return the task for a function and flytekit's options.
-
-    Raises UserError for @dynamic, if the engine's extra is not installed, or if there are fewer GPUs than ranks.
-    """
+def make_task(config: DDP, function: Function, options: dict[str, Any]) -> RanksTask:
+    """Return the task for a function and flytekit's options; UserError for those by which ranks cannot run."""
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
         raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
     gpus = config.nodes * count_requested_gpus(take_resources(dict(options)))
@@ -131,8 +118,12 @@ def make_task(config: DDP, function: Callable[..., Any], options: dict[str, Any]
         **(options["environment"] or {}),
     }
     if not config.engine or (config.engine, config.nodes) == ("elastic", 1):
-        return PodTask(config, function, **options)
-    with require_extra(config.engine):
-        module = import_module(f"flytekitplugins.ddp.{config.engine}")
-        task: PythonFunctionTask = getattr(module, f"{config.engine.capitalize()}Task")(config, function, **options)
-        return task
+        if gpus:
+            options["environment"].setdefault(REQUESTED_GPUS, str(gpus))
+        task: RanksTask = PodTask(config, function, **options)
+    else:
+        with require_extra(config.engine):
+            module = import_module(f"flytekitplugins.ddp.{config.engine}")
+            task = getattr(module, f"{config.engine.capitalize()}Task")(config, function, **options)
+    task.ddp = config
+    return task
