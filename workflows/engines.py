@@ -24,8 +24,7 @@ Args:
 def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
     """Return ENGINE_training_wf and its launch plans by name, for workflows/ENGINE_training.py.
 
-    Prints a note and returns nothing if the engine is not installed. ``place`` is what the workflow trains on, in
-    words.
+    Prints a note and returns nothing if the engine is not installed. ``place`` is its name in the description.
     """
     if not is_engine_installed(engine):
         return {}

@@ -86,10 +86,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 
 
 def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
-    """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
-
-    If ``hosts_to_come``, the number of workers that the cluster will have, is 0, fewer workers than ranks are enough.
-    """
+    """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one."""
     wanted = max(1, request.num_ranks)
     if hosts_to_come:
         what = f"the Dask cluster has {hosts_to_come} workers"
@@ -200,10 +197,7 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
-    """Yield ``client``, else Dask's current client, else a new one, which is closed at the end.
-
-    Without ``DASK_SCHEDULER_ADDRESS`` it is that of a cluster on this machine, of ``num_ranks`` workers.
-    """
+    """Yield ``client``, else Dask's current client, else a new one, which is closed at the end."""
     with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client

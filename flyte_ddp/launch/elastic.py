@@ -159,7 +159,7 @@ def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = W
     All ranks raise the error of a failed run. Elastic would hand it on as text, so it is pickled, too.
     """
     try:
-        if is_leader():
+        if os.environ["RANK"] == "0":
             return lead()
         follow(prepare)
     except BaseException as error:
@@ -178,10 +178,6 @@ def run_local_worker(work: Work, key: str) -> None:
         run_as_rank_0(rendezvous.resume_from_newest_checkpoint(work, why) if again else work)
 
     run_in_worker(lead)
-
-
-def is_leader() -> bool:
-    return os.environ["RANK"] == "0"
 
 
 def run_as_rank_0(work: Work) -> None:
@@ -208,10 +204,7 @@ def run_as_rank_0(work: Work) -> None:
 
 
 def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
-    """Connect to rank 0 within an hour, and do its work as another rank; raise the error of a failed run.
-
-    ``prepare`` returns rank 0's work for this host, as after fetching data.
-    """
+    """Connect to rank 0 within an hour, and do its work as another rank; raise the error of a failed run."""
     store, info = join_group(RANK_0_SECONDS)
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:

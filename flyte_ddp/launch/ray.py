@@ -72,10 +72,7 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 
 
 def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
-    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
-
-    Fewer ranks than requested are refused if the request is exact, or ``hosts_to_come`` is not 0.
-    """
+    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each."""
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]

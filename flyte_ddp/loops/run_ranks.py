@@ -101,8 +101,7 @@ def run_call(
 ) -> Any:
     """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
 
-    Writes the run's page if ``page``. The caller removes the checkpoints, by :func:`remove_saves`. Raises what
-    :func:`run_ranks` raises.
+    Writes the run's page if ``page``. The caller removes the checkpoints, by :func:`remove_saves`.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 

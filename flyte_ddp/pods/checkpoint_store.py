@@ -184,10 +184,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest.
-
-        Raises FileNotFoundError if there is none.
-        """
+        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest."""
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
             header = checkpoint.read_checkpoint(this)

@@ -54,10 +54,7 @@ def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool)
 
 
 class Mirror:
-    """Copies a folder to an address; writes the events first, after fetching the address's if the resumed run has none.
-
-    Raises UserError if the address contains the run's own folder, UnavailableError if it cannot be read or written.
-    """
+    """Copies a folder to an address, the events first, which it fetches from there if the resumed run has none."""
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
         self.folder, self.address = folder, address

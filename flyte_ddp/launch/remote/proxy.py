@@ -80,10 +80,7 @@ def relay_until_over(
 def relay_messages(
     handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender | None
 ) -> bool:
-    """Relay until the rank exits, send ``files``, obey the launcher; return whether "over" had come.
-
-    Raises LauncherGoneError if the launcher is lost.
-    """
+    """Relay until the rank exits, send ``files``, obey the launcher; return whether "over" had come."""
     over = False
 
     def send_from_rank(message: dict[str, Any]) -> None:

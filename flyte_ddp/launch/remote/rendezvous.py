@@ -80,8 +80,7 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure, gathers the agents that the engine has restarted. ``check_engine`` raises if one
-        will not come.
+        After a recoverable failure, gathers the agents that the engine has restarted.
         """
         failure: BaseException | None = None
         num_ranks = self.work.world.num_ranks
@@ -115,10 +114,7 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Fill ``group`` by rank from ``arrived``.
-
-        UnreachableError after 300 s; StoppedError on a stop; UserError for other library sources.
-        """
+        """Fill ``group`` by rank from ``arrived``, within 300 s."""
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         while len(found) < num_ranks:
