@@ -332,13 +332,11 @@ def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     if hp.warmup_steps and ":" in hp.schedule:
-        what = f"warmup_steps={hp.warmup_steps}"
-        yield f"{what}: not for a schedule of your own, which can rise itself; set warmup_steps 0"
+        yield f"warmup_steps={hp.warmup_steps}: not for an own schedule, which can rise itself; set warmup_steps 0"
     if hp.init_skip and not hp.init_from:
         yield f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
     if hp.early_stop_patience and hp.validation_fraction == 0:
-        what = f"early_stop_patience={hp.early_stop_patience}"
-        yield f"{what}: needs a validation split; set validation_fraction above 0"
+        yield f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
     if -1 < hp.grad_clip_norm < 0:
         yield f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
     if hp.keep == "best" and hp.validation_fraction == 0:

@@ -1,6 +1,5 @@
 """The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 
-@dataclass
 class ElasticTraining(Elastic):  # type: ignore[misc]
     """The plugin's configuration, under a type of our own, for which ElasticTrainingTask is registered."""
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
@@ -108,15 +108,12 @@ def launch(work: Work, *, retries: int = 0) -> None:
 @contextmanager
 def silence_elastic_logs() -> Iterator[None]:
     """Turn off Elastic's logs in the block: they print what the launcher raises as an error."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
+    with ExitStack() as at_end:
+        for name in ("distributed.elastic", "multiprocessing.spawn"):
+            logger = logging.getLogger(f"torch.{name}")
+            at_end.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextmanager

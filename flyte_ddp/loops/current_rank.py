@@ -135,8 +135,7 @@ def set_current_rank(rank: CurrentRank | None) -> CurrentRank | None:
 
 def make_rank_without_launcher() -> CurrentRank:
     names = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    place = tuple(int(os.environ.get(name, default)) for name, default in names)
-    rank, world_size, local_rank = place
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in names)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     temporary = tempfile.TemporaryDirectory(prefix="flyte-ddp-")
     folder, settings = Path(temporary.name), read_settings()

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -195,16 +195,12 @@ def own_accelerator() -> Iterator[None]:
 def default_group_timeout(seconds: float) -> Iterator[None]:
     """Set torch's default timeout of new process groups for the block."""
     # Lightning takes its default from `constants` when it is imported.
-    names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    places = [(module, name) for module in (distributed_c10d, constants) for name in names]
-    before = [getattr(*place) for place in places]
-    for place in places:
-        setattr(*place, timedelta(seconds=seconds))
-    try:
+    with ExitStack() as at_end:
+        for module in (distributed_c10d, constants):
+            for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+                at_end.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, timedelta(seconds=seconds))
         yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            setattr(*place, value)
 
 
 def write_returned(value: Any, path: Path) -> None:

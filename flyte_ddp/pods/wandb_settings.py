@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp import storage
+from flyte_ddp.files import list_files
 from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.runs.run_folder import UNFINISHED
@@ -46,11 +47,8 @@ def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
         for folder in (run_folder / UNFINISHED / "wandb", run_folder / "wandb") if is_in_pod() else ():
             try:
                 name = (folder / "unsent").read_text()  # which flyte_ddp.tracking.wandb_run.WandbProcess writes
-                for path in sorted((folder / name).rglob("*")):
-                    if path.is_file():
-                        storage.write_file(
-                            posixpath.join(unsent_address(platform), str(path.relative_to(folder))), path
-                        )
+                for path in list_files(folder / name):
+                    storage.write_file(posixpath.join(unsent_address(platform), path.relative_to(folder)), path)
             except FileNotFoundError:
                 continue
             except Exception as error:

@@ -16,6 +16,5 @@ def refuse_credentials(name: str, value: str) -> None:
     if USER_INFO.search(value):
         raise UserError(
             f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown "
-            "wherever the address is; put them into ~/.netrc, or into the file that NETRC names, and leave them out of "
-            "the address"
+            "wherever the address is; put them into ~/.netrc, or into the file that NETRC names"
         )

@@ -25,7 +25,7 @@ from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import ENGINE_RETRIES, count_ranks_per_node, take_resources
 from flytekitplugins.ddp.run import do_when_written, run_in_folder, when_written
-from flytekitplugins.ddp.task import Function, RanksTask
+from flytekitplugins.ddp.task import Function, PodTask
 
 
 def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             raise stop_error(stopped.sigval, step=None) from None
 
 
-class ElasticTask(RanksTask, ReplacedPodsTask):
+class ElasticTask(PodTask, ReplacedPodsTask):
     """A task whose ranks are the workers of torch Elastic in the pods of a PyTorchJob."""
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
@@ -92,10 +92,8 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
 
     def run_body(self, call: Call, run: str) -> Returned:
         """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine."""
-        from flyte_ddp.launch import elastic
-
         if not is_in_pod():
-            return run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), elastic.launch)
+            return super().run_body(call, run)
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run):
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))

@@ -126,8 +126,7 @@ class Rendezvous:
                 missing = sorted(set(range(num_ranks)) - found.keys())
                 raise UnreachableError(
                     f"ranks {missing} of {num_ranks} did not connect to {' or '.join(self.hosts)} within "
-                    f"{GATHER_SECONDS:g} s: their hosts cannot reach this one, or the cluster has no capacity for "
-                    "them; correct that and run again"
+                    f"{GATHER_SECONDS:g} s: let their hosts reach this one, or give the cluster capacity for them"
                 )
             try:
                 worker = self.arrived.get(timeout=WAIT_SECONDS)
