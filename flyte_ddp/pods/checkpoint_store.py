@@ -214,7 +214,7 @@ class CheckpointStore:
         with suppress(UnavailableError):
             files = self.list_files_newest_first()
             mine = [file for file in files if (file.execution, file.kind) == (self.execution, SAVED)]
-            delete_run_files(mine[kept:])
+            storage.delete_files([file.address for file in mine[kept:]])
 
     def delete_abandoned_files(self, seconds: float) -> None:
         """Delete old files of all runs in this project and domain for up to ``seconds``, and ignore all errors.
@@ -228,7 +228,7 @@ class CheckpointStore:
             old = [file for file in files if file.folder in done or now - file.time > self.days * 86_400]
             for first in range(0, len(old), DELETE_BATCH):
                 if time.monotonic() < deadline:
-                    delete_run_files(old[first : first + DELETE_BATCH])
+                    storage.delete_files([file.address for file in old[first : first + DELETE_BATCH]])
 
 
 def list_run_files(folder: str) -> list[RunFile]:
@@ -236,8 +236,3 @@ def list_run_files(folder: str) -> list[RunFile]:
         files = [parse_run_file(f"{folder}/{entry.name}") for entry in storage.list_files(folder)]
         return [file for file in files if file is not None]
     return []
-
-
-def delete_run_files(files: list[RunFile]) -> None:
-    with suppress(UnavailableError):
-        storage.delete_files([file.address for file in files])
