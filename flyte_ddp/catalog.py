@@ -140,9 +140,7 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
     named = {DEFAULT: next(iter(known.values())), **known}
     name = init_from.removeprefix(TORCHVISION_PREFIX)
     if name not in named:
-        raise unknown_name_error(
-            f"init_from for {model}:", init_from, [f"{TORCHVISION_PREFIX}{each}" for each in named]
-        )
+        raise unknown_name_error(f"init_from for {model}:", init_from, [f"{TORCHVISION_PREFIX}{one}" for one in named])
     file, side, shorter_side = named[name]
     mean, std = next((values for start, values in OTHERS.items() if file.startswith(start)), IMAGENET)
     return PretrainedWeights(file, side, side / shorter_side, mean, std)

@@ -159,9 +159,8 @@ class StepProgress(Progress):
         return ", ".join([self._describe_place(self._last_step), *self._list_values(), *rate, elapsed, *left])
 
     def _describe_place(self, step: int) -> str:
-        return (
-            f"{self._name_epoch(step)}, step {step:,}/{self._total_steps:,}" if self._total_steps else f"step {step:,}"
-        )
+        text = f"step {step:,}"
+        return f"{self._name_epoch(step)}, {text}/{self._total_steps:,}" if self._total_steps else text
 
     def _name_epoch(self, step: int) -> str:
         epoch, epochs = (-(-steps // self._steps_per_epoch) for steps in (step, self._total_steps))

@@ -115,12 +115,9 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
         """The pod's specification, made when a task is serialized: importing Kubernetes' client takes a second."""
         from kubernetes import client
 
-        container = client.V1SecurityContext(
-            allow_privilege_escalation=False, capabilities=client.V1Capabilities(drop=["ALL"])
-        )
-        pod = client.V1PodSecurityContext(
-            run_as_non_root=True, seccomp_profile=client.V1SeccompProfile(type="RuntimeDefault")
-        )
+        capabilities, seccomp = client.V1Capabilities(drop=["ALL"]), client.V1SeccompProfile(type="RuntimeDefault")
+        container = client.V1SecurityContext(allow_privilege_escalation=False, capabilities=capabilities)
+        pod = client.V1PodSecurityContext(run_as_non_root=True, seccomp_profile=seccomp)
         primary = client.V1Container(
             name=self.primary_container_name,
             security_context=container,

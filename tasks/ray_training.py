@@ -14,9 +14,8 @@ from tasks.training import TrainingOutputs, train_in_run_folder, training_output
 
 PROFILE = chosen_profile()
 # KubeRay starts the job when all nodes are there, so the lower end of a range has no use.
-CLUSTER = ray_cluster(
-    read_node_range()[1], ResourceSpec(**requests_and_limits(PROFILE)), PROFILE.shared_memory, PROFILE.gpu_type
-)
+NODES = read_node_range()[1]
+CLUSTER = ray_cluster(NODES, ResourceSpec(**requests_and_limits(PROFILE)), PROFILE.shared_memory, PROFILE.gpu_type)
 
 
 @flyte_task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER), cache=pods.training_cache())
@@ -25,4 +24,4 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
     """
-    return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("ray", read_node_range()[1])))
+    return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("ray", NODES)))

@@ -92,9 +92,8 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again; the log keeps the reason."""
     registry = open_registry(model_name)
-    return announce_champion(
-        registry, promotion.roll_back_champion(registry, reason, by=author_name(), once=is_in_pod())
-    )
+    entry = promotion.roll_back_champion(registry, reason, by=author_name(), once=is_in_pod())
+    return announce_champion(registry, entry)
 
 
 def open_registry(model_name: str) -> Registry:

@@ -37,14 +37,12 @@ def setting(
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
     ``own``: also takes a user's own ``package.module:callable``, beside its ``choices``. ``json``: takes a JSON object,
-    or its text. ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and
-    below.
+    or its text. ``bounds`` of a number: at_least, at_most (2**53 by default for whole numbers), above, below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
-    return dataclasses.field(
-        default=default, metadata={"doc": doc, "choices": choices, "own": own, "json": json, **bounds}
-    )
+    rule = {"doc": doc, "choices": choices, "own": own, "json": json, **bounds}
+    return dataclasses.field(default=default, metadata=rule)
 
 
 class CheckedFields(DataClassJsonMixin):

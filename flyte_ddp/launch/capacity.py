@@ -37,9 +37,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
     """Return ``num_ranks`` (0: ``most``), but at most ``capacity``; if fewer, print so or raise UserError."""
     if capacity < 1:
-        raise UserError(
-            f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait until there are some"
-        )
+        raise UserError(f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait for some")
     if num_ranks > capacity:
         if exact:
             raise UserError(

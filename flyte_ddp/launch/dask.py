@@ -37,8 +37,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
 
     Waits up to the work's limit for workers: ``hosts_to_come`` of them, or as many as there are ranks. After a failure
     Dask restarts tasks up to ``retries`` times. A lost worker ends the run, because its rank may run on no other.
-    Without ``client`` uses Dask's current one or DASK_SCHEDULER_ADDRESS, else starts a local cluster. May go on with
-    fewer ranks.
+    Without ``client`` uses Dask's current one, DASK_SCHEDULER_ADDRESS, or a new local cluster. May run fewer ranks.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -157,9 +156,7 @@ def describe_workers(client: Any) -> dict[str, Any]:
     return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}
 
 
-def run_on_workers(
-    client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None
-) -> Any:
+def run_on_workers(client: Any, function: Callable[..., Any], *arguments: Any, workers: list[str] | None = None) -> Any:
     with translate_cluster_errors(client):
         return client.run(pickle_by_value(function), *arguments, workers=workers)
 
@@ -210,12 +207,11 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
         return
     with ExitStack() as stack:
         if address := os.environ.get(SCHEDULER):
-            what = f"{SCHEDULER}={address}"
             try:
                 client = Client(address, timeout=seconds)
             except OSError as error:
                 raise UnreachableError(
-                    f"{what}: no scheduler there ({error}); start one, or correct the address"
+                    f"{SCHEDULER}={address}: no scheduler there ({error}); start one, or correct the address"
                 ) from None
         else:
             workers = num_ranks or resources.count_gpus() or min(resources.count_cores(), MOST_CPU_RANKS)

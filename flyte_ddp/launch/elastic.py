@@ -52,9 +52,7 @@ def find_world(request: Request) -> World:
         return resources.detect_world(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
-        message = (
-            f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
-        )
+        message = f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there are {num_ranks}"
         print(message, file=sys.stderr, flush=True)
     gpus = resources.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
@@ -65,8 +63,7 @@ def find_world(request: Request) -> World:
 def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
 
-    After a failure Elastic restarts all new workers up to ``retries`` times. At the end kills the processes that this
-    thread has started.
+    After a failure Elastic restarts all new workers up to ``retries`` times. Kills at the end what this thread started.
     """
     work = capacity.choose_world(work, find_world)
     if RUN_ID in os.environ:

@@ -23,8 +23,7 @@ REACH_SECONDS = 10.0  # for a cluster to answer; Ray itself would wait for a qua
 def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
     """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
-    First waits up to the work's limit for ``hosts_to_come`` nodes. After a failure Ray restarts tasks up to ``retries``
-    times.
+    First waits for ``hosts_to_come`` nodes, up to the work's limit. Ray restarts failed tasks up to ``retries`` times.
     """
     with connected():
         import ray

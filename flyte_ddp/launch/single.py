@@ -2,13 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from flyte_ddp.errors import MachineError, RankError, UserError
 from flyte_ddp.launch.capacity import choose_world
-from flyte_ddp.launch.supervise.link import RankInfo, SaveFunction, exception_message
+from flyte_ddp.launch.supervise.link import OfferSaving, RankInfo, SaveFunction, exception_message
 from flyte_ddp.launch.supervise.processes import HOST
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.machine.process import kill_new_descendants_at_end
@@ -41,7 +41,7 @@ def launch(work: Work) -> None:
 
 
 @contextmanager
-def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]:
+def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
     """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
     Yields a setter for the function that saves. The end of the block waits for a checkpoint that is being written.

@@ -58,8 +58,7 @@ def run_ranks(
 
     Raises RankError with the traceback of the rank that failed first; StoppedError after SIGTERM, KeyboardInterrupt
     after Ctrl-C. Before these two ``due()`` is true, and the function has FLYTE_DDP_SAVE_SECONDS to save. Raises
-    UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
-    other code or arguments.
+    UserError for what cannot be pickled, more ranks than GPUs, and a folder with another run or a checkpoint of one.
     """
     given_ranks, num_ranks = num_ranks, 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:

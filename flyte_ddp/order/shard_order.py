@@ -99,8 +99,7 @@ class ShardOrder(sampling.Order):
         """Compute the sizes of the split ("training", "validation" or "test") in each shard.
 
         ``weights`` [shards] are the passes of an epoch through each shard's samples; None: one. A shard with a
-        fractional weight continues in the next epoch where it stopped. One with a share below one sample may be in no
-        epoch.
+        fractional weight continues in the next epoch where it stopped; with less than one sample it may be in none.
         """
         self.splits, self.shuffle_streams = splits, shuffle_streams
         weights = np.ones(len(splits.counts)) if weights is None else weights

@@ -161,11 +161,9 @@ class CheckpointStore:
         for file in files:
             if file.execution == self.execution and file.attempt < self.attempt and file.kind != SAVED:
                 attempts[file.attempt][file.kind] = file
-        began_here = [
-            notes for _, notes in sorted(attempts.items()) if STARTED in notes and notes[STARTED].step >= step
-        ]
-        futile = [notes[FAILED] for notes in began_here if FAILED in notes]
-        lost = [notes for notes in began_here if notes.keys() == {STARTED}]
+        began = [notes for _, notes in sorted(attempts.items()) if STARTED in notes and notes[STARTED].step >= step]
+        futile = [notes[FAILED] for notes in began if FAILED in notes]
+        lost = [notes for notes in began if notes.keys() == {STARTED}]
         if len(futile) >= FUTILE_ATTEMPTS:
             reason = self.retry_on_outage(futile[-1].address, storage.read_file).decode()
             raise UserError(

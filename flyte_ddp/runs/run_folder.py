@@ -15,7 +15,7 @@ from flyte_ddp.errors import RankError, UserError, describe_resumption
 from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint, Identity
 from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.settings import Settings
 
@@ -82,9 +82,7 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 @contextmanager
-def resume_run(
-    folder: Path, identity: checkpoint.Identity, settings: Settings, name: str
-) -> Iterator[Checkpoint | None]:
+def resume_run(folder: Path, identity: Identity, settings: Settings, name: str) -> Iterator[Checkpoint | None]:
     """Set the folder of a run back to its newest checkpoint, and yield that; None without any.
 
     During the block copies results to ``settings.results_copy`` under ``name``; completes the text of its errors.

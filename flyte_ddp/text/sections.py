@@ -79,9 +79,7 @@ KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_a
 
 
 def encode_sections(sections: Iterable[Section]) -> str:
-    return json.dumps(
-        [replace_non_finite({"kind": type(section).__name__.lower(), **asdict(section)}) for section in sections]
-    )
+    return json.dumps([replace_non_finite({"kind": type(each).__name__.lower(), **asdict(each)}) for each in sections])
 
 
 def decode_sections(text: str) -> list[Section]:

@@ -14,8 +14,7 @@ from pathlib import Path
 # torchcodec is an extra and may be missing. SciPy draws mixup's shares, scikit-learn's measures select weights.
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", "scikit-learn")
 
-# Folders and files that decide what a run computes. tests/test_code_digest.py lists what else they import and why that
-# decides nothing.
+# The code that decides results. tests/test_code_digest.py lists what else it imports, and why that decides nothing.
 DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/tar.py"),
@@ -83,10 +82,8 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
             delattr(node, "type_params")
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):
-                constants = [
-                    each for each in block if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
-                ]
-                block[:] = [each for each in block if each not in constants and not isinstance(each, ast.Pass)]
+                unused = [each for each in block if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)]
+                block[:] = [each for each in block if each not in unused and not isinstance(each, ast.Pass)]
     try:
         return ast.dump(tree).encode()
     except RecursionError:

@@ -56,8 +56,7 @@ def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
     if spec is not None and (before is None or before is spec) and old != digest:
         digested[path] = spec, old
         raise UserError(
-            f"module {module} has changed since this Python process last used it: call importlib.reload({module}), or "
-            "restart the process"
+            f"module {module} has changed since this process used it: call importlib.reload({module}) or restart it"
         )
     digested[path] = spec, digest
 
@@ -94,8 +93,7 @@ def find_user_sources(spec: str) -> Iterator[Source]:
     These are the files of the top-level module, wherever it is, and of each one that a file imports, unless it is
     Python's own, in site-packages, or this library or one it computes with. Of a package all ``.py`` files count,
     because packages may import their modules by computed names. Misses what :func:`find_imported_modules` misses. Puts
-    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
-    module.
+    the working directory first on ``sys.path``. Raises UserError for a malformed spec, or one of a missing module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()

@@ -28,6 +28,5 @@ class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugi
         node = take_resources(options)
         self.num_ranks = self.num_hosts = config.num_ranks or config.nodes * count_ranks_per_node(node)  # a worker each
         options |= requests_and_limits(RUNNER)
-        super().__init__(
-            dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes)), function, **options
-        )
+        cluster = dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes))
+        super().__init__(cluster, function, **options)

@@ -47,9 +47,7 @@ def find_task_function(module: str, name: str, root: str) -> Any:
     return getattr(importlib.import_module(module), name).task_function
 
 
-def make_call(
-    task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], raw_output: str, *, literals: bool
-) -> Call:
+def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], raw_output: str, literals: bool) -> Call:
     """Return the Call of :func:`run_body` for a task: by name if its module has the task so named, else by value."""
     function = task.task_function
     code, own_code = digest_code(function)
@@ -71,8 +69,7 @@ def run_body(
     """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
 
     ``raw_output`` is the prefix of a pod's files, "" in a local run. ``outputs`` are the types by name, and the name of
-    a declared tuple. ``literals``: upload the values and return their literals. Raises UnreachableError for Flyte's
-    recoverable exception.
+    a declared tuple. ``literals``: upload the values and return their literals.
     """
     from flytekit.bin.entrypoint import setup_execution
 

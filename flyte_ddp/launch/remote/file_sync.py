@@ -13,6 +13,7 @@ from flyte_ddp.runs.run_folder import METRICS
 
 PIECE_BYTES = 1 << 22
 SEND_SECONDS = 0.5  # between two looks for changed files
+Send = Callable[[dict[str, Any]], None]
 
 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
@@ -50,7 +51,7 @@ class FileSender:
     Methods raise OSError if the launcher is gone or a file cannot be read.
     """
 
-    def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, folder: Path, send: Send) -> None:
         self.folder, self.send = folder, send
         self.versions = {path: file_version(path) for path in list_files(folder)}  # of those that were sent whole
         self.metrics_sent = size_or_zero(folder / METRICS)  # bytes

@@ -1,7 +1,7 @@
 """An agent's half of the conversation between a rank and its launcher on another host."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.launch.remote import connection
-from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
+from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
 from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import call_on_signals
@@ -55,9 +55,7 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
                 return False
 
 
-def relay_until_over(
-    handle: RankHandle, folder: Path, pipe: Connection, send: Callable[[dict[str, Any]], None]
-) -> bool:
+def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
     try:
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
@@ -77,9 +75,7 @@ def relay_until_over(
     return True
 
 
-def relay_messages(
-    handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender | None
-) -> bool:
+def relay_messages(handle: RankHandle, pipe: Connection, send: Send, files: FileSender | None) -> bool:
     """Relay until the rank exits, send ``files``, obey the launcher; return whether "over" had come."""
     over = False
 
@@ -105,7 +101,7 @@ def relay_messages(
             hand_to_rank(message, handle, send)
 
 
-def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Callable[[dict[str, Any]], None]) -> None:
+def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Send) -> None:
     """Do what a message of the launcher's asks the agent for, or pass the message on to the rank."""
     if message["kind"] == "kill":
         handle.kill()

@@ -20,6 +20,7 @@ GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, a
 TORCH_TIMEOUTS = ("timed out", "timeout")  # of torch's stores and NCCL, where users' code waits in them
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
+OfferSaving = Callable[[SaveFunction], None]
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,7 @@ def shorten_text(text: str) -> str:
 def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
-    It is "mistake", "unreachable", "machine", "timeout" (a collective waited for FLYTE_DDP_TIMEOUT), "peer" (one failed
-    before that) or "own".
+    One of "mistake", "unreachable", "machine", "timeout" (of a collective), "peer" (one failed before that), "own".
     """
     for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
         if isinstance(error, kind):

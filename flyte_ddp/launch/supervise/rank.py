@@ -5,7 +5,7 @@ import os
 import pkgutil
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from flyte_ddp import results
-from flyte_ddp.launch.supervise.link import Link, RankInfo, SaveFunction
+from flyte_ddp.launch.supervise.link import Link, OfferSaving, RankInfo
 from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.parallel import distributed
@@ -32,9 +32,7 @@ class Rank:
     ``link`` leads to the launcher; None for a single rank in the launcher's own process.
     """
 
-    def __init__(
-        self, work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
-    ) -> None:
+    def __init__(self, work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
         self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
         self.store: Store | None = None  # the ranks' common store; join() alone sets it
 
@@ -104,9 +102,7 @@ class Rank:
         dist.destroy_process_group()
 
 
-def run_rank(
-    work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
-) -> None:
+def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
     """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it."""
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)

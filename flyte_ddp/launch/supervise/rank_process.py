@@ -19,8 +19,7 @@ from flyte_ddp.machine.process import SIGNALS, die_with_parent, set_process_name
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """Run the rank's work to its end, report to the launcher, and exit this process: a rank's first function.
 
-    Call it with SIGTERM and SIGINT blocked; it unblocks them. On SIGUSR1 writes the Python stack to ``stacks``, even in
-    C code.
+    Call it with SIGTERM and SIGINT blocked; it unblocks them. SIGUSR1 writes the stack to ``stacks``, even in C code.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")
