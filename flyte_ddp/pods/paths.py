@@ -36,12 +36,13 @@ def registry_address() -> str:
     return address
 
 
-def complete_interrupted_move(name: str) -> None:
-    """Move a local run's complete result into place if its process was killed at that; UserError if the run goes on."""
-    if not is_in_pod():
-        folder = resolve_folder(name)
-        with hold_run_folder(folder):
-            publish_if_complete(folder)
+def complete_interrupted_move(name: str) -> bool:
+    """Move a local run's result into place if its process was killed at that; return whether there is a result."""
+    if is_in_pod():
+        return False
+    folder = resolve_folder(name)
+    with hold_run_folder(folder):
+        return publish_if_complete(folder)
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:

@@ -9,7 +9,6 @@ from flyte_ddp.datasets import fetching
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
-from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import read_settings
 from flyte_ddp.user_code.source import explain_own_errors
 
@@ -28,9 +27,8 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)
     run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
-    paths.complete_interrupted_move(run)
+    run_version = paths.add_folder_token(run, complete=paths.complete_interrupted_move(run))
     data = f"datasets/{fingerprint}"
-    run_version = paths.add_folder_token(run, complete=is_finished(paths.resolve_folder(run)))
     return run_version, paths.add_folder_token(data, complete=fetching.is_whole(paths.resolve_folder(data)))
 
 
