@@ -62,10 +62,7 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
 
 
 def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
-    """Return the Hardware of a run on these ranks; decide every ``auto`` of the hyperparameters.
-
-    ``bf16`` is the least support among the ranks' devices.
-    """
+    """Return the Hardware of a run on these ranks, whose devices support bf16 that well; decide every ``auto``."""
     device_type = world.device_type
     check_batch_size(hp.batch_size, hp.accumulation_steps, world.num_ranks)
     small = hp.model in catalog.SMALL_MODELS

@@ -44,6 +44,7 @@ LOOPBACK = "127.0.0.1"
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
 Value = TypeVar("Value")
+Prepare = Callable[[Work], Work]  # returns rank 0's work for this host, as after fetching data
 
 
 def find_world(request: Request) -> World:
@@ -147,11 +148,8 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     return RankError(f"rank {rank}: {first.message}")
 
 
-def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = Work.prepare_on_host) -> Value | None:
-    """Call ``lead`` in the worker that is rank 0, and return its value; do rank 0's work in others, by :func:`follow`.
-
-    All ranks raise the error of a failed run. Elastic would hand it on as text, so it is pickled, too.
-    """
+def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host) -> Value | None:
+    """Call ``lead`` in rank 0's worker, and return its value; in others :func:`follow`. All raise a run's error."""
     try:
         if os.environ["RANK"] == "0":
             return lead()
@@ -197,7 +195,7 @@ def run_as_rank_0(work: Work) -> None:
         thread.join()
 
 
-def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
+def follow(prepare: Prepare = Work.prepare_on_host) -> None:
     """Connect to rank 0 within an hour, and do its work as another rank; raise the error of a failed run."""
     store, info = join_group(RANK_0_SECONDS)
     deadline = time.monotonic() + RANK_0_SECONDS
@@ -239,10 +237,7 @@ def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
 
 
 def run_worker_rank(
-    ticket: connection.JoinTicket,
-    pipe: Connection,
-    folder: Path,
-    prepare: Callable[[Work], Work] = Work.prepare_on_host,
+    ticket: connection.JoinTicket, pipe: Connection, folder: Path, prepare: Prepare = Work.prepare_on_host
 ) -> None:
     """Do this rank's work, await the run's outcome and raise its error; kill the processes started meanwhile."""
     from flyte_ddp.launch.supervise.rank import run_rank

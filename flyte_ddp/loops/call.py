@@ -43,8 +43,7 @@ def describe_call(
 ) -> Call:
     """Pickle a call and return it: by name what its module has under its name, else by value.
 
-    ``taken`` are keywords that run_ranks has kept, and that the function must not wait for. Raises UserError if the
-    arguments do not fit the function, something cannot be pickled, or the function's module has no file to be found.
+    ``taken`` are run_ranks' own keywords. Raises UserError for unfit arguments, and for what cannot be sent to ranks.
     """
     if not callable(function):
         raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")

@@ -119,10 +119,7 @@ def own_process_group(rank: Rank) -> Iterator[None]:
 
 @contextmanager
 def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
-    """Set torchrun's environment variables for the block, with MASTER_PORT=``port``.
-
-    LOCAL_RANK is the number of the rank's GPU; on CPUs that of the rank on its host.
-    """
+    """Set torchrun's environment variables for the block, with MASTER_PORT=``port``."""
     info, world = rank.info, rank.work.world
     on_cpu = world.device_type == "cpu"
     # A rank that sees one GPU, as on Ray, is a node of its own: Lightning and others look for LOCAL_WORLD_SIZE GPUs.

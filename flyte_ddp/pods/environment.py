@@ -8,7 +8,7 @@ import os
 import sys
 
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_bytes
+from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_quantity
 from flyte_ddp.settings import (
     ALL_PODS,
     HERE,
@@ -57,7 +57,7 @@ def training_environment() -> dict[str, str]:
 
 def cache_limit_variable() -> dict[str, str]:
     """Return the limit of a pod's cache of shards: this process's FLYTE_DDP_CACHE_BYTES, or half of the pod's disk."""
-    disk = parse_bytes(chosen_profile().ephemeral_storage)
+    disk = int(parse_quantity(chosen_profile().ephemeral_storage))
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 

@@ -46,10 +46,7 @@ def complete_interrupted_move(name: str) -> bool:
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder of that name; in a pod only return ``name``.
-
-    Writes a new token into ``.tokens`` if there is none, or if the folder is not ``complete``.
-    """
+    """Return NAME@TOKEN for a local folder, with a new token if it is not ``complete``; in a pod only the name."""
     if is_in_pod():
         return name
     path = runs_folder() / ".tokens" / name.replace("/", "-")

@@ -99,7 +99,7 @@ def size_of_part(size: Size, parts: int) -> Size:
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
-        memory=f"{parse_bytes(size.memory) // parts // 2**20}Mi" if parts > 1 else size.memory,
+        memory=f"{int(parse_quantity(size.memory)) // parts // 2**20}Mi" if parts > 1 else size.memory,
         gpus=size.gpus // parts,
         ephemeral_storage=size.ephemeral_storage,
     )
@@ -162,7 +162,3 @@ def parse_quantity(text: str) -> Decimal:
         )
     number, exponent, suffix = found.groups()
     return Decimal(f"{number}{exponent or ''}") * UNITS[suffix or ""]
-
-
-def parse_bytes(text: str) -> int:
-    return int(parse_quantity(text))

@@ -16,7 +16,7 @@ from packaged import Package
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, parse_bytes, parse_quantity, size_of_part
+from flyte_ddp.pods.profiles import ENGINES, PROFILES, Size, parse_quantity, size_of_part
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp import dask, ray
 from tasks.elastic_training import download_data
@@ -139,7 +139,7 @@ def test_a_recorded_daskjob_is_as_the_profile_says() -> None:
         found = container_resources(check_recorded_pod(pod["spec"], profile.shared_memory))
         assert found.get("nvidia.com/gpu", "0") == str(size.gpus)
         assert parse_quantity(found["cpu"]) == parse_quantity(size.cpu)
-        assert parse_bytes(found["memory"]) == parse_bytes(size.memory)
+        assert parse_quantity(found["memory"]) == parse_quantity(size.memory)
         assert found["ephemeral-storage"] == size.ephemeral_storage
 
 
