@@ -41,10 +41,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "empty holds out a tenth of the samples, or of a stream's shards.",
     )
     num_classes: int = setting(
-        0,
-        "Classes, or tokens of texts, of a data set that does not give their number; 0 if it does.",
-        at_least=0,
-        at_most=1_000_000,
+        0, "Classes, or tokens of texts, if the data set does not tell; 0 if it does.", at_least=0, at_most=1_000_000
     )
     sample: str = setting(
         "",
@@ -61,10 +58,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         own=True,
     )
     shuffle_shards: int = setting(
-        16,
-        "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
-        at_least=1,
-        at_most=4096,
+        16, "Shards from which ranks draw a batch: more mix better, fewer need less cache.", at_least=1, at_most=4096
     )
     shuffle_buffer: int = setting(
         1000, "For streams: samples that each worker, and each rank, mix among.", at_least=1, at_most=10_000_000
@@ -72,8 +66,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     bad_samples: int = setting(
         0,
         "For shards, streams and image folders: how many images, over all ranks, may be impossible to decode. Each is "
-        "replaced by the next image of its shard that can be decoded. A stream leaves them out, and allows as many for "
-        "each worker.",
+        "replaced by the next image of its shard that can be decoded. A stream leaves out as many for each worker.",
         at_least=0,
     )
     validation_fraction: float = setting(
@@ -154,10 +147,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         own=True,
     )
     accumulation_steps: int = setting(
-        1,
-        "Parts of each batch, to save memory; their gradients are summed before the step.",
-        at_least=1,
-        at_most=100_000,
+        1, "Parts of each batch, to save memory; gradients are summed before the step.", at_least=1, at_most=100_000
     )
     # Optimiser
     optimizer: str = setting(
@@ -223,13 +213,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     select_by: str = setting(
         "loss",
-        "What decides which evaluation of the validation split is the best: loss, or a measure of the objective, such "
-        "as accuracy.",
+        "What decides which evaluation of the validation split is best: loss, or a measure, such as accuracy.",
     )
     keep: str = setting(
         "last",
-        "Weights to return: of the last step, of the evaluation that is the best by `select_by`, or the moving "
-        "average.",
+        "Weights to return: of the last step, of the evaluation that is best by `select_by`, or the moving average.",
         choices=("last", "best", "ema"),
     )
     seed: int = setting(
@@ -260,8 +248,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     channels_last: str = setting(
         "auto",
-        "Memory order of images and weights: on, off, or auto: on for the two small CNNs, and for torchvision's models "
-        "on GPUs.",
+        "Memory order of images and weights: on, off, or auto: on for the small CNNs, and for torchvision's on GPUs.",
         choices=("auto", "on", "off"),
     )
     compile: bool = setting(False, "Compile the model with torch.compile; pays off in long runs of large models only.")
