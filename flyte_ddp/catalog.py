@@ -56,9 +56,8 @@ SMALLEST_SIDES: dict[str, int] = {
 }  # fmt: skip
 ANY_SIDE = 8  # pixels: least side for models that take any size; smaller images show nothing
 
-# torchvision's image classifiers, each with its published weights by name, the best first: the file, whose name ends
-# with the first digits of its SHA-256; the side in pixels of the model's square; and the shorter side of the image from
-# whose middle the square is cut.
+# torchvision's image classifiers, each with its published weights by name, the best first: the file; the side in pixels
+# of the model's square; and the shorter side of the image from whose middle the square is cut.
 TORCHVISION_WEIGHTS: dict[str, dict[str, tuple[str, int, int]]] = json.loads(
     Path(__file__).with_name("torchvision_weights.json").read_bytes()
 )

@@ -39,12 +39,10 @@ def release_wf(
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name)
     profile = profile_dataset(data=checked.data, data_version=checked.data_version)
-    validated = validate_dataset(
-        data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy
-    )
-    trained = train_model(hp=checked.hp, data=validated.data, run_version=checked.run_version)
+    valid = validate_dataset(data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy)
+    trained = train_model(hp=checked.hp, data=valid.data, run_version=checked.run_version)
     model = {"model_state": trained.model_state, "sidecar": trained.sidecar, "model_name": model_name}
-    judged = judge_model(**model, data=validated.data, profile=profile, policy=policy)
+    judged = judge_model(**model, data=valid.data, profile=profile, policy=policy)
     return carry_out_verdict(**model, verdict=judged.verdict, files=judged.files)
 
 

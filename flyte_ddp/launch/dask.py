@@ -137,7 +137,6 @@ def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> li
 
 
 def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
-    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
     with translate_cluster_errors(client):
         found = client.get_versions(packages=ARITHMETIC)
     here, there = found["client"]["packages"], found["workers"]

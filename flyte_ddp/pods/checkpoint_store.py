@@ -55,7 +55,6 @@ class RunFile(NamedTuple):
 
 
 def parse_run_file(address: str) -> RunFile | None:
-    """Return what the address of a run's file says; None if the address is of another file."""
     match = ADDRESS.fullmatch(address)
     return RunFile(match[1], match[2], *map(int, match.groups()[2:])) if match else None
 

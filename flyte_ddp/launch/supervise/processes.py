@@ -79,7 +79,6 @@ class RankHandle(PipeEnd):
             self.listening = False
 
     def take(self, message: dict[str, Any]) -> None:
-        """Keep what a message tells of the rank."""
         if message["kind"] == "error":
             self.error = message
         elif message["kind"] == "completed":
