@@ -1,11 +1,12 @@
-"""Exceptions: mistakes of users, failed ranks, stopped runs, failed collectives; and texts that errors share."""
+"""Exceptions: mistakes of users, failed ranks, stopped runs, failed collectives; texts that errors share; notices."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -93,6 +94,11 @@ def describe_resumption(step: int | None) -> str:
     if step == 0:
         return "the same run will restart from scratch, as there is no checkpoint yet"
     return f"the same run will go on after step {step:,}, which is saved"
+
+
+def print_to_stderr(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody may be listening any more
+        print(text, file=sys.stderr, flush=True)
 
 
 def shorten_path(path: Path) -> str:

@@ -6,7 +6,6 @@ launcher, which does. runs/result_store.py copies them elsewhere.
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import hold_lock, replace_file
 from flyte_ddp.text.json_lines import JsonLines, replace_non_finite
 
@@ -114,7 +113,7 @@ class ResultWriter:
                     events.write(values["record"])
         except (UserError, OSError) as error:
             if not self.failed:
-                print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
+                print_to_stderr(f"{error}; the run continues without it")
             self.failed = True
 
     def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:

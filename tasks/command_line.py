@@ -32,7 +32,7 @@ from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, print_to_stderr
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
@@ -132,8 +132,7 @@ def is_engine_installed(name: str) -> bool:
     with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
         if importlib.util.find_spec(plugin) is not None:  # a plugin needs its engine, so that is installed too
             return True
-    text = f"{name}_training_wf is left out, as {plugin} is not installed: {install_hint(name)}"
-    print(text, file=sys.stderr, flush=True)
+    print_to_stderr(f"{name}_training_wf is left out, as {plugin} is not installed: {install_hint(name)}")
     return False
 
 

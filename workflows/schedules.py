@@ -6,7 +6,6 @@ The import of the workflows reads the file. So every ``pyflyte`` command refuses
 import json
 import os
 import re
-import sys
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,7 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
@@ -89,7 +88,7 @@ def make_launch_plans(
         context = click.get_current_context(silent=True)
         if context is not None and context.find_root().invoked_subcommand in ("register", "package"):
             for schedule in schedules:
-                print(f"{schedule.name} is left out, as {needs} is not set", file=sys.stderr, flush=True)
+                print_to_stderr(f"{schedule.name} is left out, as {needs} is not set")
         return {}
     for schedule in schedules:
         if schedule.name in taken:

@@ -1,11 +1,10 @@
 """How many ranks a cluster has capacity for, and on which devices; waits for hosts that have not started yet."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError, print_to_stderr
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.work import Work
 
@@ -22,7 +21,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
         if found != printed:
-            print(f"{found} of {wanted} {hosts_name}", file=sys.stderr, flush=True)
+            print_to_stderr(f"{found} of {wanted} {hosts_name}")
         printed = found
         if time.monotonic() > deadline:
             raise UnreachableError(
@@ -31,7 +30,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
             )
         time.sleep(POLL_SECONDS)
     if printed != wanted:
-        print(f"{found} of {wanted} {hosts_name}", file=sys.stderr, flush=True)
+        print_to_stderr(f"{found} of {wanted} {hosts_name}")
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
@@ -44,6 +43,5 @@ def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int
                 f"num_ranks={num_ranks}: {capacity_in_words}, and each rank needs one; lower num_ranks, or use a "
                 "larger cluster (nodes= or resources of your task, FLYTE_DDP_NODES or a profile of our workflows)"
             )
-        message = f"num_ranks={num_ranks}: {capacity_in_words}, so there will be {capacity}"
-        print(message, file=sys.stderr, flush=True)
+        print_to_stderr(f"num_ranks={num_ranks}: {capacity_in_words}, so there will be {capacity}")
     return min(num_ranks or most, capacity)

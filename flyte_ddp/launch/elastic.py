@@ -10,7 +10,6 @@ import os
 import pickle
 import secrets
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, print_to_stderr
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
 from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, write_exception
@@ -54,7 +53,7 @@ def find_world(request: Request) -> World:
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
         message = f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there are {num_ranks}"
-        print(message, file=sys.stderr, flush=True)
+        print_to_stderr(message)
     gpus = resources.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
     device = resources.choose_device_type(request.backend, gpus >= on_this_host, lack)

@@ -3,7 +3,6 @@
 import atexit
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.loops.checkpoints import Checkpoints
 from flyte_ddp.loops.records import Records
 from flyte_ddp.order.augmentation import bits_of_one_sample
@@ -88,7 +87,7 @@ class CurrentRank:
         if self.rank == 0:
             self._checkpoints.save(step, state)
         elif self.rank == 1 and not self._has_saved:
-            print("save: rank 0's state is saved, what other ranks give is ignored", file=sys.stderr, flush=True)
+            print_to_stderr("save: rank 0's state is saved, what other ranks give is ignored")
         self._has_saved = True
 
     def due(self) -> bool:

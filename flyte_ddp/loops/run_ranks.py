@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import results
-from flyte_ddp.errors import RankError, StoppedError, UserError
+from flyte_ddp.errors import RankError, StoppedError, UserError, print_to_stderr
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.loops.call import RETURNED, Call, describe_call
 from flyte_ddp.machine.resources import Request
@@ -165,4 +164,4 @@ def write_page(folder: Path) -> None:
         write_html(folder / REPORT, render_function_page(folder, folder.name))
     except Exception as error:  # matplotlib may raise anything
         reason = f"{type(error).__name__}: {error}"
-        print(f"no {REPORT} could be made ({reason}); {METRICS} has what was recorded", file=sys.stderr, flush=True)
+        print_to_stderr(f"no {REPORT} could be made ({reason}); {METRICS} has what was recorded")

@@ -4,13 +4,12 @@ import atexit
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from flyte_ddp.errors import UnreachableError
+from flyte_ddp.errors import UnreachableError, print_to_stderr
 from flyte_ddp.pods.retries import Sigterm
 from flyte_ddp.settings import read_whole_number
 
@@ -85,7 +84,7 @@ def publish_address_each_time() -> Iterator[None]:
 
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
     """Print a reason to stderr and end this process at once, so that the operator replaces this pod."""
-    print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
+    print_to_stderr(f"{reason}; the operator starts another one in this one's place")
     os._exit(code)  # the platform gets no error: for it this attempt of the task goes on
 
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import UserError, print_to_stderr, unknown_name_error
 from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_quantity
 from flyte_ddp.settings import (
     ALL_PODS,
@@ -87,7 +87,7 @@ def check_registration() -> None:
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
             raise unknown_name_error("variable", name, known, page="docs/configuration.md")
     for name in list_settings_left_here():
-        print(f"{name} is not sent to pods: see docs/configuration.md", file=sys.stderr, flush=True)
+        print_to_stderr(f"{name} is not sent to pods: see docs/configuration.md")
 
 
 def settings_digest() -> dict[str, str]:

@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flyte_ddp import results
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import HashingFile, replace_file
 
 FOLDER = "checkpoints"  # in the output folder
@@ -181,8 +180,7 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
         )
     if found is not None:
         if unreadable:
-            text = f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}"
-            print(text, file=sys.stderr, flush=True)
+            print_to_stderr(f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}")
         check_same_run(found, identity)
     with replace_file(output_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")

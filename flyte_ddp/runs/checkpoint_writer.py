@@ -1,6 +1,5 @@
 """A run's checkpoints, written by a thread of rank 0: of trainings and of users' functions."""
 
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
 from flyte_ddp.runs.run_folder import METRICS
@@ -99,7 +99,7 @@ class CheckpointWriter:
                     break
         except Exception as error:
             if not self.failure_printed:
-                print(f"checkpoint could not be written: {error}; the run continues", file=sys.stderr, flush=True)
+                print_to_stderr(f"checkpoint could not be written: {error}; the run continues")
             self.failure_printed = True
             return False
         return True

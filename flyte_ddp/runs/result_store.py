@@ -1,6 +1,5 @@
 """A copy of a run's intermediate results in a folder or an object store, updated while the run trains."""
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp import storage
-from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.errors import StoppedError, UserError, print_to_stderr
 from flyte_ddp.files import file_version, list_files
 from flyte_ddp.results import EVENTS, FOLDER
 from flyte_ddp.text.credentials import mask_credentials
@@ -50,7 +49,7 @@ def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool)
         ended.set()
         thread.join(last_seconds)
         if thread.is_alive() or mirror.failure:
-            print(f"results are in {mirror.folder}, but not all in {mirror.address}", file=sys.stderr, flush=True)
+            print_to_stderr(f"results are in {mirror.folder}, but not all in {mirror.address}")
 
 
 class Mirror:
@@ -72,8 +71,7 @@ class Mirror:
             except storage.MissingError:
                 pass
             except storage.ForbiddenError as error:
-                text = f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})"
-                print(text, file=sys.stderr)
+                print_to_stderr(f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})")
         content = here.read_bytes() if here.exists() else b""
         storage.retry(there, lambda _: storage.write_file(there, content))
 
@@ -84,7 +82,7 @@ class Mirror:
             last, began = ended.is_set(), time.monotonic()
             before, self.failure = self.failure, self.copy_changed_files()
             if self.failure and not before:
-                print(f"results are not copied to {self.address}: {self.failure}", file=sys.stderr, flush=True)
+                print_to_stderr(f"results are not copied to {self.address}: {self.failure}")
             if not last:
                 ended.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 

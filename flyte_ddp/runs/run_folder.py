@@ -4,14 +4,13 @@ One run at a time writes into the folder, which it locks; the kernel unlocks it 
 """
 
 import shutil
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import results
-from flyte_ddp.errors import RankError, UserError, describe_resumption
+from flyte_ddp.errors import RankError, UserError, describe_resumption, print_to_stderr
 from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
@@ -139,4 +138,4 @@ def write_failure_details(error: BaseException, output_folder: Path) -> None:
             path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
             error.file = path
         except OSError as reason:
-            print(f"{path}: {reason.strerror}; the text of this file is:\n{text}", file=sys.stderr, flush=True)
+            print_to_stderr(f"{path}: {reason.strerror}; the text of this file is:\n{text}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
-from flyte_ddp.errors import StoppedError, shorten_path
+from flyte_ddp.errors import StoppedError, print_to_stderr, shorten_path
 from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
@@ -183,8 +183,3 @@ def wandb_environment(folder: Path) -> dict[str, str]:
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}
     return {**os.environ, **ours, **({"WANDB_API_KEY": key} if key else {})}
-
-
-def print_to_stderr(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ import hmac
 import queue
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import results
-from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.errors import RankError, UnreachableError, UserError, print_to_stderr
 from flyte_ddp.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.launch.remote.file_sync import read_file_as_messages, write_piece
 from flyte_ddp.launch.supervise.link import RankInfo
@@ -250,5 +249,5 @@ def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
     found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
     if work.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
-        print(f"{why}; {what}", file=sys.stderr, flush=True)
+        print_to_stderr(f"{why}; {what}")
     return replace(work, checkpoint=found)
