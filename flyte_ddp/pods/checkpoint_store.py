@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
+from flyte_ddp.files import atomic_write
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.storage import MissingError, UnavailableError
@@ -138,16 +139,12 @@ class CheckpointStore:
 
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
         """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                self.retry_on_outage(address, lambda source: storage.download_file(source, file))
-            found = checkpoint.read_checkpoint(temporary)
+        with atomic_write(path, durable=False) as file:
+            self.retry_on_outage(address, lambda source: storage.download_file(source, file))
+            file.flush()
+            found = checkpoint.read_checkpoint(Path(file.name))
             assert found is not None
-            temporary.replace(path)
-            return replace(found, path=path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        return replace(found, path=path)
 
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
         """Raise UserError if earlier attempts of this execution began at ``step`` or later and ended in vain.
