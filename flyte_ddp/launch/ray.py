@@ -77,17 +77,14 @@ def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -
         resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
         device = choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
+        wanted, exact = request.num_ranks, request.exact or hosts_to_come > 0
         if device == "cuda":
-            total = most = sum(gpus)
-        else:
-            total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
-        what = f"the Ray cluster has {total} {'GPUs' if device == 'cuda' else 'CPUs'}"
-        num_ranks = capacity.clamp_ranks(request.num_ranks, total, what, most, exact=request.exact or hosts_to_come > 0)
-        if device == "cuda":
-            threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
-        else:
-            threads = cpus_per_rank(cpus, num_ranks)
-        return World(num_ranks, device, threads)
+            total, each = sum(gpus), min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
+            what = f"the Ray cluster has {total} GPUs"
+            return World(capacity.clamp_ranks(wanted, total, what, total, exact=exact), device, each)
+        total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
+        num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} CPUs", most, exact=exact)
+        return World(num_ranks, device, cpus_per_rank(cpus, num_ranks))
 
 
 def list_rank_nodes() -> list[dict[str, Any]]:

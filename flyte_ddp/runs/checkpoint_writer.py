@@ -50,9 +50,8 @@ class CheckpointWriter:
         """Return a copy of the current state; None if it is saved already, or not to be saved."""
         return None
 
-    def is_resumable(self, snapshot: Snapshot) -> bool:
+    def is_resumable(self, snapshot: Snapshot) -> bool:  # noqa: ARG002
         """Return whether a run may go on from the snapshot; others are not written."""
-        del snapshot
         return True
 
     @property
