@@ -4,7 +4,7 @@ They are pure functions of (seed, epoch) as all orders are, whatever the number 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,19 +34,33 @@ class OwnOrder(ListedOrder):
 
     spec: str  # its name, package.module:callable
     choose_samples: Callable[[Indices, int, int], Any]  # takes samples [N], seed and epoch
-    length: int  # of each epoch
+    length: int = 0  # of each epoch
 
     def __len__(self) -> int:
         return self.length
 
     def epoch_order(self, epoch: int) -> Indices:
-        chosen = call_choose_samples(self.spec, self.choose_samples, self.listed, self.seed, epoch)
+        chosen = self.call_function(epoch)
         if len(chosen) != self.length:
             raise UserError(
                 f"sampling={self.spec!r}: returned {len(chosen):,} samples for epoch {epoch} and {self.length:,} for "
                 "epoch 0: must be as many in each epoch, as the number of steps is known beforehand"
             )
         return chosen
+
+    def call_function(self, epoch: int) -> Indices:
+        chosen = np.asarray(self.choose_samples(self.listed.astype(np.int64), self.seed, epoch))
+        if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
+            raise UserError(
+                f"sampling={self.spec!r}: returned {chosen.dtype} {list(chosen.shape)} for epoch {epoch}: must be "
+                "whole numbers [M], at least one; return some of the samples that it gets"
+            )
+        if len(others := np.setdiff1d(chosen, self.listed)):
+            raise UserError(
+                f"sampling={self.spec!r}: returned sample {others[0]} for epoch {epoch}, which is none of the training "
+                "split; return some of the samples that it gets"
+            )
+        return chosen.astype(np.int64)
 
 
 def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
@@ -64,27 +78,11 @@ def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
 
 def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
     """Return the order that the user's function makes; call it twice, to refuse one that is not deterministic."""
-    first, again = (call_choose_samples(spec, choose_samples, order.listed, order.seed, 0) for _ in range(2))
+    own = OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
+    first, again = own.call_function(0), own.call_function(0)
     if not np.array_equal(first, again):
         raise UserError(
             f"sampling={spec!r}: returned other samples when called again for epoch 0: must be a function of samples, "
             "seed and epoch alone; draw by np.random.default_rng([seed, epoch])"
         )
-    return OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples, length=len(first))
-
-
-def call_choose_samples(
-    spec: str, choose_samples: Callable[[Indices, int, int], Any], samples: Indices, seed: int, epoch: int
-) -> Indices:
-    chosen = np.asarray(choose_samples(samples.astype(np.int64), seed, epoch))
-    if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
-        raise UserError(
-            f"sampling={spec!r}: returned {chosen.dtype} {list(chosen.shape)} for epoch {epoch}: must be whole numbers "
-            "[M], at least one; return some of the samples that it gets"
-        )
-    if len(others := np.setdiff1d(chosen, samples)):
-        raise UserError(
-            f"sampling={spec!r}: returned sample {others[0]} for epoch {epoch}, which is none of the training split; "
-            "return some of the samples that it gets"
-        )
-    return chosen.astype(np.int64)
+    return replace(own, length=len(first))
