@@ -62,7 +62,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
     prepare = partial(find_or_fetch_data, fetch_into=partial(download_data, data))
     # Workers run it in pods alone. There the plugin takes rank 0's result, of which _execute makes outputs.
-    return elastic.run_in_worker(run, prepare)  # type: ignore[return-value]
+    return elastic.run_in_worker(run, prepare)  # type: ignore[arg-type, return-value]
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:
