@@ -319,7 +319,7 @@ def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     if hp.warmup_steps and ":" in hp.schedule:
-        yield f"warmup_steps={hp.warmup_steps}: not for an own schedule, which can rise itself; set warmup_steps 0"
+        yield f"warmup_steps={hp.warmup_steps}: not for a schedule of your own, which can rise itself; set 0"
     if hp.init_skip and not hp.init_from:
         yield f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
     if hp.early_stop_patience and hp.validation_fraction == 0:

@@ -31,7 +31,8 @@ def check_class_weights(text: str) -> None:
         weights = [-1.0]
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
         raise UserError(
-            f"class_weights={short_repr(text)}: must be balanced, or numbers >= 0 separated by commas, not all 0"
+            f"class_weights={short_repr(text)}: must be balanced, or numbers of at least 0 separated by commas, not "
+            "all 0"
         )
 
 
