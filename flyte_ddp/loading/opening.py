@@ -24,7 +24,7 @@ from flyte_ddp.loading.encoded import BadSamples, FileReader, ImageReader, Shard
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening_items import open_item_splits
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
-from flyte_ddp.loading.split import Split, Splits, make_splits
+from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, LoaderThreads, make_pool
@@ -75,15 +75,14 @@ def open_encoded_splits(
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     reader = open_image_reader(data.train, settings, streams, members=members)
     crop = "none" if augment else hp.augment
-    loaders = {"train": EncodedSamples(reader, in_train, bad, **options, augment=augment, crop=crop)}
-    targets = loaders["train"].targets
+    loaders = [EncodedSamples(reader, in_train, bad, **options, augment=augment, crop=crop)]
+    targets = loaders[0].targets
     if data.test is not None:
         reader = open_image_reader(data.test, settings, streams, members=members)
-        loaders["test"] = EncodedSamples(reader, [orders["test"]], bad, **options, like=targets)
-    pool = start_pool([*loaders.values()], threads, device)
-    sources = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
-    inputs = InputSpec(3, side, side, data.mean, data.std)
-    splits = make_splits(orders, sources, {}, inputs, targets)
+        loaders.append(EncodedSamples(reader, [orders["test"]], bad, **options, like=targets))
+    pool = start_pool(loaders, threads, device)
+    sources = [WorkerImages(loader, pool, device) for loader in loaders]
+    training, validation = (Split(sources[0], orders[split]) for split in ("training", "validation"))
     if data.is_stream:
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
@@ -93,8 +92,9 @@ def open_encoded_splits(
         loader = EncodedSamples(ShardImages(shard_reader), [], BadSamples(hp.bad_samples), **options, crop=hp.augment)
         stream = RankStream(shard_reader, loader, rank(), threads, hp.shuffle_buffer)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
-        return replace(splits, training=Split(StreamImages(stream, device), StreamOrder(samples)))
-    return splits
+        training = Split(StreamImages(stream, device), StreamOrder(samples))
+    inputs = InputSpec(3, side, side, data.mean, data.std)
+    return Splits(training, validation, Split(sources[-1], orders["test"]), inputs, targets)
 
 
 def open_encoded_test_split(

@@ -16,7 +16,7 @@ from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.collate import PADDED, STACKED
 from flyte_ddp.loading.own_items import ItemImages, ItemLoader, Items
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading, target_spec
-from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
+from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
 from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.models.images import InputSpec
@@ -54,17 +54,14 @@ def open_item_splits(
     crop = "none" if augment else hp.augment
     options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "crop": crop, "image_size": hp.image_size}
     direct, by_processes = open_sources(data, {"train": augment, "test": None}, facts, device, workers, **options)
-    return make_splits(orders, direct, by_processes, facts.inputs, facts.targets)
+    sources = {**by_processes, **direct}  # evaluations do without the user's code, if they can
+    training = Split(by_processes.get("train", sources["train"]), orders["training"])
+    validation, test = Split(sources["train"], orders["validation"]), Split(sources["test"], orders["test"])
+    return Splits(training, validation, test, facts.inputs, facts.targets)
 
 
 def open_item_test_split(
-    data: ItemSet,
-    collate: str,
-    seed: int,
-    device: torch.device,
-    workers: int,
-    *,
-    like: LeavesSpec | None = None,
+    data: ItemSet, collate: str, seed: int, device: torch.device, workers: int, *, like: LeavesSpec | None = None
 ) -> tuple[Split, ModelInput]:
     """Open the test split, reading up to 16 samples by own code; return it, and what its inputs are."""
     order = order_test_split(data)

@@ -1,16 +1,19 @@
 """A rank's view of the splits: which samples a split has, and the source that loads them as batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.order.sampling import Indices, Order, take_slice
+from flyte_ddp.parallel.distributed import gather_objects
 from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.text.formatting import join_first
 
 Item = TypeVar("Item")
 
@@ -114,27 +117,22 @@ class Splits:
         sources = (split.source for split in (self.training, self.validation, self.test))
         return list({id(source): source for source in sources}.values())
 
-    def bad_samples(self) -> frozenset[str]:
-        return frozenset().union(*(source.bad_samples() for source in self.sources))
+    def gather_bad_samples(self) -> frozenset[str]:
+        """Return the names of all ranks' samples that could not be decoded. Collective: all ranks must call it."""
+        ours = frozenset[str]().union(*(source.bad_samples() for source in self.sources))
+        return frozenset().union(*gather_objects(ours))
+
+    def refuse_too_many_bad_samples(self, allowed: int) -> None:
+        """Raise UserError if all ranks together have more than ``allowed`` undecodable samples. Collective."""
+        if not allowed:  # then a rank fails at its first bad sample
+            return
+        bad = self.gather_bad_samples()
+        if len(bad) > allowed:
+            raise UserError(
+                f"{join_first(sorted(bad))} cannot be decoded; there are {len(bad):,} such samples, more than "
+                f"bad_samples={allowed}; fix or remove them, or raise bad_samples"
+            )
 
     def close(self) -> None:
         for source in self.sources:
             source.close()
-
-
-def make_splits(
-    orders: Mapping[str, Order],
-    direct: Mapping[str, BatchSource],
-    by_processes: Mapping[str, BatchSource],
-    inputs: ModelInput,
-    targets: TargetSpec | None,
-) -> Splits:
-    """Return the splits: ``by_processes``, sources with the user's code, are for training, others for evaluations."""
-    sources = {**by_processes, **direct}
-    return Splits(
-        Split(by_processes.get("train", sources["train"]), orders["training"]),
-        Split(sources["train"], orders["validation"]),
-        Split(sources.get("test", sources["train"]), orders["test"]),
-        inputs,
-        targets,
-    )

@@ -22,7 +22,6 @@ from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.encoded import BadSamples
-from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives.objective import list_floats
@@ -33,7 +32,7 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import class_colors, color_table, render_template, write_html
 from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count, format_percent
+from flyte_ddp.text.formatting import format_count, format_percent, join_first
 from flyte_ddp.user_code.source import explain_own_errors
 
 PICTURES = 24  # on the page
@@ -174,9 +173,9 @@ class Predictor:
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
     if undefined:
         said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
-        progress.print_note(f"{said} {join_few(undefined)}; look at their inputs")
+        progress.print_note(f"{said} {join_first(sorted(undefined))}; look at their inputs")
     if bad.names:
-        listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
+        listed = join_first(sorted(f"{name} ({reason})" for name, reason in bad.names.items()))
         progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")
 
 

@@ -16,7 +16,6 @@ from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.loading.facts import describe_bad_samples, gather_bad_samples, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
@@ -29,6 +28,7 @@ from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import call_with_leaves
+from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.json_lines import replace_non_finite
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.predictions import collect_predictions
@@ -77,8 +77,8 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
         recorder.add_warning(f"Started from the seed and not from init_from: {', '.join(skipped)}.")
     if state.uncovered_files:
         recorder.add_warning(
-            f"Your code uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "
-            "not noticed. Import it by name at the top of a module, from a folder on Python's path."
+            f"Your code uses {join_first(sorted(state.uncovered_files))}, which the cache key does not cover: a change "
+            "there is not noticed. Import it by name at the top of a module, from a folder on Python's path."
         )
 
 
@@ -87,7 +87,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
 
     All ranks must call it. Loads the kept weights into the trained model of rank 0.
     """
-    bad = gather_bad_samples(state.splits.bad_samples())
+    bad = state.splits.gather_bad_samples()
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
     hp, outputs = state.hp, state.objective.outputs
@@ -122,6 +122,10 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         recorder.add_warning(
             describe_waiting(state.clock.seconds, state.hp, state.hardware, loaders, pictures=pictures)
         )
+    notes = [*recorder.warnings, *list_report_notes(state, recorder.arithmetic, work.checkpoint)]
+    if bad:
+        what = f"{len(bad):,} samples could not be decoded and were replaced by others"
+        notes.append(f"{what}: {join_first(sorted(bad))}.")
     recorder.log.write(
         {
             "kind": "end",
@@ -129,11 +133,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
             "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": state.selection.stopped,
-            "notes": [
-                *recorder.warnings,
-                *list_report_notes(state, recorder.arithmetic, work.checkpoint),
-                *describe_bad_samples(bad),
-            ],
+            "notes": notes,
         }
     )
 
@@ -216,8 +216,8 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     """Return sentences for the report: what depends on the number of ranks, and what a resume changed. Rank 0 only."""
     hp, other = state.hp, "another number of ranks would give another result."
     by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
-    changed = state.buffers.changed_names()
-    unsaved = {*changed}.intersection(state.buffers.unsaved_names)
+    changed = sorted(state.buffers.changed_names())
+    unsaved = sorted({*changed}.intersection(state.buffers.unsaved_names))
     separate = has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm)
     notes: list[tuple[str, object]] = [
         (f"The model draws random numbers outside torch's Dropout layers: {other}", state.this_pass.model_draws),
@@ -226,8 +226,8 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
             state.objective.came_reduced,
         ),
         (f"BatchNorm used the statistics of each rank's own share: {other}", separate),
-        (f"The model changes {join_few(changed)} in its forward passes, {by_rank_0}", changed),
-        (f"{join_few(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
+        (f"The model changes {join_first(changed)} in its forward passes, {by_rank_0}", changed),
+        (f"{join_first(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
         (
             "The training data were a stream: ranks and workers each read shards of their own.",
             encoded_kind(hp.dataset) == "stream",

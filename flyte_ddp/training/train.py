@@ -17,7 +17,6 @@ from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
-from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.machine.resources import bf16_support
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import explain_model_errors
@@ -76,7 +75,7 @@ def train(rank: Rank) -> None:
                 is_last = state.step == state.total_steps
                 evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
                 evaluations = evaluate_splits(state) if evaluate else ()
-                refuse_too_many_bad_samples(state.splits.bad_samples(), hp.bad_samples)
+                state.splits.refuse_too_many_bad_samples(hp.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
         write_outputs(work, state, recorder)

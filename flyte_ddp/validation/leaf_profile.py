@@ -21,7 +21,6 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.sample_arrays import Ragged
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.facts import FEW
 from flyte_ddp.loading.own_items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine.resources import count_cores
@@ -35,6 +34,7 @@ ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
 ITEMS = 64  # of one task of a loader process
 COLUMNS = 64  # of a table of more columns the means of rows are counted, not the columns
 LOOKED_TWICE = 8  # items of each split
+FEW = 5  # examples of each problem, at most
 NAMES = {"train": "training", "test": "test"}
 
 # Whether rows hold what training cannot use; in targets NaN stands for an unknown number.

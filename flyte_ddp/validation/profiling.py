@@ -19,14 +19,14 @@ from flyte_ddp.datasets.sample_arrays import name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import DecodingError, decode_image, open_with_pillow
 from flyte_ddp.loading.encoded import Encoded, ImageReader, map_samples
-from flyte_ddp.loading.facts import FEW, join_few
 from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.text.formatting import format_count
+from flyte_ddp.text.formatting import format_count, join_first
 from flyte_ddp.validation.leaf_profile import (
+    FEW,
     Compared,
     PartProfile,
     add_split,
@@ -35,16 +35,7 @@ from flyte_ddp.validation.leaf_profile import (
     find_unnamed,
     measure_item_set,
 )
-from flyte_ddp.validation.profile import (
-    CLASSES,
-    LABELS,
-    MASKS,
-    NUMBERS,
-    OTHERS,
-    TOKENS,
-    DataProfile,
-    SplitProfile,
-)
+from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
 LABEL = "classes"  # what a sample's targets are called as a statistic
 SHIFT = 0.1  # a warning is for a difference in at least this share of images
@@ -159,29 +150,29 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
     # Own objectives of samples that are no images may need no classes; others say so when training begins.
     of_numbers = profile.targets in (LABELS, NUMBERS) or what == "inputs"
     names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
-    bad = profile.training.undecodable + profile.test.undecodable
-    if bad > hp.bad_samples:
+    bad, undecodable = join_first(sorted(profile.bad)), profile.training.undecodable + profile.test.undecodable
+    if undecodable > hp.bad_samples:
         problems.append(
-            f"{format_count(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
-            f"{join_few(profile.bad)}; fix or remove them, or raise bad_samples"
+            f"{format_count(undecodable, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: {bad}; "
+            "fix or remove them, or raise bad_samples"
         )
     if profile.not_finite:
         problems.append(
-            f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {join_few(profile.bad)}; remove them, "
-            "or replace the values, for instance with the mean and one more input that says where"
+            f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {bad}; remove them, or replace "
+            "the values, for instance with the mean and one more input that says where"
         )
     outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
     if outside and names:
         kind = "token" if profile.targets == TOKENS else "label"
-        examples = join_few(f"{sample} has {kind} {label}" for label, sample in outside.items())
+        examples = join_first(sorted(f"{sample} has {kind} {label}" for label, sample in outside.items()))
         limits = f"must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
         problems.append(f"{examples}: {limits}")
     for split, counts in {"training": profile.training, "test": profile.test}.items():
-        empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
+        empty = sorted(name for number, name in enumerate(names) if not counts.labels.get(str(number)))
         if empty and profile.targets in (CLASSES, LABELS, MASKS):
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
             usable = "decodable " if what == "pixels" else ""
-            problems.append(f"no {usable}{split} sample is of class {join_few(empty)}; {remedy}, or remove the class")
+            problems.append(f"no {usable}{split} sample is of class {join_first(empty)}; {remedy}, or remove the class")
     normal = "; of few categories, or short texts, that is normal: raise {} in --policy" if what == "inputs" else ""
     if profile.duplicates > max_duplicates * profile.test.samples:
         problems.append(
