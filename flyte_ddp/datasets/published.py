@@ -8,14 +8,12 @@ import struct
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flyte_ddp import storage
-from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.sample_arrays import SampleArrays
@@ -52,18 +50,15 @@ class PublishedSet:
     def download_file(self, name: str, source: str, folder: Path, progress: Progress) -> str:
         """Download a file from ``source``, else a system copy or public addresses; verify it; return where it was."""
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
-        places = [source] if source else [*system, *self.addresses]
+        addresses = [storage.join(place, name) for place in ([source] if source else [*system, *self.addresses])]
         try:
             with (folder / name).open("wb") as file:
-                download = partial(
-                    download_verified,
-                    name=name,
-                    file=file,
-                    algorithm="md5",
-                    digests=self.files[name],
-                    progress=progress,
-                )
-                return storage.retry([storage.join(place, name) for place in places], download, progress.print_note)
+
+                def download_from(address: str) -> str:
+                    storage.download_file(address, file, digests=self.files[name], algorithm="md5", progress=progress)
+                    return storage.parent(address)
+
+                return storage.retry(addresses, download_from, progress.print_note)
         except storage.UnavailableError as failure:
             what = f"data_source={source!r}: cannot get {name}" if source else f"{self.name}: cannot get {name}"
             fix = "check the network, or set data_source to a directory or mirror that holds it"

@@ -19,7 +19,6 @@ from flyte_ddp.catalog import (
     PretrainedWeights,
     find_weights,
 )
-from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest, replace_file
@@ -86,10 +85,10 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
         if file_digest(path).startswith(weights.digest_start):
             return path
     address = storage.join(mirror or TORCHVISION_ADDRESS, weights.file)
-    verified = partial(download_verified, name=weights.file, algorithm="sha256", digests=[weights.digest_start])
     try:
         with replace_file(path) as file:
-            storage.retry(address, partial(verified, file=file, progress=progress), progress.print_note)
+            download = partial(storage.download_file, file=file, digests=[weights.digest_start], progress=progress)
+            storage.retry(address, download, progress.print_note)
     except storage.UnavailableError as error:
         raise error.to_user_error(
             f"init_from={init_from!r}: cannot get {address}: {error}; check the network, or set FLYTE_DDP_WEIGHTS to a "

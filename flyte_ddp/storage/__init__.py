@@ -6,11 +6,13 @@ server, raise UserErrors. The first use of a bucket may ask servers for credenti
 this process cannot use object storage.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flyte_ddp.progress import Progress
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import encode_name, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.origins import may_be_named, origin_of
@@ -67,13 +69,35 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     return content
 
 
-def download_file(address: str, file: BinaryIO) -> None:
-    """Empty an open file, and copy the file at an address into it; raise OSError if ``file`` cannot be written."""
+def download_file(
+    address: str,
+    file: BinaryIO,
+    *,
+    digests: Sequence[str] = (),
+    algorithm: str = "sha256",
+    progress: Progress | None = None,
+) -> None:
+    """Empty an open file, and copy the file at an address into it; raise OSError if ``file`` cannot be written.
+
+    Raises AlteredError unless the copy's digest (hex) begins as one of ``digests``, if there are any.
+    """
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
+    digest, remote = hashlib.new(algorithm, usedforsecurity=False), local_path(address) is None
+    name = address.rpartition("/")[2]
+    label = f"{name} from {address.removesuffix(name)}"
     with open_file(address) as opened:
-        received = sum(map(file.write, opened.chunks))
-    check_length(received, opened.size, remote=local_path(address) is None)
+        with (progress or Progress("off")).track(label, opened.size, "B") as advance:
+            for chunk in opened.chunks:
+                file.write(chunk)
+                if digests:
+                    digest.update(chunk)
+                advance(len(chunk))
+        received = file.tell()
+    check_length(received, opened.size, remote=remote)
+    if digests and not digest.hexdigest().startswith(tuple(digests)):
+        what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
+        raise AlteredError(what, transient=remote)
 
 
 def stat_file(address: str) -> Entry:
