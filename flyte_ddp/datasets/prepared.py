@@ -56,23 +56,21 @@ def divide_shards(data: EncodedSet, counts: NDArray[np.int64], validation_fracti
     return kind(counts, validation_fraction, TEST_FRACTION if data.test is None else 0.0, seed)
 
 
-def order_splits(
-    data: PreparedSet, *, validation_fraction: float, seed: int, shuffle_shards: int
-) -> dict[str, SampleOrder]:
+def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
     """Return the orders of "training", "validation" and "test"; a validation split of a stream has whole shards."""
     tests = order_test_split(data)
     if not isinstance(data, EncodedSet):
         samples = np.arange(data.train_samples, dtype=np.int32)
     elif isinstance(data.train, ShardIndex):
-        splits = divide_shards(data, data.train.counts, validation_fraction, seed)
-        weighted = ShardOrder(splits, "training", data.train.weights, shuffle_shards)
+        splits = divide_shards(data, data.train.counts, hp.validation_fraction, hp.seed)
+        weighted = ShardOrder(splits, "training", data.train.weights, hp.shuffle_shards)
         return {"training": weighted, "validation": ShardOrder(splits, "validation"), "test": tests}
     else:
         samples = np.arange(len(data.train.names), dtype=np.int32)
         if data.test is None:
             samples = np.delete(samples, tests.samples(slice(0, len(tests))))
-    rest, held_out = split_indices(len(samples), validation_fraction, seed)
-    training, validation = ListedOrder(samples[rest], seed), ListedOrder(samples[held_out])
+    rest, held_out = split_indices(len(samples), hp.validation_fraction, hp.seed)
+    training, validation = ListedOrder(samples[rest], hp.seed), ListedOrder(samples[held_out])
     return {"training": training, "validation": validation, "test": tests}
 
 
@@ -118,9 +116,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp.select_by, hp.objective, len(classes))
     notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
-    orders = order_splits(
-        data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
-    )
+    orders = order_splits(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
         raise UserError(
             f"validation_fraction={hp.validation_fraction:g}: holds out all {len(orders['validation']):,} samples "

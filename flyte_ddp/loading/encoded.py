@@ -1,6 +1,5 @@
 """Read encoded images of shards or of single files, and decode them."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -121,20 +120,14 @@ class FileReader(ImageReader):
 
 @dataclass
 class BadSamples:
-    """Thread-safe record of a rank's samples that cannot be decoded."""
+    """Record of a rank's samples that cannot be decoded; several threads may add samples."""
 
     allowed: int
     names: dict[str, str] = field(default_factory=dict)  # reason by name
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BadSamples, (self.allowed, dict(self.names))
 
     def add_sample(self, name: str, reason: str) -> None:
-        with self.lock:
-            self.names[name] = reason
-            count = len(self.names)
-        if count > self.allowed:
+        self.names[name] = reason
+        if (count := len(self.names)) > self.allowed:
             more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
             raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
 

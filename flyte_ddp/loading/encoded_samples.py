@@ -95,13 +95,8 @@ class EncodedSamples(SampleLoader):
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key
         self.replaced.add(sample)
-        for order in self.orders:
-            others = order.substitutes(sample)  # ascending
-            place = int(np.searchsorted(others, sample))
-            if place < len(others) and others[place] == sample:
-                break  # this is the sample's split
-        else:
-            raise IndexError(f"sample {sample} is in no split")
+        others = next(found for order in self.orders if sample in (found := order.substitutes(sample)))
+        place = int(np.searchsorted(others, sample))  # they are ascending
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_record(other, self.reader.read_sample(other), epoch):
                 return *loaded, encoded.key

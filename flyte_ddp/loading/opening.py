@@ -42,9 +42,7 @@ def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
     """Open this rank's training, validation and test split; ``close`` ends the threads and processes that load."""
-    orders = order_splits(
-        data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
-    )
+    orders = order_splits(data, hp)
     orders["training"] = order_training(data, orders["training"], hp.sampling)
     # Beside a GPU the rank's own thread, which starts the GPU's work, has a core of its own.
     threads = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))
