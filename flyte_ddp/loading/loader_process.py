@@ -41,13 +41,6 @@ class Call(NamedTuple):
         return write_tree(self.path, tree_map(tensor_to_array, result)) if self.path else result
 
 
-class Failed(NamedTuple):
-    """The answer to a call that raised."""
-
-    error: Exception
-    traceback: str
-
-
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
     """Fork a loader process for each of the pipes; send their numbers and exit codes by ``exits``, until all ended."""
     die_with_parent()
@@ -77,7 +70,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
 
 
 def run_loader_process(pipe: Connection) -> None:
-    """Receive the pickled loaders, then calls; answer each, until the rank ends and with it the pipe."""
+    """Receive the pickled loaders, then calls; answer each, maybe by its error, until the rank and its pipe end."""
     torch.set_num_threads(1)
     # What an item frees the next one allocates again, without page faults; large blocks still go back to the kernel.
     set_malloc_option(M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
@@ -92,7 +85,8 @@ def run_loader_process(pipe: Connection) -> None:
                     loaders = pickle.loads(content)
                 answer: Any = call.run(loaders[call.loader])
             except BaseException as error:
-                answer = Failed(portable_error(error), traceback.format_exc()[-MOST_CHARACTERS:])
+                answer = portable_error(error)
+                answer.add_note(traceback.format_exc()[-MOST_CHARACTERS:])
             sys.stdout.flush()  # what the user's code has printed
             pipe.send((number, answer))
 

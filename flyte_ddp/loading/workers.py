@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.encoded import limit_threads
-from flyte_ddp.loading.loader_process import NAME, Call, Failed, run_loader_server
+from flyte_ddp.loading.loader_process import NAME, Call, run_loader_server
 from flyte_ddp.loading.own_samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine.process import spawn_context
@@ -40,13 +40,6 @@ END_SECONDS = 5.0  # that a killed process may take to end
 # wait for each other for ever. The answer has names; that of a whole batch is short.
 MOST_SAMPLES = 256
 SAMPLES_A_TASK = 8  # of threads, at most; enough to make the cost of a task itself small
-
-
-class RemoteTraceback(Exception):  # noqa: N818
-    """The traceback, as text, of an error in a loader process; it is shown as the cause of the error in the rank."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 @dataclass(eq=False)
@@ -139,8 +132,8 @@ class LoaderPool:
         while number not in self.answers:
             self.receive(wait=True)
         answer = self.answers.pop(number)
-        if isinstance(answer, Failed):
-            raise answer.error from RemoteTraceback(answer.traceback)
+        if isinstance(answer, Exception):
+            raise answer  # with a note, the traceback in the process
         return answer
 
     def receive(self, *, wait: bool) -> None:
