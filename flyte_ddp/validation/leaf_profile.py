@@ -25,7 +25,6 @@ from flyte_ddp.loading.own_items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.random_state import keep_random_state
-from flyte_ddp.order.sampling import Indices
 from flyte_ddp.samples.leaves import Leaves, group_leaves, name_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
@@ -44,25 +43,23 @@ Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or 
 
 
 class Compared(NamedTuple):
-    """What samples of a split are compared by, [n] each."""
+    """What samples of a split are compared by, int64 [n] each."""
 
-    numbers: Indices
-    labels: NDArray[np.integer[Any]]  # class numbers; of other targets digests, equal for equal targets
-    digests: NDArray[np.integer[Any]]  # of the inputs, or pixels
+    numbers: NDArray[np.int64]
+    labels: NDArray[np.int64]  # class numbers; of other targets digests, equal for equal targets
+    digests: NDArray[np.int64]  # of the inputs, or pixels
 
 
 @dataclass
 class PartProfile:
     """What was found in some samples of a split."""
 
-    numbers: Sequence[int]  # of the n samples that are compared
-    labels: NDArray[np.int64]  # [n], as of Compared
-    digests: NDArray[np.int64]  # [n]
+    compared: Compared
     targets: Counter[str]  # samples by what their targets count for
     statistics: dict[str, Counter[str]]  # samples by their value of each statistic
     labelled: dict[str, int]  # of class numbers and tokens that are none of the classes: a sample, by its number
     not_finite: dict[int, str] = field(default_factory=dict)  # by the sample's number: the leaf with NaN or infinity
-    undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; none of the n
+    undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; it is not compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +122,7 @@ def measure_item_set(
             compared.append(found)
             chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()
             with keep_random_state():
-                again = measurer.measure_items(chosen)
+                again = measurer.measure_items(chosen).compared
             changed = (again.labels != found.labels[chosen]) | (again.digests != found.digests[chosen])
             if changed.any():
                 name = f"{NAMES[measurer.items.side]} sample {chosen[changed.argmax()]}"
@@ -157,13 +154,12 @@ def add_split(
     profile: DataProfile, split: str, parts: Iterable[PartProfile], name_of: Callable[[str, int], str]
 ) -> Compared:
     """Add the parts of a split's samples to the profile; return what they are compared by."""
-    numbers, labels, digests = list[Indices](), list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    compared = list[Compared]()
     counts: SplitProfile = getattr(profile, split)
     for part in parts:
-        numbers.append(np.array(part.numbers, np.int64))
-        labels.append(part.labels.copy())  # what comes from a loader process keeps the memory of its batch in use
-        digests.append(part.digests.copy())
-        counts.samples += len(part.labels) + len(part.undecodable)
+        # Copies: what comes from a loader process keeps the memory of its batch in use.
+        compared.append(Compared._make(map(np.copy, part.compared)))
+        counts.samples += len(part.compared.numbers) + len(part.undecodable)
         counts.undecodable += len(part.undecodable)
         for statistic, counted in {"": part.targets, **part.statistics}.items():
             total = counts.statistics.setdefault(statistic, {}) if statistic else counts.labels
@@ -175,7 +171,7 @@ def add_split(
         profile.not_finite += len(part.not_finite)
         for sample, reason in [*part.not_finite.items(), *part.undecodable.items()][: FEW - len(profile.bad)]:
             profile.bad.append(f"{name_of(split, sample)} ({reason})")
-    return Compared(np.concatenate(numbers), np.concatenate(labels), np.concatenate(digests))
+    return Compared._make(map(np.concatenate, zip(*compared, strict=True)))
 
 
 def convert_leaf(leaf: Any) -> NDArray[Any]:
@@ -223,15 +219,15 @@ def measure_leaves(
             for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
                 not_finite[samples[place]] = called
     digests, labels = (digest_samples(len(samples), [*named.values()]) for named in (inputs, targets))
-    part = PartProfile(samples, labels, digests, Counter(), leaves, {}, not_finite)
+    counted, labelled = Counter[str](), dict[str, int]()
     if kind != OTHERS:
         [values] = targets.values()
-        part.targets = count_targets(values, kind)
+        counted = count_targets(values, kind)
         if kind == CLASSES:
-            part.labels = np.array(values, np.int64)
+            labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
-            part.labelled = find_unnamed(samples, values, classes)
-    return part
+            labelled = find_unnamed(samples, values, classes)
+    return PartProfile(Compared(np.array(samples), labels, digests), counted, leaves, labelled, not_finite)
 
 
 def has_numbers(values: Values) -> bool:

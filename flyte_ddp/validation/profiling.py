@@ -101,15 +101,13 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
     found = map_samples(source, numbers, threads, measure_image, AHEAD)
     while part := [*islice(found, AHEAD)]:  # a part for each image would take far more memory
         images = [image for image in part if not image[-1]]
-        numbers_of, labels, digests = (np.array([image[place] for image in images], np.int64) for place in range(3))
+        compared = Compared._make(np.array([image[place] for image in images], np.int64) for place in range(3))
         counted = zip(*(facts for *_, facts, _ in images), strict=True)
         yield PartProfile(
-            numbers_of.tolist(),
-            labels,
-            digests,
-            count_targets(labels, CLASSES),
+            compared,
+            count_targets(compared.labels, CLASSES),
             dict(zip(STATISTICS, map(Counter, counted), strict=False)),
-            find_unnamed(numbers_of.tolist(), labels, classes) if images else {},
+            find_unnamed(compared.numbers.tolist(), compared.labels, classes) if images else {},
             undecodable={number: reason for number, *_, reason in part if reason},
         )
 
