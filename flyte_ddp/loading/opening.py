@@ -1,6 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import (
+    ItemSet,
     PreparedSet,
     SampleOrder,
     no_samples_error,
@@ -19,17 +20,23 @@ from flyte_ddp.datasets.prepared import (
     order_test_split,
     order_training,
 )
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
+from flyte_ddp.loading.arrays import open_array_batches
+from flyte_ddp.loading.collate import PADDED
 from flyte_ddp.loading.encoded import BadSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.opening_items import open_item_splits
+from flyte_ddp.loading.own_items import ItemFacts, ItemImages, ItemLoader, Items, describe_items
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
-from flyte_ddp.loading.split import Split, Splits
+from flyte_ddp.loading.split import BatchSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.loading.worker_sources import WorkerImages
+from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
 from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, LoaderThreads, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
+from flyte_ddp.models.inputs import LeavesSpec, ModelInput
+from flyte_ddp.order.sampling import Order
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
@@ -137,3 +144,74 @@ def open_image_reader(
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
     reader = ShardReader(source, cache, most_open=2 * streams, most_ahead=streams)
     return ShardImages(reader, members=members)
+
+
+def open_item_splits(
+    data: ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
+) -> Splits:
+    """Return the splits of arrays, or of a set on demand; ``workers`` processes load what needs the user's own code."""
+    _, augment = import_own_loading(hp)
+    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, num_classes=hp.num_classes)
+    if hp.mixup and isinstance(facts.inputs, LeavesSpec):
+        mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
+        if hp.collate == PADDED or not mixed:
+            inputs = facts.inputs.describe() + (", padded" if hp.collate == PADDED else "")
+            raise UserError(
+                f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
+            )
+    crop = "none" if augment else hp.augment
+    options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "crop": crop, "image_size": hp.image_size}
+    direct, by_processes = open_sources(data, {"train": augment, "test": None}, facts, device, workers, **options)
+    sources = {**by_processes, **direct}  # evaluations do without the user's code, if they can
+    training = Split(by_processes.get("train", sources["train"]), orders["training"])
+    validation, test = Split(sources["train"], orders["validation"]), Split(sources["test"], orders["test"])
+    return Splits(training, validation, test, facts.inputs, facts.targets)
+
+
+def open_item_test_split(
+    data: ItemSet, collate: str, seed: int, device: torch.device, workers: int, *, like: LeavesSpec | None = None
+) -> tuple[Split, ModelInput]:
+    """Open the test split, reading up to 16 samples by own code; return it, and what its inputs are."""
+    order = order_test_split(data)
+    facts = describe_items(data, "test", order, collate, seed, like=like)
+    direct, by_processes = open_sources(data, {"test": None}, facts, device, workers, collate=collate, seed=seed)
+    return Split((direct or by_processes)["test"], order), facts.inputs
+
+
+def open_sources(
+    data: ItemSet,
+    sides: Mapping[str, OwnFunction | None],
+    facts: ItemFacts,
+    device: torch.device,
+    workers: int,
+    *,
+    collate: str,
+    seed: int,
+    crop: str = "none",
+    image_size: int = 0,
+) -> tuple[dict[str, BatchSource], dict[str, BatchSource]]:
+    """Return the sources of arrays, and those that processes load by the user's code, such as a side's augmentation."""
+    direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
+    for side, augment in sides.items():
+        if isinstance(data, SampleArrays) and ":" not in collate:
+            direct[side] = open_array_batches(device, data, side, masked=facts.masked, augment=crop, seed=seed)
+        if augment is None and side in direct:
+            continue
+        items, name = Items(data, side), f"dataset={data.name!r}: {side}"
+        if isinstance(facts.inputs, InputSpec):
+            assert facts.targets is not None
+            size = facts.inputs.height, facts.inputs.width, facts.inputs.channels
+            targets = facts.targets
+            loaders[side] = ItemImages(
+                items, name, size=size, targets=targets, seed=seed, augment=augment, image_size=image_size
+            )
+        else:
+            loaders[side] = ItemLoader(items, collate, seed, augment=augment, masked=facts.masked)
+    pool = make_pool([*loaders.values()], workers)
+    by_processes = dict[str, BatchSource]()
+    for side, loader in loaders.items():
+        if isinstance(loader, ItemImages):
+            by_processes[side] = WorkerImages(loader, pool, device, crop, seed)
+        else:
+            by_processes[side] = ItemBatches(loader, pool, device)
+    return direct, by_processes

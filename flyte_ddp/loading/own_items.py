@@ -1,20 +1,22 @@
-"""Load a data set's items, from arrays or by the user's code: batches of any leaves, or single images."""
+"""Load a data set's items, from arrays or by the user's code, as batches or single images; say what they share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
 from flyte_ddp.datasets.prepared import ItemSet
-from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import PADDED, Samples, batch_samples
+from flyte_ddp.loading.collate import PADDED, STACKED, Samples, batch_samples
 from flyte_ddp.loading.own_samples import (
     OwnCodeError,
     OwnFunction,
@@ -24,9 +26,18 @@ from flyte_ddp.loading.own_samples import (
     convert_target,
     find_seeded_transforms,
     seed_for,
+    target_spec,
 )
 from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.samples.leaves import Leaves, map_leaves
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.order.random_state import keep_random_state
+from flyte_ddp.order.sampling import Order
+from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves
+
+LOOKED_AT = 16
+OTHER = LeafSpec((), "other")
+TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by a part of torch's or NumPy's name
 
 
 @dataclass(eq=False)
@@ -161,3 +172,92 @@ class ItemImages(SampleLoader):
 
 def copy_leaf(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+class ItemFacts(NamedTuple):
+    """What the samples of a data set have in common."""
+
+    inputs: ModelInput
+    targets: TargetSpec | None  # None: they are several leaves, or none
+    masked: str | None = None  # name of the input whose mask the model also gets, if ``collate`` is "padded"
+
+
+def describe_items(
+    data: ItemSet,
+    side: str,
+    order: Order,
+    collate: str,
+    seed: int,
+    *,
+    like: LeavesSpec | None = None,
+    num_classes: int = 0,
+) -> ItemFacts:
+    """Return a data set's facts, inputs ordered ``like``; read up to 16 samples if own code makes them."""
+    if data.pictures:
+        return describe_images(data, side, order, seed, num_classes)
+    if isinstance(data, SampleArrays) and ":" not in collate:
+        inputs, targets = describe_leaves(data.train_inputs), describe_leaves(data.train_targets)
+    else:
+        loader = ItemLoader(Items(data, side), collate if ":" in collate else STACKED, seed)
+        places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
+        samples = [int(order.samples(slice(place, place + 1))[0]) for place in places]
+        with keep_random_state():
+            alone = [loader.load_items([sample], None) for sample in samples]
+        require_identifiers(f"dataset={data.name!r}: inputs", alone[0][0])
+        inputs, targets = (join_specs([describe_leaves(batch[part]) for batch in alone]) for part in (0, 1))
+    for kind, spec in (("inputs", inputs), ("targets", targets)):
+        if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
+            raise UserError(
+                f"collate='stacked': the {kind} of dataset={data.name!r} have different lengths; set 'padded', or a "
+                "function of your own"
+            )
+    inputs = inputs if like is None else inputs.in_order_of(like)
+    trained = {} if like is None else dict(like.leaves)  # a few new samples may happen to have one length
+    shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
+    with_lengths = [name for name, shape in shapes.items() if shape]
+    ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
+    masked = next(ragged, next(iter(with_lengths), None))
+    return ItemFacts(inputs, single_target_spec(targets), masked if collate == PADDED else None)
+
+
+def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
+    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand."""
+    if isinstance(data, SampleArrays):
+        _, height, width, channels = data.train_inputs.shape
+        targets = TargetSpec(data.train_targets.dtype, data.train_targets.shape[1:], len(data.classes))
+        return ItemFacts(InputSpec(channels, height, width, data.mean, data.std), targets)
+    first = int(order.samples(slice(0, 1))[0])
+    with keep_random_state():
+        pixels, target = Items(data, side).read_item(first, seed, None)
+    height, width, channels = pixels.shape
+    mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
+    classes = len(data.classes) or num_classes
+    targets = target_spec(f"dataset={data.name!r}", target, classes, f"{side} sample {first}")
+    return ItemFacts(InputSpec(channels, height, width, mean, std), targets)
+
+
+def describe_leaves(leaves: Leaves) -> LeavesSpec:
+    def describe(leaf: Any) -> LeafSpec:
+        dtype = next((TYPES[part] for part in TYPES if part in str(getattr(leaf, "dtype", ""))), None)
+        return LeafSpec(tuple(leaf.shape[1:]), dtype) if dtype else OTHER
+
+    named = {name: describe(leaf) for name, leaf in name_leaves(leaves).items()}
+    return LeavesSpec(form_of(leaves), (*named.items(),))
+
+
+def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
+    joined = dict[str, LeafSpec]()
+    for name, first in specs[0].leaves:
+        found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]
+        sizes = [{*each} for each in zip(*(leaf.shape for leaf in found), strict=False)]
+        dtype = "float" if any(leaf.dtype == "float" for leaf in found) else first.dtype
+        joined[name] = LeafSpec(tuple(next(iter(each)) if len(each) == 1 else None for each in sizes), dtype)
+    return LeavesSpec(specs[0].form, (*joined.items(),))
+
+
+def single_target_spec(targets: LeavesSpec) -> TargetSpec | None:
+    [(_, leaf)] = targets.leaves if targets.form == "leaf" else [("", OTHER)]
+    if leaf.dtype == OTHER.dtype:
+        return None
+    dtype = np.dtype({"float": np.float32, "bool": np.bool_}.get(leaf.dtype, np.int64))
+    return TargetSpec(dtype, tuple(1 if size is None else size for size in leaf.shape), varies=None in leaf.shape)

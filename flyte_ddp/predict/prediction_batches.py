@@ -18,8 +18,7 @@ from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, limit_threads
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.opening import open_encoded_test_split
-from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.loading.opening import open_encoded_test_split, open_item_test_split
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts

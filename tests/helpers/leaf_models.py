@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
-from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.loading.opening import open_item_test_split
 from flyte_ddp.models.artifacts import describe_model_input, save_model
 from flyte_ddp.samples.leaves import Leaves
 

@@ -16,8 +16,7 @@ from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
-from flyte_ddp.loading.opening_items import describe_items
-from flyte_ddp.loading.own_items import ItemLoader, Items
+from flyte_ddp.loading.own_items import ItemLoader, Items, describe_items
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches

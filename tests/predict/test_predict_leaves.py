@@ -15,7 +15,7 @@ from training_runs import QUIET
 from flyte_ddp import arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
-from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.loading.opening import open_item_test_split
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
 from flyte_ddp.predict.predict import write_prediction_table
 
