@@ -195,23 +195,19 @@ def open_sources(
     for side, augment in sides.items():
         if isinstance(data, SampleArrays) and ":" not in collate:
             direct[side] = open_array_batches(device, data, side, masked=facts.masked, augment=crop, seed=seed)
-        if augment is None and side in direct:
-            continue
-        items, name = Items(data, side), f"dataset={data.name!r}: {side}"
-        if isinstance(facts.inputs, InputSpec):
+            if augment is None:
+                continue
+        items, spec = Items(data, side), facts.inputs
+        if isinstance(spec, InputSpec):
             assert facts.targets is not None
-            size = facts.inputs.height, facts.inputs.width, facts.inputs.channels
-            targets = facts.targets
-            loaders[side] = ItemImages(
-                items, name, size=size, targets=targets, seed=seed, augment=augment, image_size=image_size
-            )
+            loaders[side] = ItemImages(items, spec, facts.targets, seed, augment=augment, image_size=image_size)
         else:
             loaders[side] = ItemLoader(items, collate, seed, augment=augment, masked=facts.masked)
     pool = make_pool([*loaders.values()], workers)
-    by_processes = dict[str, BatchSource]()
-    for side, loader in loaders.items():
-        if isinstance(loader, ItemImages):
-            by_processes[side] = WorkerImages(loader, pool, device, crop, seed)
-        else:
-            by_processes[side] = ItemBatches(loader, pool, device)
+    by_processes: dict[str, BatchSource] = {
+        side: WorkerImages(loader, pool, device, crop, seed)
+        if isinstance(loader, ItemImages)
+        else ItemBatches(loader, pool, device)
+        for side, loader in loaders.items()
+    }
     return direct, by_processes

@@ -139,23 +139,23 @@ class ItemImages(SampleLoader):
     """Images of one side, "train" or "test", of a data set, whose items are pairs of pixels and a target."""
 
     items: Items
-    name: str  # for errors
-    _: KW_ONLY
-    size: tuple[int, ...]  # [H, W, C] of all images as the data set has them
+    spec: InputSpec  # of all images as the data set has them
     targets: TargetSpec
     seed: int
-    augment: OwnFunction | None = None  # may return images of ``size``, or of ``image_size`` unless that is 0
+    _: KW_ONLY
+    augment: OwnFunction | None = None  # may return images of the same size, or of ``image_size`` unless that is 0
     image_size: int = 0
 
     def __post_init__(self) -> None:
-        own = (self.image_size, self.image_size, self.size[2])
-        self.sizes = (self.size, own) if self.image_size else (self.size,)
+        size = (self.spec.height, self.spec.width, self.spec.channels)
+        own = (self.image_size, self.image_size, self.spec.channels)
+        self.sizes = (size, own) if self.image_size else (size,)
 
     def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
         return [partial(self.load_sample, sample, epoch) for sample in samples]
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
-        own, where = self.name, f"sample {sample}"
+        own, where = f"dataset={self.items.data.name!r}: {self.items.side}", f"sample {sample}"
         image, target = self.items.read_item(sample, self.seed, epoch)
         loaded = Sample(image, np.asarray(target), "")
         if self.augment is not None and epoch is not None:

@@ -20,6 +20,7 @@ from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction, find_seeded
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.sampling import take_slice
 
 CPU = torch.device("cpu")
@@ -53,8 +54,10 @@ def array_images(
     images: np.ndarray, targets: np.ndarray, own: OwnFunction, *, seed: int, classes: int, image_size: int
 ) -> ItemImages:
     kind = TargetSpec(targets.dtype, targets.shape[1:], classes)
-    items, size = Items(SampleArrays("", images, targets, images, targets), "train"), images.shape[1:]
-    return ItemImages(items, "mine", size=size, targets=kind, seed=seed, augment=own, image_size=image_size)
+    items = Items(SampleArrays("", images, targets, images, targets), "train")
+    height, width, channels = images.shape[1:]
+    spec = InputSpec(channels, height, width, (0.5,) * channels, (0.5,) * channels)
+    return ItemImages(items, spec, kind, seed, augment=own, image_size=image_size)
 
 
 def loader_of(name: str, targets: np.ndarray | None = None, **sizes: Any) -> ItemImages:
