@@ -73,7 +73,8 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
         pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
         labels = np.arange(order["images"]) % 10
         data = image_arrays(pixels, labels, pixels[:1], labels[:1], [*map(str, range(10))])
-        return Split(open_array_batches(torch.device("cpu"), data, "train"), ListedOrder(np.arange(len(labels))))
+        source = open_array_batches(torch.device("cpu"), data, "train", masked=None, augment="none", seed=0)
+        return Split(source, ListedOrder(np.arange(len(labels))))
     hp = Hyperparameters(
         dataset=f"shards:{order['index']}",
         augment="resized_crop",

@@ -115,10 +115,5 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
 def open_on_demand(folder: Path) -> OnDemandSet:
     with open_folder(folder) as (description, fields):
         train, test = description[ON_DEMAND]
-        return OnDemandSet(
-            source=description["data_source"],
-            train_samples=train,
-            test_samples=test,
-            pictures=description[PICTURES],
-            **fields,
-        )
+        fields |= {"source": description["data_source"], "pictures": description[PICTURES]}
+        return OnDemandSet(train_samples=train, test_samples=test, **fields)

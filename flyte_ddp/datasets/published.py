@@ -55,7 +55,7 @@ class PublishedSet:
             with (folder / name).open("wb") as file:
 
                 def download_from(address: str) -> str:
-                    storage.download_file(address, file, digests=self.files[name], algorithm="md5", progress=progress)
+                    storage.download_file(address, file, digests=self.files[name], kind="md5", progress=progress)
                     return storage.parent(address)
 
                 return storage.retry(addresses, download_from, progress.print_note)

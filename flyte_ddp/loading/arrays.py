@@ -103,13 +103,7 @@ class ArrayBatches(BatchSource):
 
 
 def open_array_batches(
-    device: torch.device,
-    data: SampleArrays,
-    side: str,
-    *,
-    masked: str | None = None,
-    augment: str = "none",
-    seed: int = 0,
+    device: torch.device, data: SampleArrays, side: str, *, masked: str | None, augment: str, seed: int
 ) -> ArrayBatches:
     """Open the side "train" or "test" of arrays; pictures and their targets keep their types."""
     inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))

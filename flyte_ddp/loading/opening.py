@@ -32,7 +32,7 @@ from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
 from flyte_ddp.loading.split import BatchSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
-from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, LoaderThreads, make_pool
+from flyte_ddp.loading.workers import POSSIBLE, ImagePool, LoaderThreads, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.models.inputs import LeavesSpec, ModelInput
@@ -125,9 +125,7 @@ def open_encoded_test_split(
     return Split(WorkerImages(loader, pool, device), order), loader
 
 
-def start_pool(
-    loaders: Sequence[EncodedSamples], number: int, device: torch.device
-) -> LoaderPool | LoaderThreads | None:
+def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.device) -> ImagePool | None:
     """Start processes for the user's own code, or beside a GPU, else threads; None: own code, not on Linux."""
     own = any(loader.decode or loader.augment for loader in loaders)
     if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
@@ -151,7 +149,7 @@ def open_item_splits(
 ) -> Splits:
     """Return the splits of arrays, or of a set on demand; ``workers`` processes load what needs the user's own code."""
     _, augment = import_own_loading(hp)
-    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, num_classes=hp.num_classes)
+    facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup and isinstance(facts.inputs, LeavesSpec):
         mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
         if hp.collate == PADDED or not mixed:

@@ -183,18 +183,11 @@ class ItemFacts(NamedTuple):
 
 
 def describe_items(
-    data: ItemSet,
-    side: str,
-    order: Order,
-    collate: str,
-    seed: int,
-    *,
-    like: LeavesSpec | None = None,
-    num_classes: int = 0,
+    data: ItemSet, side: str, order: Order, collate: str, seed: int, *, like: LeavesSpec | None = None, classes: int = 0
 ) -> ItemFacts:
     """Return a data set's facts, inputs ordered ``like``; read up to 16 samples if own code makes them."""
     if data.pictures:
-        return describe_images(data, side, order, seed, num_classes)
+        return describe_images(data, side, order, seed, classes)
     if isinstance(data, SampleArrays) and ":" not in collate:
         inputs, targets = describe_leaves(data.train_inputs), describe_leaves(data.train_targets)
     else:

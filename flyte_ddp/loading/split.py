@@ -80,16 +80,12 @@ class Split:
             yield place, self.load_batch(samples)
 
     def iterate_with_prefetch(
-        self,
-        items: Iterator[Item],
-        list_samples: Callable[[Item], Iterable[Indices]],
-        epoch: int | None,
-        batch_size: int,
+        self, items: Iterator[Item], samples_of: Callable[[Item], Iterable[Indices]], epoch: int | None, batch_size: int
     ) -> Iterator[Item]:
         """Yield ``items``, such as batches, in order; before each, start to load the samples of later items."""
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
-            for samples in list_samples(item):
+            for samples in samples_of(item):
                 begin(samples)
             return item
 

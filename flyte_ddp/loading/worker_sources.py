@@ -16,7 +16,7 @@ from flyte_ddp.loading.batch_memory import BatchMemory, Layout
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader, common_shape, load_into
 from flyte_ddp.loading.split import Batch, BatchSource
-from flyte_ddp.loading.workers import LoaderPool, LoaderThreads
+from flyte_ddp.loading.workers import ImagePool, LoaderPool
 from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
@@ -58,12 +58,7 @@ class WorkerImages(WorkerSource):
     batches_ahead = 2  # enough to keep the pool busy while load_batch() waits for a batch
 
     def __init__(
-        self,
-        loader: SampleLoader,
-        pool: LoaderPool | LoaderThreads | None,
-        device: torch.device,
-        crop: str = "none",
-        seed: int = 0,
+        self, loader: SampleLoader, pool: ImagePool | None, device: torch.device, crop: str = "none", seed: int = 0
     ) -> None:
         """``crop`` (none, crop or crop_flip) is done to batches of training, with random numbers by ``seed``."""
         super().__init__(pool, device)
@@ -99,7 +94,7 @@ class WorkerImages(WorkerSource):
         kind = self.loader.targets
         return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype.str, kind.shape)
 
-    def submit_batch(self, pool: LoaderPool | LoaderThreads, samples: Indices, epoch: int | None) -> Any:
+    def submit_batch(self, pool: ImagePool, samples: Indices, epoch: int | None) -> Any:
         return pool.start_images(self.loader, samples, epoch, self.layout(samples))
 
     def bad_samples(self) -> frozenset[str]:

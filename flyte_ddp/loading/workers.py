@@ -213,6 +213,9 @@ class LoaderThreads:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
+ImagePool = LoaderPool | LoaderThreads
+
+
 @contextmanager
 def explain_limits(what: str, setting: str) -> Iterator[None]:
     """Raise UserError where this process's limits refuse what the block needs; MachineError where the machine does."""

@@ -70,20 +70,15 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 
 
 def download_file(
-    address: str,
-    file: BinaryIO,
-    *,
-    digests: Sequence[str] = (),
-    algorithm: str = "sha256",
-    progress: Progress | None = None,
+    address: str, file: BinaryIO, *, digests: Sequence[str] = (), kind: str = "sha256", progress: Progress | None = None
 ) -> None:
     """Empty an open file, and copy the file at an address into it; raise OSError if ``file`` cannot be written.
 
-    Raises AlteredError unless the copy's digest (hex) begins as one of ``digests``, if there are any.
+    Raises AlteredError unless the copy's digest of this ``kind`` (hex) begins as one of ``digests``, if there are any.
     """
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
-    digest, remote = hashlib.new(algorithm, usedforsecurity=False), local_path(address) is None
+    digest, remote = hashlib.new(kind, usedforsecurity=False), local_path(address) is None
     name = address.rpartition("/")[2]
     label = f"{name} from {address.removesuffix(name)}"
     with open_file(address) as opened:
@@ -96,7 +91,7 @@ def download_file(
         received = file.tell()
     check_length(received, opened.size, remote=remote)
     if digests and not digest.hexdigest().startswith(tuple(digests)):
-        what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
+        what = f"{kind} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
         raise AlteredError(what, transient=remote)
 
 

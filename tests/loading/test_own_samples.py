@@ -149,7 +149,7 @@ def test_masks_move_with_their_images() -> None:
     mirrored = (found.inputs.numpy() != images).any(axis=(1, 2, 3)).sum()
     assert 8 < mirrored < 32
     data = image_arrays(images, masks, images, masks, ["a", "b"])
-    source = open_array_batches(CPU, data, "train", augment="crop_flip", seed=3)
+    source = open_array_batches(CPU, data, "train", masked=None, augment="crop_flip", seed=3)
     shifted = source.load_batch(np.arange(40), 0)
     covered = shifted.targets != 255
     assert torch.equal(bright(shifted.inputs)[covered], shifted.targets[covered])
