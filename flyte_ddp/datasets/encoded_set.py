@@ -92,8 +92,6 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
-    """Open a prepared folder of encoded images; UserError if the folder is missing or damaged."""
-
     def read_prepared_split(dataset: str, split: str) -> ShardIndex | ImageList:
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():

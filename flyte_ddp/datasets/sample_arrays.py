@@ -205,7 +205,6 @@ def convert_id(given: Any) -> str:
 
 
 def store_leaves(name: str, leaves: Any) -> Leaves:
-    """Return leaves as they are kept, arrays or Ragged; UserError about ``name`` for others."""
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
@@ -311,7 +310,6 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
 
 
 def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:
-    """Raise UserError, with ``name`` in its text, for class numbers [N] that are not in 0..classes-1."""
     wrong = np.flatnonzero((targets < 0) | (targets >= classes))
     if len(wrong):
         raise UserError(

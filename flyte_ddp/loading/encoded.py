@@ -43,7 +43,6 @@ class ImageReader:
     fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def read_sample(self, sample: int) -> Encoded:
-        """Read one sample, and return its encoded image with its label."""
         raise NotImplementedError
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:

@@ -115,8 +115,17 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
                 raise batch
             yield batch
 
+    buffer = stream.shuffle_buffer
+    worker_pipeline = wds.DataPipeline(
+        partial(order_worker_shards, stream),
+        partial(read_shard_samples, stream),
+        wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
+        partial(decode_samples, stream),
+        wds.filters.batched(WORKER_BATCH, partial=False),
+        forward_error_as_value,
+    )
     loader = wds.WebLoader(
-        make_worker_pipeline(stream),
+        worker_pipeline,
         batch_size=None,
         collate_fn=return_batch_unchanged,
         num_workers=stream.workers,
@@ -129,9 +138,9 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     mixed = loader.compose(
         raise_forwarded_error,
         wds.filters.unbatched(),
-        wds.filters.shuffle(stream.shuffle_buffer, seed=stream.derive_seed(0)),
-    ).repeat()
-    return iter(mixed)
+        wds.filters.shuffle(buffer, seed=stream.derive_seed(0)),
+    )
+    return iter(mixed.repeat())
 
 
 def return_batch_unchanged(batch: Any) -> Any:
@@ -145,20 +154,6 @@ def return_batch_unchanged(batch: Any) -> Any:
 def prepare_worker(_: int) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def make_worker_pipeline(stream: RankStream) -> Any:
-    import webdataset as wds
-
-    buffer = stream.shuffle_buffer
-    return wds.DataPipeline(
-        partial(order_worker_shards, stream),
-        partial(read_shard_samples, stream),
-        wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
-        partial(decode_samples, stream),
-        wds.filters.batched(WORKER_BATCH, partial=False),
-        forward_error_as_value,
-    )
 
 
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:

@@ -100,7 +100,6 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start to load samples in the processes; return their memory, and the tasks to wait for."""
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
         tasks_in_all = 2 * self.number if self.number > 1 else 1  # two balance what samples take among several

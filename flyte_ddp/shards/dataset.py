@@ -26,10 +26,6 @@ FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the 
 WAIT_FOR_ROOM = 60.0  # seconds that a reader waits for other readers to release shards in a full cache
 MARKED_EVERY = 1.0  # seconds between two updates of the time of last use of a shard that is being read
 
-Wanted = Container[str] | None  # extensions, in lower case, of the members to read; None for all
-StoredSample = tuple[str, dict[str, bytes]]  # its key, and its members' contents by their extensions
-Sample = dict[str, Any]
-
 
 class OpenShard:
     """A shard and its table of samples, shared by the threads of a process; opened when a thread first uses it.
@@ -142,8 +138,11 @@ class ShardReader:
             self.open_shards = OpenShards()
         return self.open_shards
 
-    def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
-        """Read a sample by number, fetching its shard; return key and contents by extension; UserError if damaged."""
+    def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
+        """Return key and members of a sample, by their extensions, fetching its shard; UserError if damaged.
+
+        ``wanted`` are the extensions, in lower case, of the members to read; None: all.
+        """
         number, inside = self.index.locate(sample)
         contents = {}
         with self.open_shard(number) as opened:
@@ -223,7 +222,7 @@ class ShardDataset:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: Any) -> Sample:
+    def __getitem__(self, number: Any) -> dict[str, Any]:
         number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
@@ -231,7 +230,7 @@ class ShardDataset:
         key, contents = self.reader.read_sample(number)
         shard_number, inside = self.index.locate(number)
         shard = self.index.shards[shard_number]
-        sample: Sample = {
+        sample: dict[str, Any] = {
             **contents,
             "__key__": key,
             "__dataset__": self.index.parts[shard.part].name,

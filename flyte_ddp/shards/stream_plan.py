@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 
-Counts = NDArray[np.int64]
 NO_SAMPLES = "webdataset ends with an error in a worker without samples"
 
 
@@ -33,7 +32,7 @@ class StreamPlan:
     ``nbatches`` (webdataset 1.0.2). Raises UserError if a worker would have no samples, as webdataset does.
     """
 
-    def __init__(self, loaders: Loaders, counts: Counts) -> None:
+    def __init__(self, loaders: Loaders, counts: NDArray[np.int64]) -> None:
         """``counts`` [shards] are the samples of each shard, in the order of the list of shards."""
         ranks, workers = loaders.ranks, max(1, loaders.workers)
         if len(counts) < ranks * workers:

@@ -26,7 +26,6 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes; follow redirects."""
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
         if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):

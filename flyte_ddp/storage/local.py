@@ -21,7 +21,6 @@ def require_local_path(address: str) -> Path:
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Raise MissingError, or another UnavailableError, for an OSError of the block."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -32,7 +31,6 @@ def translate_os_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open a file, or a span of it, for the block; MissingError or another UnavailableError if that fails."""
     with translate_os_errors():
         file = require_local_path(address).open("rb")
     with file:
@@ -83,7 +81,6 @@ def delete_files(addresses: Sequence[str]) -> None:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield the files below a folder, by name; follow symlinks, and skip hidden files and folders."""
     root = require_local_path(address)
     with translate_os_errors():
         if not root.is_dir():

@@ -153,7 +153,6 @@ def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterat
 def add_split(
     profile: DataProfile, split: str, parts: Iterable[PartProfile], name_of: Callable[[str, int], str]
 ) -> Compared:
-    """Add the parts of a split's samples to the profile; return what they are compared by."""
     compared = list[Compared]()
     counts: SplitProfile = getattr(profile, split)
     for part in parts:
