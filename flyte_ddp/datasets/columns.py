@@ -53,10 +53,8 @@ def require_finite(
     row, at = found
     column = f", {name_column(given, at[1])}," if len(at) == 2 and ends is None else ""
     called = "" if ids is None else f" (id {str(ids[row])!r})"
-    raise UserError(
-        f"{name}: row {row}{called}{column} is {values[*at]}: replace what is missing or infinite, as scikit-learn's "
-        "SimpleImputer does, or leave the row out"
-    )
+    fix = "replace what is missing or infinite, as scikit-learn's SimpleImputer does, or leave the row out"
+    raise UserError(f"{name}: row {row}{called}{column} is {values[*at]}: {fix}")
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:
@@ -67,10 +65,9 @@ def list_columns(inputs: Any) -> dict[str, list[str]]:
 def require_same_columns(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> None:
     for key, columns in list_columns(inputs).items():
         if columns != expected.get(key, columns):
-            raise UserError(
-                f"{name}: the columns are {', '.join(columns)}, and those of training {', '.join(expected[key])}; give "
-                "the same in the same order, because a model knows columns by their places"
-            )
+            found = f"the columns are {', '.join(columns)}, and those of training {', '.join(expected[key])}"
+            fix = "give the same in the same order, because a model knows columns by their places"
+            raise UserError(f"{name}: {found}; {fix}")
 
 
 def name_column(given: Any, place: int) -> str:

@@ -53,10 +53,8 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
     if isinstance(result, SampleArrays):
         return replace(result, name=spec)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise UserError(
-            f"dataset={spec!r}: returned {type(result).__name__}; must return arrays(...), image_arrays(...) or "
-            "on_demand(...) of flyte_ddp, or a pair (training set, test set)"
-        )
+        rule = "arrays(...), image_arrays(...) or on_demand(...) of flyte_ddp, or a pair (training set, test set)"
+        raise UserError(f"dataset={spec!r}: returned {type(result).__name__}; must return {rule}")
     try:
         pictures = has_images(SETS[0], result[0])
         train, test = (
@@ -99,10 +97,8 @@ def read_side(set_name: str, samples: Any, progress: Progress, *, pictures: bool
                 images = images if index else np.empty((len(names), *pixels.shape), np.uint8)
                 if pixels.shape != images.shape[1:]:
                     one, other = ("x".join(map(str, shape)) for shape in (pixels.shape, images.shape[1:]))
-                    raise UserError(
-                        f"{name} is {one} and item 0 is {other}; all images must have one size: resize them and "
-                        "convert them to one mode"
-                    )
+                    fix = "all images must have one size: resize them and convert them to one mode"
+                    raise UserError(f"{name} is {one} and item 0 is {other}; {fix}")
                 images[index], inputs = pixels, None
             pairs.append((inputs, targets))
             advance(1)

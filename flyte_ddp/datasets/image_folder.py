@@ -76,19 +76,15 @@ def list_images(address: str) -> ImageList:
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     if not images:
-        raise UserError(
-            f"{where}: has no images in folders of their classes among its {len(files):,} files; it must hold "
-            "class/name.jpg"
-        )
+        problem = f"has no images in folders of their classes among its {len(files):,} files"
+        raise UserError(f"{where}: {problem}; it must hold class/name.jpg")
     folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name})
     class_of = {name: normalize_class_names(where, [name])[0] for name in folders}  # those that look alike are one
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:
-        raise UserError(
-            f"{where}: class {min(imageless)!r} has no images; convert its files to PNG or JPEG, or, if it is no "
-            "class, move the folder away or begin its name with a dot"
-        )
+        fix = "or, if it is no class, move the folder away or begin its name with a dot"
+        raise UserError(f"{where}: class {min(imageless)!r} has no images; convert its files to PNG or JPEG, {fix}")
     numbers = {name: number for number, name in enumerate(classes)}
     labels = np.array([numbers[name] for name in labelled], np.int64)
     sizes = np.array([entry.size for entry in images], np.int64)

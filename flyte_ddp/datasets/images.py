@@ -79,10 +79,8 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
         raise UserError(f"{name}: {labels}, got shape {list(targets.shape)}")
     if targets.ndim == 3:
         if not whole or targets.shape != images.shape[:3]:
-            raise UserError(
-                f"{name}: masks must be whole numbers of the images' height and width, {list(images.shape[:3])}, got "
-                f"{targets.dtype} {list(targets.shape)}"
-            )
+            rule = f"masks must be whole numbers of the images' height and width, {list(images.shape[:3])}"
+            raise UserError(f"{name}: {rule}, got {targets.dtype} {list(targets.shape)}")
         return np.ascontiguousarray(targets, dtype=np.uint8 if targets.dtype == np.uint8 else np.int64)
     if targets.ndim == 2 or (targets.dtype.kind == "f" and not classes):
         return np.ascontiguousarray(targets, dtype=np.float32)

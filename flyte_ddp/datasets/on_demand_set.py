@@ -52,10 +52,8 @@ class OnDemandSet(StoredSet):
         lengths = len(found.train), len(found.test)
         if lengths != (self.train_samples, self.test_samples):
             before = f"{self.train_samples} and {self.test_samples} samples"
-            raise UserError(
-                f"dataset={self.name!r}: has {lengths[0]} and {lengths[1]} samples now, and had {before} when it was "
-                "prepared; it must not change"
-            )
+            change = f"has {lengths[0]} and {lengths[1]} samples now, and had {before} when it was prepared"
+            raise UserError(f"dataset={self.name!r}: {change}; it must not change")
         return found
 
     def describe_content(self) -> dict[str, Any]:

@@ -90,17 +90,14 @@ def weigh_samples(data: PreparedSet, order: SampleOrder, sampling: str) -> Sampl
     if sampling == "weighted":
         weights = getattr(data, "sample_weights", None)
         if weights is None:
-            raise UserError(
-                f"sampling='weighted': dataset={data.name!r} has no sample_weights; give them to arrays(...) or "
-                "image_arrays(...), or to the training set as an attribute, or take sampling='balanced'"
-            )
+            fix = "give them to arrays(...) or image_arrays(...), or to the training set as an attribute"
+            problem = f"dataset={data.name!r} has no sample_weights"
+            raise UserError(f"sampling='weighted': {problem}; {fix}, or take sampling='balanced'")
         return draw_by_weights(order, weights[order.listed])
     labels = find_training_targets(data)
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise UserError(
-            f"sampling='balanced': dataset={data.name!r} has no single class for each sample; give sample_weights, and "
-            "take sampling='weighted'"
-        )
+        fix = "give sample_weights, and take sampling='weighted'"
+        raise UserError(f"sampling='balanced': dataset={data.name!r} has no single class for each sample; {fix}")
     return draw_by_weights(order, inverse_class_counts(labels[order.listed]))
 
 
@@ -118,10 +115,9 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
     orders = order_splits(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
-        raise UserError(
-            f"validation_fraction={hp.validation_fraction:g}: holds out all {len(orders['validation']):,} samples "
-            f"that dataset={hp.dataset!r} has for training; lower it, or give more samples"
-        )
+        problem = f"holds out all {len(orders['validation']):,} samples that dataset={hp.dataset!r} has for training"
+        fix = "lower it, or give more samples"
+        raise UserError(f"validation_fraction={hp.validation_fraction:g}: {problem}; {fix}")
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
@@ -138,10 +134,9 @@ def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int,
     splits = divide_shards(data, data.train.counts, hp.validation_fraction, hp.seed)
     shards, workers = int(np.count_nonzero(splits.sizes["training"])), max(1, workers)
     if shards < ranks * workers:
-        raise UserError(
-            f"dataset={hp.dataset!r}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: "
-            "each needs one; make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
-        )
+        problem = f"has {shards} shards for training, read by {ranks} ranks x {workers} workers: each needs one"
+        fix = "make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
+        raise UserError(f"dataset={hp.dataset!r}: {problem}; {fix}")
 
 
 def describe_missing_classes(masks: NDArray[Any] | None, classes: Sequence[str]) -> list[str]:
@@ -176,10 +171,8 @@ def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
         raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
     for part in index.parts:
         if part.weight != 1:
-            raise UserError(
-                f"dataset={dataset!r}: its part {part.name!r} has weight {part.weight:g}, and a stream goes through "
-                "all parts alike; take shards:ADDRESS, or an index without weights"
-            )
+            problem = f"its part {part.name!r} has weight {part.weight:g}, and a stream goes through all parts alike"
+            raise UserError(f"dataset={dataset!r}: {problem}; take shards:ADDRESS, or an index without weights")
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:

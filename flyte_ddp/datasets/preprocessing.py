@@ -28,10 +28,8 @@ def pack_preprocessing(
     except UserError:
         raise UserError(f"prepare={spec!r}: must be a function that a module defines") from None
     except Exception as error:  # whatever the user's own objects raise
-        raise UserError(
-            f"preprocessing: cannot be pickled ({error}); in place of lambdas and inner functions take those that a "
-            "module defines"
-        ) from error
+        fix = "in place of lambdas and inner functions take those that a module defines"
+        raise UserError(f"preprocessing: cannot be pickled ({error}); {fix}") from error
     return {
         "prepare": spec,
         "releases": list_releases(),

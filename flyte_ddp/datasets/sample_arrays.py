@@ -240,10 +240,8 @@ def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
     for place, sample in enumerate(samples):
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
         if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
-            raise UserError(
-                f"{name}: sample {place} has shape {list(sample.shape)} and sample 0 has {list(samples[0].shape)}; "
-                "only the first dimension may differ"
-            )
+            problem = f"sample {place} has shape {list(sample.shape)} and sample 0 has {list(samples[0].shape)}"
+            raise UserError(f"{name}: {problem}; only the first dimension may differ")
     # An empty list is an array of floats, and must not make floats of the others' whole numbers.
     values = np.concatenate([sample for sample in samples if len(sample)] or samples)
     return Ragged(store_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
@@ -291,10 +289,8 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
                 f"{each.dtype} [{', '.join(map(str, shape))}]" for each, shape in zip(pair, shapes, strict=True)
             )
             where = f"{kind}{f'[{name!r}]' if name else ''}"
-            raise UserError(
-                f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}: both must "
-                "have one type and shape"
-            )
+            found = f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}"
+            raise UserError(f"{found}: both must have one type and shape")
         common = stored_type(np.result_type(*(each.dtype for each in pair)))
         for side, each in zip(unified, pair, strict=True):
             if ragged:
@@ -312,10 +308,8 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
 def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:
     wrong = np.flatnonzero((targets < 0) | (targets >= classes))
     if len(wrong):
-        raise UserError(
-            f"{name}: label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: "
-            f"must be 0..{classes - 1}"
-        )
+        problem = f"label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes"
+        raise UserError(f"{name}: {problem}: must be 0..{classes - 1}")
 
 
 def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
@@ -355,15 +349,11 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
         return ()
     smallest, largest = (int(find(map(find, targets))) for find in (min, max))
     if smallest < 0:
-        raise UserError(
-            f"targets: whole numbers are classes, from 0 on, and one is {smallest}; give numbers to predict as floats, "
-            "and classes as 0, 1, 2, ..."
-        )
+        fix = "give numbers to predict as floats, and classes as 0, 1, 2, ..."
+        raise UserError(f"targets: whole numbers are classes, from 0 on, and one is {smallest}; {fix}")
     if largest >= MOST_CLASSES:
-        raise UserError(
-            f"targets: the whole number {largest} would be a class, and there may be {MOST_CLASSES:,}; give numbers to "
-            "predict as floats"
-        )
+        problem = f"the whole number {largest} would be a class, and there may be {MOST_CLASSES:,}"
+        raise UserError(f"targets: {problem}; give numbers to predict as floats")
     return tuple(map(str, range(largest + 1)))
 
 

@@ -156,8 +156,6 @@ def limit_threads() -> None:
 
 def require_valid_label(encoded: Encoded, classes: int) -> int:
     if not 0 <= encoded.label < classes:
-        raise UserError(
-            f"{encoded.name} has label {encoded.label}: must be 0..{classes - 1} with {classes} classes; "
-            "fix it, or set num_classes"
-        )
+        rule = f"must be 0..{classes - 1} with {classes} classes; fix it, or set num_classes"
+        raise UserError(f"{encoded.name} has label {encoded.label}: {rule}")
     return encoded.label

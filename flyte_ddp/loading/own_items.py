@@ -116,10 +116,8 @@ class ItemLoader:
         if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
             raise UserError(f"{own} returned inputs without a tensor for {where}; return what the model gets")
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(samples),):
-            raise UserError(
-                f"{own} returned targets {list(targets.shape)} for {where}: must have a row for each of the "
-                f"{len(samples)} samples; leave none out"
-            )
+            rule = f"must have a row for each of the {len(samples)} samples; leave none out"
+            raise UserError(f"{own} returned targets {list(targets.shape)} for {where}: {rule}")
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
@@ -163,10 +161,9 @@ class ItemImages(SampleLoader):
             loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
         if loaded.image.shape not in self.sizes:
             sizes = " or ".join(str(list(size)) for size in self.sizes)
-            raise UserError(
-                f"{own} returned {list(loaded.image.shape)} as the image of {where}: must be {sizes}; give all "
-                "images one size and one mode, such as by resize and convert('RGB')"
-            )
+            found = f"{own} returned {list(loaded.image.shape)} as the image of {where}"
+            fix = "give all images one size and one mode, such as by resize and convert('RGB')"
+            raise UserError(f"{found}: must be {sizes}; {fix}")
         return Sample(loaded.image, convert_target(own, loaded.target, self.targets, where), "")
 
 
@@ -200,10 +197,8 @@ def describe_items(
         inputs, targets = (join_specs([describe_leaves(batch[part]) for batch in alone]) for part in (0, 1))
     for kind, spec in (("inputs", inputs), ("targets", targets)):
         if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
-            raise UserError(
-                f"collate='stacked': the {kind} of dataset={data.name!r} have different lengths; set 'padded', or a "
-                "function of your own"
-            )
+            problem = f"the {kind} of dataset={data.name!r} have different lengths"
+            raise UserError(f"collate='stacked': {problem}; set 'padded', or a function of your own")
     inputs = inputs if like is None else inputs.in_order_of(like)
     trained = {} if like is None else dict(like.leaves)  # a few new samples may happen to have one length
     shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}

@@ -200,18 +200,15 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
     """Return ``target``, which ``own`` returned; raise UserError if shape, type or classes are not those of others."""
     allowed = "biuf" if kind.dtype.kind == "f" else "biu"
     if target.shape != kind.shape or target.dtype.kind not in allowed:
-        raise UserError(
-            f"{own} returned {target.dtype} {list(target.shape)} as the target of {where}: must be {kind.dtype} "
-            f"{list(kind.shape)}, as those of other samples are"
-        )
+        rule = f"must be {kind.dtype} {list(kind.shape)}, as those of other samples are"
+        raise UserError(f"{own} returned {target.dtype} {list(target.shape)} as the target of {where}: {rule}")
     if kind.classes and kind.dtype.kind != "f" and (target.min() < 0 or target.max() >= kind.classes):
         wrong = target[(target < 0) | (target >= kind.classes)]
         wrong = wrong[wrong != IGNORED] if target.ndim else wrong
         if len(wrong):
-            raise UserError(
-                f"{own} returned {wrong[0]} as the target of {where}: must be 0..{kind.classes - 1} with "
-                f"{kind.classes} classes" + (f", or {IGNORED} for ignored pixels" if target.ndim else "")
-            )
+            rule = f"must be 0..{kind.classes - 1} with {kind.classes} classes"
+            rule += f", or {IGNORED} for ignored pixels" if target.ndim else ""
+            raise UserError(f"{own} returned {wrong[0]} as the target of {where}: {rule}")
     return target
 
 

@@ -124,10 +124,9 @@ class Splits:
             return
         bad = self.gather_bad_samples()
         if len(bad) > allowed:
-            raise UserError(
-                f"{join_first(sorted(bad))} cannot be decoded; there are {len(bad):,} such samples, more than "
-                f"bad_samples={allowed}; fix or remove them, or raise bad_samples"
-            )
+            problem = f"there are {len(bad):,} such samples, more than bad_samples={allowed}"
+            fix = "fix or remove them, or raise bad_samples"
+            raise UserError(f"{join_first(sorted(bad))} cannot be decoded; {problem}; {fix}")
 
     def close(self) -> None:
         for source in self.sources:

@@ -36,10 +36,9 @@ class StreamPlan:
         """``counts`` [shards] are the samples of each shard, in the order of the list of shards."""
         ranks, workers = loaders.ranks, max(1, loaders.workers)
         if len(counts) < ranks * workers:
-            raise UserError(
-                f"{len(counts):,} shards for ranks x workers = {ranks:,} x {workers}: {NO_SAMPLES}; take fewer of "
-                f"them, or at least {ranks * workers:,} shards"
-            )
+            fix = f"take fewer of them, or at least {ranks * workers:,} shards"
+            few = f"{len(counts):,} shards for ranks x workers = {ranks:,} x {workers}"
+            raise UserError(f"{few}: {NO_SAMPLES}; {fix}")
         padded = np.pad(counts, (0, -len(counts) % (ranks * workers)))
         self.loaders, self.counts = loaders, counts
         self.samples = padded.reshape(-1, workers, ranks).sum(axis=0).T  # [ranks, workers]

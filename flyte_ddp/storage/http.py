@@ -97,10 +97,9 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
         except ValueError as error:  # such as a UserError
             raise UnavailableError(f"redirected to an address that is refused: {error}") from None
         if not may_follow:
-            raise UnavailableError(
-                f"redirected to {origin_of(address)}, which is another host and not a public one; set "
-                f"{ALLOWED}={origin_of(address)} if that may be read"
-            )
+            fix = f"set {ALLOWED}={origin_of(address)} if that may be read"
+            problem = "which is another host and not a public one"
+            raise UnavailableError(f"redirected to {origin_of(address)}, {problem}; {fix}")
     raise TooManyRedirects(f"more than {session.max_redirects} redirects, the last one to {address}")
 
 
