@@ -22,9 +22,8 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
     """Return a data set's definition, None for encoded images, without importing it; UserError for an unknown name."""
     if encoded_kind(dataset):
         if source:
-            raise UserError(
-                f"data_source={source!r}: dataset={dataset!r} says where its data are; leave data_source empty"
-            )
+            problem = f"dataset={dataset!r} says where its data are"
+            raise UserError(f"data_source={source!r}: {problem}; leave data_source empty")
         return None
     if ":" in dataset:
         return CustomSet(dataset)

@@ -162,9 +162,8 @@ def arrays(
     parts, ids = dict[str, Leaves](), dict[str, Any]()
     for side, given in (("train", train), ("test", test)):
         if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
-            raise UserError(
-                f"{side}: must be a pair (inputs, targets), or (inputs, targets, ids), got {type(given).__name__}"
-            )
+            rule = "must be a pair (inputs, targets), or (inputs, targets, ids)"
+            raise UserError(f"{side}: {rule}, got {type(given).__name__}")
         inputs, targets, named = (*given, None)[:3]
         parts[f"{side}_inputs"], ids[f"{side}_ids"] = store_inputs(f"{side}_", inputs, named)
         parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets))
@@ -320,14 +319,12 @@ def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
     if weights.dtype.kind not in "fiu":
         raise UserError(f"sample_weights: must be numbers, got {weights.dtype}")
     if weights.shape != (samples,):
-        raise UserError(
-            f"sample_weights: must be one number for each of the {samples} training samples, got {list(weights.shape)}"
-        )
+        rule = f"must be one number for each of the {samples} training samples"
+        raise UserError(f"sample_weights: {rule}, got {list(weights.shape)}")
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
-        raise UserError(
-            f"sample_weights: weight {weights[wrong[0]]} of sample {wrong[0]}: must be a finite number of at least 0"
-        )
+        problem = f"weight {weights[wrong[0]]} of sample {wrong[0]}"
+        raise UserError(f"sample_weights: {problem}: must be a finite number of at least 0")
     if not weights.any():
         raise UserError("sample_weights: are all 0; give those above 0 that training shall draw")
     return np.ascontiguousarray(weights, dtype=np.float64)

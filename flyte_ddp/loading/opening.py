@@ -154,9 +154,8 @@ def open_item_splits(
         mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
         if hp.collate == PADDED or not mixed:
             inputs = facts.inputs.describe() + (", padded" if hp.collate == PADDED else "")
-            raise UserError(
-                f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
-            )
+            rule = "only floats of one shape can be mixed"
+            raise UserError(f"mixup={hp.mixup:g}: the inputs are {inputs}, and {rule}; set mixup=0")
     crop = "none" if augment else hp.augment
     options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "crop": crop, "image_size": hp.image_size}
     direct, by_processes = open_sources(data, {"train": augment, "test": None}, facts, device, workers, **options)

@@ -78,10 +78,9 @@ def require_array(name: str, values: Any) -> NDArray[Any]:
 def refuse_masked(name: str, values: Any) -> None:
     parts = values if isinstance(values, (list, tuple)) else [values]
     if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
-        raise UserError(
-            f"{name}: has masked values, and the mask would be lost; fill them (.filled(0), of targets that are floats "
-            ".filled(np.nan)), or give the mask as an array of its own"
-        )
+        fill = "fill them (.filled(0), of targets that are floats .filled(np.nan))"
+        fix = f"{fill}, or give the mask as an array of its own"
+        raise UserError(f"{name}: has masked values, and the mask would be lost; {fix}")
 
 
 def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:

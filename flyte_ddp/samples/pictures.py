@@ -22,16 +22,15 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     Keeps the upper 8 bits of longer values. Raises ValueError for pixels of unknown range: floats, and integers with a
     sign or 32 bits.
     """
+    problem = "of no known range; store 8 or 16 bits, without a sign"
     if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
+        raise ValueError(f"its pixels are floating-point numbers, {problem}")
     from PIL import Image
 
     if image.mode.startswith("I"):
         stored: Any = image  # Pillow's classes of formats have more attributes
         if image.mode == "I" and image.format != "PPM":  # Pillow scales a PPM's values to 16 bits
-            raise ValueError(
-                "its pixels are 32-bit or signed integers, of no known range; store 8 or 16 bits, without a sign"
-            )
+            raise ValueError(f"its pixels are 32-bit or signed integers, {problem}")
         bits = stored.tag_v2[BITS_PER_SAMPLE][0] if image.format == "TIFF" else 16
         values = np.asarray(image)
         greys = (values >> (bits - 8)).astype(np.uint8)

@@ -150,10 +150,8 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
     names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
     bad, undecodable = join_first(sorted(profile.bad)), profile.training.undecodable + profile.test.undecodable
     if undecodable > hp.bad_samples:
-        problems.append(
-            f"{format_count(undecodable, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: {bad}; "
-            "fix or remove them, or raise bad_samples"
-        )
+        problem = f"{format_count(undecodable, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}"
+        problems.append(f"{problem}: {bad}; fix or remove them, or raise bad_samples")
     if profile.not_finite:
         problems.append(
             f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {bad}; remove them, or replace "
