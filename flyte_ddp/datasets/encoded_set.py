@@ -64,8 +64,7 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
         if isinstance(source, ShardIndex):
             if not decoded_by_user:
                 refuse_unfit_samples(source)
-            parts = [[part.name, part.weight] for part in source.parts]
-            content = {"name": source.name, "parts": parts, "shards": source.shards}
+            content = {"name": source.name, "parts": source.parts, "shards": source.shards}
             prepared_folder.write_json(folder / f"{split}.json", content)
         elif source is not None:
             names = [name.encode("utf-8", "surrogateescape") for name in source.names]

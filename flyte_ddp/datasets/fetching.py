@@ -54,19 +54,13 @@ def fetch(
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces a damaged one. Does not
     notice changed content of the same source: put the :func:`fingerprint` into the folder's name. Calls the code of a
-    ``package.module:callable``, whose errors are not caught.
+    ``package.module:callable``, whose errors are not caught. Returns the absolute path of ``folder``.
 
-    Args:
-        dataset: a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
-            ``image_folder:...``, of which only the index or the list of files is fetched, and a first sample.
-        source: the hyperparameter ``data_source``.
-        folder: destination; missing parents are created.
-        test_dataset: shards or folder of images to test on.
-        sample: the hyperparameter; if it is set, samples of shards need no image and no label.
-        progress: auto, bar, lines or off; printed to stderr.
-
-    Returns the absolute path of ``folder``. Raises a UserError for an unknown data set, unusable data, or a folder that
-    holds something else or cannot be written.
+    ``dataset``, ``source``, ``test_dataset`` and ``sample`` are the hyperparameters of these names (``source``:
+    ``data_source``). Of ``shards:...``, ``stream:...`` and ``image_folder:...`` only the index or the list of files is
+    fetched, and a first sample; with ``sample`` that needs no image and no label. ``progress`` is auto, bar, lines or
+    off, on stderr. Raises a UserError for an unknown data set, unusable data, or a folder that holds something else or
+    cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)

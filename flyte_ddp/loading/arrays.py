@@ -115,9 +115,8 @@ def open_array_batches(
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
         return LoadedLeaf(to_device(leaf, store), device, widened=not data.pictures)
 
-    return ArrayBatches(
-        map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), store, masked, ids, augment, seed
-    )
+    inputs, targets = (map_leaves(load_leaf, leaves) for leaves in (inputs, targets))
+    return ArrayBatches(inputs, targets, store, masked, ids, augment, seed)
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:

@@ -29,16 +29,11 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.start_of_targets + max(1, self.targets_bytes)
-
-    @property
-    def targets_bytes(self) -> int:
-        return self.samples * math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
+        targets_bytes = self.samples * math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
+        return self.start_of_targets + max(1, targets_bytes)
 
     def targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        part = memory[self.start_of_targets : self.start_of_targets + self.targets_bytes]
-        found: NDArray[Any] = part.view(self.dtype).reshape(self.samples, *self.shape)
-        return found
+        return np.ndarray((self.samples, *self.shape), self.dtype, memory, self.start_of_targets)
 
     def images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
         rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)

@@ -52,8 +52,7 @@ class Shard(NamedTuple):
         return ("md5", self.md5) if self.md5 and not self.sha256 else ("sha256", self.sha256)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A data set within an index."""
 
     name: str
@@ -91,7 +90,7 @@ class ShardIndex:
     @cached_property
     def digest(self) -> str:
         """Return the SHA-256 (hex) of classes, parts, and each shard's samples, size and digest (or else address)."""
-        lines = [json.dumps([self.classes, [[part.name, part.weight] for part in self.parts]])]
+        lines = [json.dumps([self.classes, self.parts])]
         lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
