@@ -47,7 +47,9 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, sample: int) -> NDArray[Any]:
+    def __getitem__(self, sample: Any) -> Any:  # of a slice a list of arrays
+        if isinstance(sample, slice):
+            return [self[number] for number in range(*sample.indices(len(self)))]
         return self.values[int(self.ends[sample - 1]) if sample else 0 : int(self.ends[sample])]
 
     @property

@@ -80,10 +80,9 @@ class StreamPlan:
     def refuse_inexact(self) -> None:
         """Raise UserError, with options that are exact, if ranks get different numbers of batches or none gets one."""
         if not self.batches.any():
-            raise UserError(
-                f"batch_size={self.loaders.batch_size}: no worker has more than {self.samples.max():,} samples, and "
-                "smaller batches are dropped; lower batch_size or workers, or keep partial batches"
-            )
+            problem = f"no worker has more than {self.samples.max():,} samples, and smaller batches are dropped"
+            fix = "lower batch_size or workers, or keep partial batches"
+            raise UserError(f"batch_size={self.loaders.batch_size}: {problem}; {fix}")
         if not self.is_exact:
             ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggest_options()]
             raise UserError(

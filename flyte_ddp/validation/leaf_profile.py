@@ -135,15 +135,9 @@ def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterat
     size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
     step = min(ROWS, max(1, ROW_BYTES * samples // max(1, size)))
     for start in range(0, samples, step):
-        numbers = range(start, min(start + step, samples))
-        parts = [
-            {
-                name: [leaf[number] for number in numbers] if isinstance(leaf, Ragged) else leaf[start : numbers.stop]
-                for name, leaf in leaves.items()
-            }
-            for leaves in (inputs, targets)
-        ]
-        yield measure_leaves(numbers, parts[0], parts[1], profile.targets, len(profile.classes))
+        numbers, part = range(start, min(start + step, samples)), slice(start, start + step)
+        rows, truths = ({name: leaf[part] for name, leaf in leaves.items()} for leaves in (inputs, targets))
+        yield measure_leaves(numbers, rows, truths, profile.targets, len(profile.classes))
 
 
 def add_split(

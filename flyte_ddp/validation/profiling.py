@@ -153,10 +153,8 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
         problem = f"{format_count(undecodable, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}"
         problems.append(f"{problem}: {bad}; fix or remove them, or raise bad_samples")
     if profile.not_finite:
-        problems.append(
-            f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {bad}; remove them, or replace "
-            "the values, for instance with the mean and one more input that says where"
-        )
+        fix = "remove them, or replace the values, for instance with the mean and one more input that says where"
+        problems.append(f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {bad}; {fix}")
     outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
     if outside and names:
         kind = "token" if profile.targets == TOKENS else "label"
@@ -170,19 +168,16 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
             usable = "decodable " if what == "pixels" else ""
             problems.append(f"no {usable}{split} sample is of class {join_first(empty)}; {remedy}, or remove the class")
     normal = "; of few categories, or short texts, that is normal: raise {} in --policy" if what == "inputs" else ""
+    tests, samples = format_count(profile.test.samples, "test sample"), profile.training.samples + profile.test.samples
     if profile.duplicates > max_duplicates * profile.test.samples:
-        problems.append(
-            f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the {what} of a "
-            f"training sample, more than max_duplicates={max_duplicates:g} of them, such as "
-            f"{'; '.join(profile.duplicated)}; remove them from one of the two{normal.format('max_duplicates')}"
-        )
-    samples = profile.training.samples + profile.test.samples
+        problem = f"{profile.duplicates:,} of {tests} have the {what} of a training sample"
+        limit = f"more than max_duplicates={max_duplicates:g} of them, such as {'; '.join(profile.duplicated)}"
+        problems.append(f"{problem}, {limit}; remove them from one of the two{normal.format('max_duplicates')}")
     if profile.conflicts > max_conflicts * samples:
-        problems.append(
-            f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of another one with another "
-            f"label, more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; "
-            f"correct the labels{normal.format('max_conflicts')}"
-        )
+        problem = f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of another one"
+        limit = f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}"
+        fix = f"correct the labels{normal.format('max_conflicts')}"
+        problems.append(f"{problem} with another label, {limit}; {fix}")
     if problems:
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
 
@@ -228,7 +223,5 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
         if statistic == LABEL:
             is_class = named.isdecimal() and int(named) < len(profile.classes)
             named = f"class {profile.classes[int(named)]}" if is_class else f"targets of {named}"
-        yield (
-            f"{split} split: {statistic} differ from the champion's in {distance:.0%} of samples (p = {p:.1g}), most "
-            f"in {named}: {now:.0%} instead of {before:.0%}"
-        )
+        difference = f"{statistic} differ from the champion's in {distance:.0%} of samples (p = {p:.1g})"
+        yield f"{split} split: {difference}, most in {named}: {now:.0%} instead of {before:.0%}"
