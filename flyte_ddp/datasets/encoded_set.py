@@ -75,17 +75,9 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
                 prepared_folder.write_array(folder / f"{split}_{column}.npy", values)
             others[split] = source.others
     test_part = "a tenth" if data.test is None else "all"
-    description = {
-        **prepared_folder.FORMAT,
-        "name": data.name,
-        "classes": data.classes,
-        "digest": data.digest,
-        prepared_folder.TEST_DIGEST: digest_lines([data.test_source.digest, test_part, *data.classes]),
-        "others": others,
-        "data_source": "",
-        "test_dataset": test_dataset,
-    }
-    prepared_folder.write_json(folder / prepared_folder.DESCRIPTION, description, indent=1)
+    test_digest = digest_lines([data.test_source.digest, test_part, *data.classes])
+    more = {"others": others, "data_source": "", "test_dataset": test_dataset}
+    prepared_folder.write_description(folder, data, more, digest=data.digest, test_digest=test_digest)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:

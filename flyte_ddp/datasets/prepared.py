@@ -76,17 +76,11 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
 
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
     """Return ``order`` as ``sampling`` changes it, maybe by calls of the user's function; UserError for unfit data."""
-    if ":" in sampling:
-        assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
-        return choose_by_function(order, sampling, load_callable(sampling))
-    return weigh_samples(data, order, sampling)
-
-
-def weigh_samples(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
-    """Return ``order``, or for "weighted" and "balanced" one that draws by weights; UserError for data without any."""
     if sampling == "shuffled":
         return order
-    assert isinstance(order, ListedOrder)
+    assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
+    if ":" in sampling:
+        return choose_by_function(order, sampling, load_callable(sampling))
     if sampling == "weighted":
         weights = getattr(data, "sample_weights", None)
         if weights is None:
@@ -122,7 +116,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
-        weigh_samples(data, orders["training"], hp.sampling)
+        order_training(data, orders["training"], hp.sampling)
     lists = (data.train, data.test) if isinstance(data, EncodedSet) else ()
     return notes + [note for each in lists if isinstance(each, ImageList) for note in each.describe_images()]
 

@@ -53,18 +53,16 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
-    in_arrays = bool(arrays.keys() - {WEIGHTS})
-    description = {
-        **FORMAT,
-        "name": data.name,
-        "classes": data.classes,
-        **data.describe_content(),
-        "digest": arrays_sha256(data) if in_arrays else data.digest,
-        TEST_DIGEST: arrays_sha256(data, "test_") if in_arrays else data.digest,
-        "weighted": WEIGHTS in arrays,
-        **origin,
-    }
-    write_json(folder / DESCRIPTION, description, indent=1)
+    digest = test_digest = data.digest
+    if arrays.keys() - {WEIGHTS}:
+        digest, test_digest = arrays_sha256(data), arrays_sha256(data, "test_")
+    content = {**data.describe_content(), "weighted": WEIGHTS in arrays, **origin}
+    write_description(folder, data, content, digest=digest, test_digest=test_digest)
+
+
+def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, digest: str, test_digest: str) -> None:
+    of_all = {**FORMAT, "name": data.name, "classes": data.classes, "digest": digest, TEST_DIGEST: test_digest}
+    write_json(folder / DESCRIPTION, {**of_all, **content}, indent=1)
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
