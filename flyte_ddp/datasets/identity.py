@@ -17,7 +17,6 @@ SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Hash a folder's files, a bucket's listing, or by HTTP SHA256SUMS, headers or the file; "" for "".
 
-    Leaves out hidden folders, the runs folder and ``__pycache__``.
     Raises UserError about ``hyperparameter`` if ``source`` is unreadable.
     """
     if not source:

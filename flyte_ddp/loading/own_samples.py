@@ -58,10 +58,7 @@ class SampleLoader:
     prefetch_files: Callable[[Indices], None] | None = None  # as of a BatchSource
 
     def start_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
-        """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None.
-
-        A slow reader starts the reads at once, in other threads.
-        """
+        """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None."""
         raise NotImplementedError
 
     def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:

@@ -139,10 +139,7 @@ class ShardReader:
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """Return key and members of a sample, by their extensions, fetching its shard; UserError if damaged.
-
-        ``wanted`` are the extensions, in lower case, of the members to read; None: all.
-        """
+        """Read a sample by number, fetching its shard; return key and contents by extension; UserError if damaged."""
         number, inside = self.index.locate(sample)
         contents = {}
         with self.open_shard(number) as opened:

@@ -257,15 +257,11 @@ def describe_array(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:
 
 
 def digest_samples(samples: int, leaves: Sequence[Values]) -> NDArray[np.int64]:
-    """Return 64 bits of BLAKE2b of the shapes and values of each sample's leaves, [samples].
-
-    Two of a million samples collide with probability 3e-8.
-    """
     return np.array([digest_leaves([values[place] for values in leaves]) for place in range(samples)], np.int64)
 
 
 def digest_leaves(leaves: Sequence[Any]) -> int:
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)  # two of a million samples collide with probability 3e-8
     for leaf in leaves:
         value = np.asarray(leaf)
         digest.update(str(value.shape).encode())
