@@ -103,6 +103,5 @@ def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: the prepared data set is damaged ({error}); delete the folder and fetch it again"
-        ) from error
+        fix = "delete the folder and fetch it again"
+        raise UserError(f"{folder}: the prepared data set is damaged ({error}); {fix}") from error

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.columns import (
-    convert_columns,
-    find_non_finite,
-    list_columns,
-    require_finite,
-    require_same_columns,
-)
+from flyte_ddp.datasets import columns
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
@@ -119,7 +113,7 @@ class SampleArrays(StoredSet):
         }
         stored = self.list_arrays()
         targets = [file for file in stored if file.partition(".")[0].endswith("_targets")]
-        found = {file: find_non_finite(stored[file], stored.get(f"{file}.ends")) for file in targets}
+        found = {file: columns.find_non_finite(stored[file], stored.get(f"{file}.ends")) for file in targets}
         rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
         described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
@@ -177,8 +171,8 @@ def arrays(
         for side in ("train", "test"):
             if is_class_numbers(targets := parts[f"{side}_targets"]):
                 require_class_numbers(f"{side}_targets", targets, len(names))
-    require_same_columns("test_inputs", test[0], columns := list_columns(train[0]))
-    fitted = pack_preprocessing(preprocessing, prepare, columns)
+    columns.require_same_columns("test_inputs", test[0], listed := columns.list_columns(train[0]))
+    fitted = pack_preprocessing(preprocessing, prepare, listed)
     samples = len(next(iter(name_leaves(parts["train_inputs"]).values())))
     weights = convert_weights(sample_weights, samples)
     return SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted, sample_weights=weights)
@@ -195,9 +189,9 @@ def store_inputs(where: str, inputs: Any, named: Any) -> tuple[Leaves, NDArray[n
     for key, leaf in name_leaves(stored).items():
         where = f"{name}[{key!r}]" if key else name
         if isinstance(leaf, Ragged):
-            require_finite(where, leaf.values, None, ids, leaf.ends)
+            columns.require_finite(where, leaf.values, None, ids, leaf.ends)
         else:
-            require_finite(where, leaf, given[key], ids)
+            columns.require_finite(where, leaf, given[key], ids)
     return stored, ids
 
 
@@ -231,7 +225,7 @@ def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
         # Of arrays of different shapes.
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
         return store_ragged(name, samples)
-    array = convert_columns(name, values, array)
+    array = columns.convert_columns(name, values, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
     return np.ascontiguousarray(store_values(name, array))

@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.loading.batch_memory import write_tree
-from flyte_ddp.machine.process import (
-    M_MMAP_THRESHOLD,
-    M_TRIM_THRESHOLD,
-    die_with_parent,
-    set_malloc_option,
-    set_process_name,
-)
+from flyte_ddp.machine import process
 
 NAME = "loader process"
 MOST_CHARACTERS = 20_000  # of a traceback
@@ -43,8 +37,8 @@ class Call(NamedTuple):
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
     """Fork a loader process for each of the pipes; send their numbers and exit codes by ``exits``, until all ended."""
-    die_with_parent()
-    set_process_name(NAME)
+    process.die_with_parent()
+    process.set_process_name(NAME)
     # Before the forks, because most users' pipelines need it.
     import torchvision.transforms.v2  # noqa: F401
 
@@ -54,7 +48,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            die_with_parent()
+            process.die_with_parent()
             if os.getppid() == server:  # else the server ended before die_with_parent was called
                 for other in (*pipes, exits):
                     if other is not pipe:
@@ -73,8 +67,8 @@ def run_loader_process(pipe: Connection) -> None:
     """Receive the pickled loaders, then calls; answer each, maybe by its error, until the rank and its pipe end."""
     torch.set_num_threads(1)
     # What an item frees the next one allocates again, without page faults; large blocks still go back to the kernel.
-    set_malloc_option(M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
-    set_malloc_option(M_TRIM_THRESHOLD, KEPT_BYTES)
+    process.set_malloc_option(process.M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
+    process.set_malloc_option(process.M_TRIM_THRESHOLD, KEPT_BYTES)
     loaders: Sequence[Any] | None = None
     with suppress(EOFError, OSError):  # the rank has ended
         content = pipe.recv_bytes()

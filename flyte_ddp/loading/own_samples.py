@@ -212,9 +212,8 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
 def target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
     """Return what all targets are, given one: a class int64 [], a mask [H, W, ...] uint8 or int64, or float32."""
     if target.dtype.kind not in "biuf":
-        raise UserError(
-            f"{own} returned {target.dtype} as the target of {where}: must be a number, or an array of them"
-        )
+        rule = "must be a number, or an array of them"
+        raise UserError(f"{own} returned {target.dtype} as the target of {where}: {rule}")
     whole = target.dtype.kind in "biu" and target.ndim != 1
     if target.ndim > 1 and target.dtype == np.uint8:
         return TargetSpec(target.dtype, target.shape, classes)

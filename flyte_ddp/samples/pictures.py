@@ -60,11 +60,9 @@ def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
     except ValueError as error:
         raise UserError(f"{what} cannot be converted to 8 bits: {error}") from None
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
-        raise UserError(
-            f"{what} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8, an array [height, width, "
-            "channels] or a tensor [channels, height, width]: leave out transforms such as ToTensor and Normalize, "
-            "which training does itself"
-        )
+        rule = "must be a PIL image or uint8, an array [height, width, channels] or a tensor [channels, height, width]"
+        fix = "leave out transforms such as ToTensor and Normalize, which training does itself"
+        raise UserError(f"{what} is {pixels.dtype} {list(pixels.shape)}; {rule}: {fix}")
     return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
 
 

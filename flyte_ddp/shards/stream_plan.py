@@ -85,7 +85,6 @@ class StreamPlan:
             raise UserError(f"batch_size={self.loaders.batch_size}: {problem}; {fix}")
         if not self.is_exact:
             ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggest_options()]
-            raise UserError(
-                f"the ranks get {self.batches.min():,} to {self.batches.max():,} batches: DDP hangs unless all get the "
-                f"same number; take {', or '.join([*ways, f'a multiple of {self.samples.size:,} equal shards'])}"
-            )
+            ways.append(f"a multiple of {self.samples.size:,} equal shards")
+            problem = f"the ranks get {self.batches.min():,} to {self.batches.max():,} batches"
+            raise UserError(f"{problem}: DDP hangs unless all get the same number; take {', or '.join(ways)}")

@@ -19,9 +19,8 @@ def scheme(address: str) -> str:
     kind, _, rest = address.partition("://")
     kind = kind.lower()
     if kind not in SCHEMES:
-        raise UserError(
-            f"address {address!r}: must be a path, or start with file://, s3://, gs://, az://, https:// or http://"
-        )
+        rule = "must be a path, or start with file://, s3://, gs://, az://, https:// or http://"
+        raise UserError(f"address {address!r}: {rule}")
     if kind != "file" and not rest.partition("/")[0]:
         raise UserError(f"address {address!r}: must name a server, bucket or container after {kind}://")
     return kind

@@ -135,10 +135,9 @@ def get_bucket_store(scheme: str, bucket: str) -> Any:
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
     if USERS - {os.getpid()}:
-        raise UnavailableError(
-            "this process is a fork of one that has used object storage, whose threads a fork does not have; "
-            "start it by 'spawn' or 'forkserver', as DataLoader(multiprocessing_context='spawn') does"
-        )
+        problem = "this process is a fork of one that has used object storage, whose threads a fork does not have"
+        fix = "start it by 'spawn' or 'forkserver', as DataLoader(multiprocessing_context='spawn') does"
+        raise UnavailableError(f"{problem}; {fix}")
     # Before the lock is taken: a process that is forked while a thread holds the lock gets the error and does not hang.
     USERS.add(os.getpid())
     environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(clouds.VARIABLES)))
