@@ -40,20 +40,12 @@ def image_arrays(
     for side, pixels, given in (("train", train_images, train_labels), ("test", test_images, test_labels)):
         images[side] = require_images(f"{side}_images", pixels)
         labels[side] = convert_targets(f"{side}_labels", given, images[side], len(classes))
-    stored = unify_sides("images", images["train"], images["test"])
-    stored |= unify_sides("labels", labels["train"], labels["test"])
+    inputs = unify_sides("images", images["train"], images["test"])
+    targets = unify_sides("labels", labels["train"], labels["test"])
+    names, weights = normalize_class_names("classes", classes), convert_weights(sample_weights, len(inputs[0]))
     mean, std = channel_mean_and_std(images["train"])
-    return SampleArrays(
-        name,
-        train_inputs=stored["train_images"],
-        train_targets=stored["train_labels"],
-        test_inputs=stored["test_images"],
-        test_targets=stored["test_labels"],
-        classes=normalize_class_names("classes", classes),
-        sample_weights=convert_weights(sample_weights, len(images["train"])),
-        mean=mean,
-        std=std,
-    )
+    sides = inputs[0], targets[0], inputs[1], targets[1]
+    return SampleArrays(name, *sides, names, sample_weights=weights, mean=mean, std=std)
 
 
 def require_images(name: str, values: Any) -> Images:

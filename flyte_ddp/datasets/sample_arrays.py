@@ -165,7 +165,8 @@ def arrays(
         parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
-        parts |= unify_sides(kind, parts[f"train_{kind}"], parts[f"test_{kind}"])
+        train_part, test_part = f"train_{kind}", f"test_{kind}"
+        parts[train_part], parts[test_part] = unify_sides(kind, parts[train_part], parts[test_part])
     names = normalize_class_names("classes", classes) or name_class_numbers(parts)
     if names:
         for side in ("train", "test"):
@@ -267,8 +268,8 @@ def require_one_length(parts: Mapping[str, Leaves]) -> None:
             raise UserError(f"{name} has {length} samples, and {first} has {samples}: all must have the same number")
 
 
-def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
-    """Return both sides' leaves by name ("train_inputs"), each of one type, and ragged in both or neither."""
+def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]:
+    """Return both sides' leaves, each of one type, and ragged in both or neither."""
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
@@ -294,10 +295,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
                 side[name] = Ragged(whole.values.astype(common, copy=False), whole.ends)
             else:
                 side[name] = each.astype(common, copy=False)
-    return {
-        f"{side}_{kind}": restore_leaves(form_of(train), leaves)
-        for side, leaves in zip(("train", "test"), unified, strict=True)
-    }
+    return restore_leaves(form_of(train), unified[0]), restore_leaves(form_of(train), unified[1])
 
 
 def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:
