@@ -26,8 +26,6 @@ class StoredSet:
     classes: tuple[str, ...]
     digest: str  # SHA-256 (hex) of all arrays, ``classes`` and ``sample_weights``; set where the folder is opened
     sample_weights: NDArray[np.float64] | None  # [N], with which training may draw the training samples
-    train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
-    test_ids: NDArray[np.str_] | None = None
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their files' names without ``.npy``; here only weights: the samples stay elsewhere."""
