@@ -24,7 +24,7 @@ from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
-from flyte_ddp.release.registry import Entry, Registry, find_version, read_task, replay_promotions
+from flyte_ddp.release.registry import Entry, Registry, read_task, replay_promotions
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
@@ -131,7 +131,7 @@ def decide(judgement: Judgement) -> Decision:
     if judgement.counts and is_champion:
         return unchanged
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if judgement.counts and before is not None and find_version(registry, model.digest):
+    if judgement.counts and before is not None and registry.find_version(model.digest):
         _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
+from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
 from flyte_ddp.release.registry import (
     PROMOTE,
     ROLLBACK,
@@ -24,18 +21,10 @@ from flyte_ddp.release.registry import (
     LostError,
     Registry,
     Version,
-    damaged_file_error,
-    file_address,
-    find_version,
     read_task,
-    read_version,
-    read_version_file,
     replay_promotions,
-    verify_files,
-    write_version,
 )
 from flyte_ddp.release.verdict import Released, Verdict
-from flyte_ddp.storage import MissingError
 from flyte_ddp.validation.profile import DataProfile
 
 if TYPE_CHECKING:
@@ -55,9 +44,9 @@ def store_version(
     name = file_digest(weights)
     if verdict.challenger != name:
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
-    stored = find_version(registry, name)
+    stored = registry.find_version(name)
     if stored is not None:
-        contents = sidecar.read_bytes(), read_version_file(registry, stored, SIDECAR)
+        contents = sidecar.read_bytes(), registry.read_version_file(stored, SIDECAR)
         own, other = ({"model": each["model"], **read_task(each)} for each in map(json.loads, contents))
         if changed := [field for field, value in own.items() if other[field] != value]:
             raise UserError(
@@ -67,7 +56,7 @@ def store_version(
         if not verdict.promotes:
             return stored
     files = {"verdict.json": verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **beside}
-    return write_version(registry, files)
+    return registry.write_version(files)
 
 
 def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by: str) -> Released:
@@ -101,10 +90,10 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     history = registry.read_log()
     if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
         return earlier
-    found, before = read_version(registry, version), history[-1] if history else None
+    found, before = registry.read_version(version), history[-1] if history else None
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
-    verify_files(registry, found)
+    registry.verify_files(found)
     return append(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
 
 
@@ -121,8 +110,8 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
-    version = read_version(registry, target.version, target.manifest)
-    verify_files(registry, version)
+    version = registry.read_version(target.version, target.manifest)
+    registry.verify_files(version)
     return append(registry, history, version, action=ROLLBACK, best=target.best, reason=reason, by=by)
 
 
@@ -137,14 +126,8 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
     """Download model.pt and model.json of a version's revision (empty: the newest) into a folder; return the paths."""
-    found = read_version(registry, version, manifest)
-    for name in (WEIGHTS, SIDECAR):
-        address, target = file_address(registry, found, name), folder / name
-        with registry.explain_failures("read"), suppress(MissingError), replace_file(target, durable=False) as file:
-            storage.retry(address, partial(storage.download_file, file=file))
-        if not target.exists() or file_digest(target) != found.files[name]:
-            raise damaged_file_error(address)
-    return folder / WEIGHTS, folder / SIDECAR
+    found = registry.read_version(version, manifest)
+    return registry.download_file(found, WEIGHTS, folder), registry.download_file(found, SIDECAR, folder)
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
@@ -157,10 +140,10 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     """Return the profile of the data that trained an entry's version; None without one; UserError if outdated."""
-    version = read_version(registry, entry.version, entry.manifest)
+    version = registry.read_version(entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
-    content = read_version_file(registry, version, PROFILE)
+    content = registry.read_version_file(version, PROFILE)
     try:
         return DataProfile.from_json(content)
     except (KeyError, TypeError, ValueError):

@@ -23,17 +23,18 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
+from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
 from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
 from flyte_ddp.text.formatting import describe_input
 
@@ -46,6 +47,8 @@ ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
 PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the storage can do that
 DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is not what was written
+
+Value = TypeVar("Value")
 
 
 class LostError(UserError):
@@ -92,6 +95,23 @@ def content_digest(content: Path | bytes) -> str:
     return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
+def hash_stored_file(address: str) -> str:
+    digest = hashlib.sha256()
+    with storage.open_file(address) as file:
+        for chunk in file.chunks:
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class Version(NamedTuple):
+    """A complete version, in one of its revisions."""
+
+    name: str  # the SHA-256 of its weights
+    folder: str  # in the registry
+    manifest: str  # the SHA-256 of its manifest
+    files: dict[str, str]  # the SHA-256 of each file by its name
+
+
 class Registry:
     """The registry of one model, in a folder or bucket that many models share.
 
@@ -121,29 +141,13 @@ class Registry:
             said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
             raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
-    def read_file(self, address: str) -> bytes | None:
-        """Return a file's content, read with retries; None if the file is missing; UserError if it cannot be read."""
+    def read_file(self, address: str, read: Callable[[str], Value]) -> Value | None:
+        """Return what ``read`` does for a file, with retries; None if it is missing; UserError if it cannot be read."""
         with self.explain_failures("read"):
             try:
-                return storage.retry(address, storage.read_file)
+                return storage.retry(address, read)
             except MissingError:
                 return None
-
-    def hash_file(self, address: str) -> str:
-        """Return a file's SHA-256, read with retries; "" if the file is missing; UserError if it cannot be read."""
-
-        def hash_chunks(address: str) -> str:
-            digest = hashlib.sha256()
-            with storage.open_file(address) as found:
-                for chunk in found.chunks:
-                    digest.update(chunk)
-            return digest.hexdigest()
-
-        with self.explain_failures("read"):
-            try:
-                return storage.retry(address, hash_chunks)
-            except MissingError:
-                return ""
 
     def list_files(self, folder: str) -> list[str]:
         """Return the sorted relative paths of all files below a folder, but hidden local ones; [] if it is missing."""
@@ -162,7 +166,7 @@ class Registry:
                 storage.retry(address, lambda to: storage.create_file(to, content))
             except ExistsError:
                 # A try whose response was lost may have written it; so rivals must write different contents.
-                return self.hash_file(address) == content_digest(content)
+                return self.read_file(address, hash_stored_file) == content_digest(content)
         return True
 
     def refuse_storage_that_overwrites(self) -> None:
@@ -196,7 +200,7 @@ class Registry:
     def read_entry(self, number: int) -> Entry:
         """Return the log's entry with that number; UserError if it is missing or damaged."""
         address = self.entry_address(number)
-        if (content := self.read_file(address)) is None:
+        if (content := self.read_file(address, storage.read_file)) is None:
             raise UserError(f"{address} is missing; restore it, as no entry may be deleted")
         with suppress(*DAMAGED):
             entry = Entry.from_file(content)
@@ -226,7 +230,7 @@ class Registry:
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
         pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
-        if (content := self.read_file(pair)) is not None:
+        if (content := self.read_file(pair, storage.read_file)) is not None:
             try:
                 return int(json.loads(content)["look"])
             except DAMAGED:
@@ -242,6 +246,90 @@ class Registry:
         self.create_file(pair, json.dumps({"look": number}).encode())
         return number
 
+    def write_version(self, files: Mapping[str, Path | bytes]) -> Version:
+        """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
+
+        Weights that are stored with other files get a new revision, which has all files but the weights. The first of
+        ``files`` must differ between judgements: it shows at once that a folder belongs to another one.
+        """
+        digests = {file: content_digest(content) for file, content in files.items()}
+        manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
+        name, number = digests[WEIGHTS], 1
+        folder = revision_folder(name, number)
+        weights = self.at(folder, WEIGHTS)
+        if not self.create_file(weights, files[WEIGHTS]):
+            raise damaged_file_error(weights)
+        others = {file: content for file, content in files.items() if file != WEIGHTS} | {MANIFEST: manifest}
+        while not all(self.create_file(self.at(folder, file), content) for file, content in others.items()):
+            number += 1
+            folder = revision_folder(name, number)
+        return Version(name, folder, content_digest(manifest), digests)
+
+    def file_address(self, version: Version, file: str) -> str:
+        return self.at(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
+
+    def read_version(self, name: str, manifest: str = "") -> Version:
+        """Return the version as :meth:`find_version` does; raise a UserError if there is none."""
+        if (found := self.find_version(name, manifest)) is None:
+            raise UserError(
+                f"registry {self.address!r}: {self.name} has no complete version {name}: there is no {MANIFEST} "
+                "in it; give another one, or write it again"
+            )
+        return found
+
+    def find_version(self, name: str, manifest: str = "") -> Version | None:
+        """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
+
+        ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if ``name`` is no
+        SHA-256, no revision has that ``manifest``, or the manifest is damaged.
+        """
+        if not DIGEST.fullmatch(name):
+            raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
+        place = self.at("versions", name)
+        manifests = map(LISTED.fullmatch, self.list_files(place))
+        numbers = sorted((int(found[1] or 1) for found in manifests if found), reverse=True)
+        for number in numbers:
+            folder = revision_folder(name, number)
+            content = self.read_file(self.at(folder, MANIFEST), storage.read_file) or b""
+            if manifest in ("", content_digest(content)):
+                try:
+                    files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
+                except (*DAMAGED, AttributeError):
+                    files = {}
+                if files.get(WEIGHTS) != name or SIDECAR not in files:
+                    raise damaged_file_error(self.at(folder, MANIFEST))
+                return Version(name, folder, content_digest(content), files)
+        if not numbers:
+            return None
+        raise UserError(
+            f"{place}: has no {MANIFEST} with the SHA-256 {manifest[:12]}..., which was altered or deleted; restore "
+            "it, or promote another version"
+        )
+
+    def download_file(self, version: Version, file: str, folder: Path) -> Path:
+        """Download a version's file into a folder, and return its path; UserError if it is missing or was altered."""
+        address, path = self.file_address(version, file), folder / file
+        with self.explain_failures("read"), suppress(MissingError), replace_file(path, durable=False) as target:
+            storage.retry(address, partial(storage.download_file, file=target))
+        if not path.exists() or file_digest(path) != version.files[file]:
+            raise damaged_file_error(address)
+        return path
+
+    def verify_files(self, version: Version) -> None:
+        """Read all files of a version whole; UserError for the first that is missing or was altered."""
+        for file, digest in version.files.items():
+            address = self.file_address(version, file)
+            if self.read_file(address, hash_stored_file) != digest:
+                raise damaged_file_error(address)
+
+    def read_version_file(self, version: Version, file: str) -> bytes:
+        """Return the content of a version's file; UserError if the file is missing or was altered."""
+        address = self.file_address(version, file)
+        content = self.read_file(address, storage.read_file)
+        if content is None or content_digest(content) != version.files[file]:
+            raise damaged_file_error(address)
+        return content
+
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
     """Return the promotions that no rollback has undone, oldest first, and the rollbacks by the version undone."""
@@ -255,15 +343,6 @@ def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entr
     return standing, taken_back
 
 
-class Version(NamedTuple):
-    """A complete version, in one of its revisions."""
-
-    name: str  # the SHA-256 of its weights
-    folder: str  # in the registry
-    manifest: str  # the SHA-256 of its manifest
-    files: dict[str, str]  # the SHA-256 of each file by its name
-
-
 def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     """Return what comparable models share; of the input the shape alone counts, as each data set has its own mean."""
     return {
@@ -275,89 +354,8 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
-    """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
-
-    Weights that are stored with other files get a new revision, which has all files but the weights. The first of
-    ``files`` must differ between judgements: it shows at once that a folder belongs to another one.
-    """
-    digests = {file: content_digest(content) for file, content in files.items()}
-    manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
-    name, number = digests[WEIGHTS], 1
-    folder = revision_folder(name, number)
-    weights = registry.at(folder, WEIGHTS)
-    if not registry.create_file(weights, files[WEIGHTS]):
-        raise damaged_file_error(weights)
-    others = {file: content for file, content in files.items() if file != WEIGHTS} | {MANIFEST: manifest}
-    while not all(registry.create_file(registry.at(folder, file), content) for file, content in others.items()):
-        number += 1
-        folder = revision_folder(name, number)
-    return Version(name, folder, content_digest(manifest), digests)
-
-
 def revision_folder(name: str, number: int) -> str:
     return f"versions/{name}" if number == 1 else f"versions/{name}/{number}"
-
-
-def file_address(registry: Registry, version: Version, file: str) -> str:
-    return registry.at(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
-
-
-def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return the version as :func:`find_version` does; raise a UserError if there is none."""
-    if (found := find_version(registry, name, manifest)) is None:
-        raise UserError(
-            f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
-            "in it; give another one, or write it again"
-        )
-    return found
-
-
-def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
-    """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
-
-    ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if ``name`` is no
-    SHA-256, no revision has that ``manifest``, or the manifest is damaged.
-    """
-    if not DIGEST.fullmatch(name):
-        raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
-    place = registry.at("versions", name)
-    manifests = map(LISTED.fullmatch, registry.list_files(place))
-    numbers = sorted((int(found[1] or 1) for found in manifests if found), reverse=True)
-    for number in numbers:
-        folder = revision_folder(name, number)
-        content = registry.read_file(registry.at(folder, MANIFEST)) or b""
-        if manifest in ("", content_digest(content)):
-            try:
-                files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
-            except (*DAMAGED, AttributeError):
-                files = {}
-            if files.get(WEIGHTS) != name or SIDECAR not in files:
-                raise damaged_file_error(registry.at(folder, MANIFEST))
-            return Version(name, folder, content_digest(content), files)
-    if not numbers:
-        return None
-    raise UserError(
-        f"{place}: has no {MANIFEST} with the SHA-256 {manifest[:12]}..., which was altered or deleted; restore it, or "
-        "promote another version"
-    )
-
-
-def verify_files(registry: Registry, version: Version) -> None:
-    """Read all files of a version whole; UserError for the first that is missing or was altered."""
-    for file, digest in version.files.items():
-        address = file_address(registry, version, file)
-        if registry.hash_file(address) != digest:
-            raise damaged_file_error(address)
-
-
-def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
-    """Return the content of a version's file; UserError if the file is missing or was altered."""
-    address = file_address(registry, version, file)
-    content = registry.read_file(address)
-    if content is None or content_digest(content) != version.files[file]:
-        raise damaged_file_error(address)
-    return content
 
 
 def damaged_file_error(address: str) -> UserError:

@@ -23,11 +23,7 @@ from flyte_ddp.release.registry import (
     Entry,
     Registry,
     Version,
-    read_version,
-    read_version_file,
     replay_promotions,
-    verify_files,
-    write_version,
 )
 from flyte_ddp.release.verdict import Verdict
 
@@ -99,7 +95,7 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         registry = Registry(f"{address}{place}", "model")
         assert registry.read_champion() == next(reversed(registry.read_log()), None)
         for entry in registry.read_log():
-            verify_files(registry, read_version(registry, entry.version, entry.manifest))
+            registry.verify_files(registry.read_version(entry.version, entry.manifest))
         assert promoter.release_model(f"{address}{place}", model) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
         if killed.exitcode == 0:
@@ -122,14 +118,14 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     apply_verdict(registry, version, verdict, by="x")
     entry = registry.read_champion()
     assert entry is not None
-    champion = read_version(registry, entry.version, entry.manifest)
-    assert champion == version == read_version(registry, entry.version)
-    contents = {name: read_version_file(registry, champion, name) for name in champion.files}
+    champion = registry.read_version(entry.version, entry.manifest)
+    assert champion == version == registry.read_version(entry.version)
+    contents = {name: registry.read_version_file(champion, name) for name in champion.files}
     assert json.loads(contents["verdict.json"])["decision"] == "promote"
     assert contents["model.onnx"] == b"exported now"
     assert not Path(registry.at(champion.folder, "model.pt")).exists(), "weights are stored once"
     assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
-    assert "model.onnx" not in read_version(registry, kept.name, kept.manifest).files
+    assert "model.onnx" not in registry.read_version(kept.name, kept.manifest).files
 
 
 def test_two_writers_of_other_files_have_a_revision_each(local: Registry) -> None:
@@ -140,14 +136,14 @@ def test_two_writers_of_other_files_have_a_revision_each(local: Registry) -> Non
     def interrupted(to: str, content: bytes | Path) -> None:
         if to.endswith("manifest.json") and not others:
             others.append(None)
-            others[0] = write_version(local, {**files, "model.onnx": b"exported"})
+            others[0] = local.write_version({**files, "model.onnx": b"exported"})
         create(to, content)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "create_file", interrupted)
-        mine = write_version(local, files)
-    assert read_version(local, mine.name, mine.manifest) == mine
-    assert read_version(local, mine.name, others[0].manifest) == others[0]
+        mine = local.write_version(files)
+    assert local.read_version(mine.name, mine.manifest) == mine
+    assert local.read_version(mine.name, others[0].manifest) == others[0]
     assert [mine.folder, others[0].folder] == [f"versions/{mine.name}/2", f"versions/{mine.name}"]
 
 

@@ -13,7 +13,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.policy_check import check_policy
 from flyte_ddp.release.promotion import promote_version
-from flyte_ddp.release.registry import Registry, write_version
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
 from tasks.validation import HELD_OUT, validate_dataset
 
@@ -46,7 +46,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 def make_champion(registry: Registry, profile: str) -> None:
     """Store a version that was trained on data of this profile, and promote it."""
     files = {"model.pt": b"weights", "model.json": b"{}", "data_profile.json": profile.encode()}
-    promote_version(registry, write_version(registry, files).name, "to begin", by="me")
+    promote_version(registry, registry.write_version(files).name, "to begin", by="me")
 
 
 def validate(
