@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.zoo import Tutorial
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank

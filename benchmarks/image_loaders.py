@@ -33,7 +33,7 @@ from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import decode_image
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Split
-from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.inputs import InputSpec, prepare_images
 from flyte_ddp.settings import Settings
 
 SIZE, WORKERS = 224, 2

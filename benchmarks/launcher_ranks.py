@@ -11,7 +11,7 @@ RANKS = 2
 
 def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
     """The tutorial's network, in ranks that say who they are."""
-    from flyte_ddp.models.images import InputSpec
+    from flyte_ddp.models.inputs import InputSpec
     from flyte_ddp.models.zoo import Tutorial
     from flyte_ddp.parallel.distributed import rank
 

@@ -207,7 +207,7 @@ def ring_bytes(ranks: int, size: int) -> float:
 
 
 def gradient_bytes(base: Mapping[str, Any]) -> int:
-    from flyte_ddp.models.images import InputSpec
+    from flyte_ddp.models.inputs import InputSpec
     from flyte_ddp.models.zoo import build_model
 
     hp = Hyperparameters(**base)

@@ -29,7 +29,7 @@ from flyte_ddp.hardware import detect_hardware, request_ranks
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.machine.resources import detect_world
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings

@@ -13,7 +13,7 @@ from flyte_ddp import catalog, datasets
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.inputs import InputSpec, prepare_images
 from flyte_ddp.objectives.by_name import BUILT_IN
 
 ALL = set(torchvision.models.list_models())

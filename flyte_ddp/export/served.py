@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.images import InputSpec, normalisation
+from flyte_ddp.models.inputs import InputSpec, normalisation
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 

@@ -24,7 +24,7 @@ from flyte_ddp.loading.own_samples import (
     target_spec,
 )
 from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.models.images import EVALUATION_SHARE
+from flyte_ddp.models.inputs import EVALUATION_SHARE
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 

@@ -29,8 +29,7 @@ from flyte_ddp.loading.own_samples import (
     target_spec,
 )
 from flyte_ddp.loading.split import TargetSpec
-from flyte_ddp.models.images import InputSpec
-from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Order
 from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves

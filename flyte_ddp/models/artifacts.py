@@ -16,8 +16,7 @@ from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
-from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.models.inputs import EVALUATION_SHARE, InputSpec, LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.samples.pictures import BACKGROUND
 from flyte_ddp.user_code.source import are_todays_sources
 from flyte_ddp.user_code.stored import StoredSpec

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.images import InputSpec
-from flyte_ddp.models.inputs import ModelInput
+from flyte_ddp.models.inputs import InputSpec, ModelInput
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.user_code.callables import load_callable, require_options, select_arguments
 

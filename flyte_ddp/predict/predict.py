@@ -23,7 +23,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.artifacts import read_model_json
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.new_rows import read_new_rows

@@ -22,8 +22,7 @@ from flyte_ddp.loading.opening import open_encoded_test_split, open_item_test_sp
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.images import InputSpec, prepare_images
-from flyte_ddp.models.inputs import LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
+from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives.by_name import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
@@ -109,7 +108,7 @@ def read_folder_batches(
 
     def read_input(path: Path) -> Tensor | DecodingError:
         try:
-            return prepare_images(read_pixels(path, spec, middle=middle)[None].to(model.device), spec)
+            return prepare_inputs(read_pixels(path, spec, middle=middle)[None].to(model.device), spec)
         except DecodingError as error:
             return error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split

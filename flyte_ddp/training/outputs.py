@@ -17,8 +17,8 @@ from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm

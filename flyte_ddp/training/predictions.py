@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import convert_outputs, mean_losses
 from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns

@@ -18,8 +18,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.machine.resources import bf16_support
-from flyte_ddp.models.images import InputSpec
-from flyte_ddp.models.inputs import explain_model_errors
+from flyte_ddp.models.inputs import InputSpec, explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics

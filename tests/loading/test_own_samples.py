@@ -20,7 +20,7 @@ from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction, find_seeded
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.order.sampling import take_slice
 
 CPU = torch.device("cpu")

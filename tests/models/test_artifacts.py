@@ -22,7 +22,7 @@ from traps import MakesFolder
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives.by_name import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.predict.predict import write_prediction_table

@@ -28,8 +28,8 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
+from flyte_ddp.models.inputs import InputSpec, prepare_images
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result

@@ -24,7 +24,7 @@ from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import workers
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.order.augmentation import choose_partners, draw_shares
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import rank

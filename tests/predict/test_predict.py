@@ -22,7 +22,7 @@ from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_prediction_table, write_rows
 

@@ -20,7 +20,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.text.json_lines import read_records

@@ -12,7 +12,7 @@ from training_runs import Train, cut_off, train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.diagnosis import LossWatch
