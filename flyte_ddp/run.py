@@ -104,7 +104,7 @@ def run_training(
                                 checkpoint=found,
                                 files={INITIAL_WEIGHTS: weights} if weights else {},
                                 own_code=hp.own_code(),
-                                on_host="flyte_ddp.training.on_host:find_or_fetch_data",
+                                on_host="flyte_ddp.training.job:find_or_fetch_data",
                             )
                         )
                     report.write_report(unfinished, run_folder.name)

@@ -57,7 +57,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     Takes what check_inputs returns, and returns what train_model does.
     """
     from flyte_ddp.launch import elastic
-    from flyte_ddp.training.on_host import find_or_fetch_data
+    from flyte_ddp.training.job import find_or_fetch_data
 
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
     prepare = partial(find_or_fetch_data, fetch_into=partial(download_data, data))

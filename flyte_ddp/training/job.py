@@ -1,9 +1,18 @@
-"""The arguments of a training's Work. Needs no torch."""
+"""The arguments of a training's Work, and how its prepared data come to a host. Needs no torch."""
 
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.identity import digest_lines
+from flyte_ddp.datasets.prepared_folder import read_description
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import hold_lock
+from flyte_ddp.runs.work import Work
 
 INITIAL_WEIGHTS = "initial weights"  # key in Work.files
 
@@ -14,3 +23,43 @@ class Training:
 
     hp: Hyperparameters
     data: Path  # folder of the prepared data set
+
+
+def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
+    """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
+
+    One process fetches, by ``fetch_into`` or from the source. Raises UserError if the data differs from the launcher's.
+    """
+    given: Training = work.arguments
+    if read_prepared_digest(given.data) == work.identity.data:
+        return work
+    hp = given.hp
+    # Named by content, not by source. Prepared data of encoded images refers to their addresses, so these count, too.
+    name = work.identity.data
+    if encoded_kind(hp.dataset):
+        name = digest_lines([name, hp.dataset, hp.test_dataset])
+    folder = work.settings.cache_folder / "prepared" / name
+    with hold_lock(folder.parent, f"{name}.lock"):
+        if read_prepared_digest(folder, whole=True) != work.identity.data:
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
+            if fetch_into is None:
+                kinds = {"test_dataset": hp.test_dataset, "sample": hp.sample}
+                fetch(hp.dataset, hp.data_source, folder, **kinds, progress="off")
+            else:
+                fetch_into(folder)
+    if read_prepared_digest(folder) != work.identity.data:
+        raise UserError(
+            f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
+            "everywhere, so give an address that all hosts share, or run again if it has just changed"
+        )
+    return replace(work, arguments=replace(given, data=folder))
+
+
+def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:
+    """Return the digest stored with prepared data, or "" (with ``whole`` also if a file is missing or truncated)."""
+    try:
+        if whole:
+            open_prepared(folder)
+        return str(read_description(folder).get("digest", ""))
+    except (UserError, OSError):
+        return ""

@@ -17,8 +17,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import Training
-from flyte_ddp.training.on_host import find_or_fetch_data, read_prepared_digest
+from flyte_ddp.training.job import Training, find_or_fetch_data, read_prepared_digest
 
 MODULE = """
 from pathlib import Path
