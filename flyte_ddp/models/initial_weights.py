@@ -11,14 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp import storage
-from flyte_ddp.catalog import (
-    TORCHVISION_ADDRESS,
-    TORCHVISION_CLASSES,
-    TORCHVISION_PREFIX,
-    PretrainedWeights,
-    find_weights,
-)
+from flyte_ddp import catalog, storage
+from flyte_ddp.catalog import PretrainedWeights
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest, replace_file
@@ -42,7 +36,7 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
     change; without these two downloads it. Raises UserError if the file cannot be read.
     """
     if weights:
-        return digest_lines([f"{TORCHVISION_ADDRESS}/{weights.file}"])
+        return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")
 
@@ -55,7 +49,7 @@ def fetch_weights(
 
     Downloads torchvision's weights from ``mirror`` or their public address. Raises UserError if that fails.
     """
-    if weights := find_weights(model, init_from):
+    if weights := catalog.find_weights(model, init_from):
         yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
         return
     local, temporary = local_weights_path(init_from), folder / ".initial_weights.tmp"
@@ -84,7 +78,7 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
     with suppress(OSError):
         if file_digest(path).startswith(weights.digest_start):
             return path
-    address = storage.join(mirror or TORCHVISION_ADDRESS, weights.file)
+    address = storage.join(mirror or catalog.TORCHVISION_ADDRESS, weights.file)
     try:
         with replace_file(path) as file:
             download = partial(storage.download_file, file=file, digests=[weights.digest_start], progress=progress)
@@ -132,7 +126,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     damaged or could run code, weights that do not fit, or an unknown part.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
-    if init_from.startswith(TORCHVISION_PREFIX):
+    if init_from.startswith(catalog.TORCHVISION_PREFIX):
         adapt_pretrained_names(weights)
     parts, stored_names = list_seeded_parts(own, init_from, init_skip), [*weights]
     delete_parts(weights, parts)  # by their names in the file, and then by those in the model
@@ -215,9 +209,9 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     """Return the parts in ``init_skip``, and with torchvision's weights the last layer unless it has 1,000 classes."""
     parts = split_part_names(init_skip)
-    if init_from.startswith(TORCHVISION_PREFIX):
+    if init_from.startswith(catalog.TORCHVISION_PREFIX):
         name, tensor = [*model.items()][-1]
-        if len(tensor) != TORCHVISION_CLASSES:
+        if len(tensor) != catalog.TORCHVISION_CLASSES:
             parts.append(name.rpartition(".")[0])
     return parts
 

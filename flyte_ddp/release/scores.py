@@ -17,16 +17,7 @@ from torch import Tensor
 
 from flyte_ddp.catalog import MEASURES
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import (
-    HIGHER,
-    LOWER,
-    Classification,
-    Language,
-    Multilabel,
-    Objective,
-    Regression,
-    Segmentation,
-)
+from flyte_ddp.objectives import HIGHER, Classification, Language, Multilabel, Objective, Regression, Segmentation
 from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.text.formatting import name_measure
@@ -46,10 +37,9 @@ FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
 
 
 def has_own_scores(objective: Objective) -> bool:
-    inherited = (
-        {Objective.scores} if objective.main_measure == "accuracy" else {Objective.scores, Classification.scores}
-    )
-    return type(objective).scores not in inherited or not objective.measures
+    scores, of_accuracy = type(objective).scores, objective.main_measure == "accuracy"
+    inherited = scores is Objective.scores or (scores is Classification.scores and not of_accuracy)
+    return not inherited or not objective.measures
 
 
 def has_formula(objective: Objective) -> bool:
@@ -68,7 +58,7 @@ def name_scores(objective: Objective) -> str:
 
 
 def is_higher_better(objective: Objective) -> bool:
-    return objective.measures.get(objective.main_measure, LOWER) == HIGHER
+    return objective.measures.get(objective.main_measure) == HIGHER
 
 
 def score_samples(objective: Objective, columns: Columns) -> Floats:

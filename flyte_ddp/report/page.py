@@ -14,14 +14,7 @@ import numpy as np
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.text.formatting import (
-    format_count,
-    format_duration,
-    format_moment,
-    format_number,
-    format_percent,
-    format_value,
-)
+from flyte_ddp.text import formatting
 from flyte_ddp.text.json_lines import read_records
 
 if TYPE_CHECKING:
@@ -32,7 +25,6 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 TEMPLATES = Path(__file__).with_name("templates")
-FORMATS = (format_count, format_duration, format_moment, format_number, format_percent, format_value)
 # Of the classes of masks, in reports and in the files of predicted masks.
 FIRST_COLORS = "#4c566a #2e9e6b #e07b39 #3b6fd4 #c9428c #d9b310 #7a4fc4 #23a5b8 #b5453b #86a02c".split()  # noqa: SIM905
 GREY = 220  # of pixels that do not count
@@ -70,8 +62,8 @@ def template_environment() -> Environment:
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    filters = (*FORMATS, thumbnail, mask_thumbnail)
-    environment.filters |= {function.__name__: function for function in filters}
+    formats = {name: function for name, function in vars(formatting).items() if name.startswith("format_")}
+    environment.filters |= {**formats, "thumbnail": thumbnail, "mask_thumbnail": mask_thumbnail}
     return environment
 
 

@@ -24,6 +24,7 @@ from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.distributed import explain_full_device, gather_objects, world_size
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
+from flyte_ddp.training import trial
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
@@ -33,12 +34,6 @@ from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
-from flyte_ddp.training.trial import (
-    refuse_foreign_parameters,
-    refuse_non_finite,
-    refuse_non_finite_sample,
-    try_evaluation,
-)
 
 OPTIMIZER_SEEDS = 2**34  # is added to the seed for an own optimiser's random numbers
 
@@ -59,7 +54,7 @@ def train(rank: Rank) -> None:
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             restore_run(state, recorder, work.checkpoint)
-        elif (warning := try_evaluation(state)) and recorder.writes:
+        elif (warning := trial.try_evaluation(state)) and recorder.writes:
             recorder.add_warning(warning)
         fix = (
             f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result without BatchNorm, or "
@@ -133,7 +128,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             if not state.step and (":" in state.hp.model or ":" in state.hp.objective):
-                refuse_foreign_parameters(state.model, loss)
+                trial.refuse_foreign_parameters(state.model, loss)
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
@@ -197,7 +192,7 @@ def compute_outputs(
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
-        refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
+        trial.refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
         inputs = loaded.prepare_inputs(state.prepare_inputs)
         compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
 
@@ -255,7 +250,7 @@ def finish_epoch(
         state.epoch += 1
         for split, evaluation in zip(("validation", "test"), evaluations, strict=False):
             if not math.isfinite(loss := evaluation.measures.get("loss", 0.0)):
-                refuse_non_finite_sample(state, split, evaluation.columns["loss"])
+                trial.refuse_non_finite_sample(state, split, evaluation.columns["loss"])
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
                 raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")
         if evaluations:

@@ -24,7 +24,7 @@ from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
-from flyte_ddp.training import train as training
+from flyte_ddp.training import trial
 
 OWN = "test_trial:"
 HP = Hyperparameters(
@@ -127,7 +127,7 @@ def test_the_trial_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     case = {"model": f"{OWN}Changing", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
     with pytest.raises(UserError, match="its file does not hold all of it"):  # as it changes an attribute
         train(tmp_path / "with", table(positive), **case)
-    monkeypatch.setattr(training, "try_evaluation", lambda *_: [])
+    monkeypatch.setattr(trial, "try_evaluation", lambda *_: [])
     with pytest.raises(UserError, match="its file does not hold all of it"):
         train(tmp_path / "without", table(positive), **case)
     found = [
