@@ -86,13 +86,8 @@ def has_own_elements(tensor: Tensor) -> bool:
 
 
 def broadcast_object(value: Value) -> Value:
-    """Return rank 0's value, which is pickled: it should be small."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    with in_collective():
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
+    """Return rank 0's value. All ranks' values are pickled and sent: they should be small."""
+    return gather_objects(value)[0]
 
 
 def gather_objects(value: Value) -> list[Value]:
