@@ -78,8 +78,9 @@ def load_model(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
             f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
         )
+    outputs = int(sidecar.get("outputs", len(sidecar["classes"])))
     options = sidecar.get("options", {}).get("model", {})
-    model = zoo.build_model(sidecar["model"], count_outputs(sidecar), parse_input_spec(sidecar), options)
+    model = zoo.build_model(sidecar["model"], outputs, parse_input_spec(sidecar), options)
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
 
@@ -122,10 +123,6 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
         for values, key in own:
             values[key] = StoredSpec(values[key], sources)
     return sidecar
-
-
-def count_outputs(sidecar: Mapping[str, Any]) -> int:
-    return int(sidecar.get("outputs", len(sidecar["classes"])))
 
 
 def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:

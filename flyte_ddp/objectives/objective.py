@@ -108,9 +108,11 @@ class Objective:
     def loss_sum(self, outputs: Any, targets: Leaves, weights: Tensor | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value."""
         losses = self.losses(outputs, targets)
-        total = sum_losses(losses, weights, samples)
-        self.came_reduced |= losses.dim() == 0
-        return total
+        require_losses(losses, weights, samples)
+        if losses.dim() == 0:
+            self.came_reduced = True
+            return losses * (samples if weights is None else weights.sum())
+        return (losses if weights is None else losses * weights).sum()
 
     def columns(self, outputs: Any, targets: Any) -> dict[str, Tensor]:  # noqa: ARG002
         """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight."""
@@ -214,14 +216,6 @@ def list_floats(outputs: Any) -> list[Tensor]:
 
     map_floats(outputs, keep)
     return found
-
-
-def sum_losses(losses: Tensor, weights: Tensor | None, samples: int) -> Tensor:
-    """Return the weighted sum of checked losses, []; a single number counts as the loss of each sample."""
-    require_losses(losses, weights, samples)
-    if losses.dim() == 0:
-        return losses * (samples if weights is None else weights.sum())
-    return (losses if weights is None else losses * weights).sum()
 
 
 def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
