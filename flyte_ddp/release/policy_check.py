@@ -12,7 +12,8 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.by_name import objective_of_sidecar
+from flyte_ddp.objectives import Facts
+from flyte_ddp.objectives.by_name import make_objective
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import needs_calls, refuse_many_calls
 from flyte_ddp.user_code.callables import load_callable
@@ -32,15 +33,9 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
         group_by_slice(policy.slices, test_ids or [*map(str, range(samples))], ())
     if ":" in hp.objective and not isinstance(load_callable(hp.objective), type):
         return
-    objective = objective_of_sidecar(
-        {
-            "classes": resolve_class_names(profile.classes, hp, of_numbers=True),
-            "objective": hp.objective,
-            "target_shape": profile.target_shape,
-            "options": hp.parse_options(),
-            "hyperparameters": hp.to_dict(),
-        }
-    )
+    classes = tuple(resolve_class_names(profile.classes, hp, of_numbers=True))
+    facts = Facts(classes, tuple(profile.target_shape), select_by=hp.select_by)
+    objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     if needs_calls(objective):
         refuse_many_calls(samples)
 
