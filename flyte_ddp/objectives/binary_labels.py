@@ -73,10 +73,7 @@ def draw_label(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)
     places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))
     x, y, precisions = (values[places].tolist() for values in (alarms, recall, precision))
-    share, text = (
-        float(truth.mean()),
-        "Each point is a threshold, on the test samples. Grey: probabilities that say nothing.",
-    )
-    axes = "false positive rate", "true positive rate"
+    text = "Each point is a threshold, on the test samples. Grey: probabilities that say nothing."
+    axes, share = ("false positive rate", "true positive rate"), float(truth.mean())
     roc = Curve("ROC curve", text, name, *axes, [0.0, *x], [0.0, *y], (0.0, 1.0))
     return roc, Curve("Precision-recall curve", text, name, "recall", "precision", y, precisions, (share, share))

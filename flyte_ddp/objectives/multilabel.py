@@ -41,9 +41,8 @@ class Multilabel(Objective):
         require_values("multilabel", targets, lambda part: np.isnan(part) | (part == 0) | (part == 1), rule)
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        require_outputs(
-            model, outputs, tuple(targets.shape), "(samples, classes)", "size its last layer by num_classes"
-        )
+        fix = "size its last layer by num_classes"
+        require_outputs(model, outputs, tuple(targets.shape), "(samples, classes)", fix)
 
     def weights(self, targets: Tensor) -> Tensor:
         known = (~targets.isnan()).to(torch.float32)
@@ -64,11 +63,8 @@ class Multilabel(Objective):
         left out; NaN if none is left.
         """
         rows = all_labels(columns).measure()
-        return {
-            name: mean_of_defined([row[name] for row in rows])
-            for name in self.measures
-            if name in MEASURES["multilabel"]
-        }
+        named = [name for name in self.measures if name in MEASURES["multilabel"]]
+        return {name: mean_of_defined([row[name] for row in rows]) for name in named}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
         own = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")

@@ -45,11 +45,8 @@ def check_finite_outputs(challenger: Evaluation) -> Check:
 
 def check_score(challenger: Evaluation, policy: Policy) -> Check:
     name, score, limit = challenger.objective.main_measure, challenger.score, policy.min_score
-    shown, needed, higher = (
-        format_measure(name, score),
-        format_measure(name, limit),
-        is_higher_better(challenger.objective),
-    )
+    higher = is_higher_better(challenger.objective)
+    shown, needed = (format_measure(name, value) for value in (score, limit))
     passed = not limit or (score >= limit if higher else score <= limit)
     reason = "" if passed else f"its {name_measure(name)} is {shown}, and min_score is {needed}"
     rule = f"at {'least' if higher else 'most'} {needed}" if limit else ""

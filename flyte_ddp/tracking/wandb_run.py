@@ -83,12 +83,7 @@ class WandbProcess:
     """
 
     def __init__(
-        self,
-        run_folder: Path,
-        settings: Settings,
-        hyperparameters: Mapping[str, Any],
-        *,
-        on_first_record: bool = False,
+        self, run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], *, on_first_record: bool = False
     ) -> None:
         self.run_folder, self.settings = run_folder, settings
         self.folder = run_folder.absolute() / "wandb"

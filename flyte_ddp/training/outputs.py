@@ -117,11 +117,8 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **described)
     if state.step >= LEAST_STEPS:
-        pictures = isinstance(state.spec, InputSpec)
-        loaders = state.training.source.loaders
-        recorder.add_warning(
-            describe_waiting(state.clock.seconds, state.hp, state.hardware, loaders, pictures=pictures)
-        )
+        pictures, loaders = isinstance(state.spec, InputSpec), state.training.source.loaders
+        recorder.add_warning(describe_waiting(state.clock.seconds, hp, state.hardware, loaders, pictures=pictures))
     notes = [*recorder.warnings, *list_report_notes(state, recorder.arithmetic, work.checkpoint)]
     if bad:
         what = f"{len(bad):,} samples could not be decoded and were replaced by others"
@@ -219,19 +216,14 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     changed = sorted(state.buffers.changed_names())
     unsaved = sorted({*changed}.intersection(state.buffers.unsaved_names))
     separate = has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm)
+    is_stream, came_reduced = encoded_kind(hp.dataset) == "stream", state.objective.came_reduced
     notes: list[tuple[str, object]] = [
         (f"The model draws random numbers outside torch's Dropout layers: {other}", state.this_pass.model_draws),
-        (
-            f"The loss came as a single number: unless it is the mean over samples, {other}",
-            state.objective.came_reduced,
-        ),
+        (f"The loss came as a single number: unless it is the mean over samples, {other}", came_reduced),
         (f"BatchNorm used the statistics of each rank's own share: {other}", separate),
         (f"The model changes {join_first(changed)} in its forward passes, {by_rank_0}", changed),
         (f"{join_first(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
-        (
-            "The training data were a stream: ranks and workers each read shards of their own.",
-            encoded_kind(hp.dataset) == "stream",
-        ),
+        ("The training data were a stream: ranks and workers each read shards of their own.", is_stream),
     ]
     told = [note for note, is_told in notes if is_told]
     if resumed_from is not None:
