@@ -68,12 +68,11 @@ class Regression(Objective):
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of each number, of the targets' shape; if all are known, each sample's mean of them, [n]."""
-        if not self.has_weights:  # then ranks need not add up weights in each step
-            losses = LOSSES[self.loss](outputs.reshape(targets.shape), targets.to(outputs.dtype), reduction="none")
-            return losses if losses.dim() == 1 else losses.mean(1)
         # An unknown number is replaced: NaN times a weight of 0 would be NaN.
-        known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
-        return LOSSES[self.loss](outputs.reshape(targets.shape), known, reduction="none")
+        known = targets.nan_to_num(nan=0.0) if self.has_weights else targets
+        losses = LOSSES[self.loss](outputs.reshape(targets.shape), known.to(outputs.dtype), reduction="none")
+        # Without weights the mean, as ranks then need not add up weights in each step.
+        return losses if self.has_weights or losses.dim() == 1 else losses.mean(1)
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
         if weights is not None or self.has_weights:

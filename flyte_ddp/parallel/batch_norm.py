@@ -3,8 +3,6 @@
 torch's ``SyncBatchNorm`` refuses CPU tensors. Each rank weighs by its number of samples, which may be 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -27,12 +25,29 @@ KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass wi
 Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns those of all ranks as [ranks, n]
 
 
-def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Give each BatchNorm layer of a model a ``forward`` that uses the statistics of all ranks, which must all call it.
+class Exchange(NamedTuple):
+    """How a BatchNorm layer exchanges numbers with the same layer of the other ranks."""
 
-    Layers with another ``forward``, and scripted modules, stay as they are.
-    """
-    # The forward of a scripted module, or one that a user has set, is no method of these classes.
+    gather: Gather
+    this_pass: TrainingPass
+    number: int  # of the layer among the model's BatchNorm layers, from 0
+
+    def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; on a GPU, calls for different layers hang."""
+        # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
+        place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
+        of_ranks = self.gather(torch.cat([place, numbers]))
+        if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
+            raise UserError(
+                "ranks are at different BatchNorm layers, as with a model that skips layers at random: all ranks must "
+                "run the same layers; skip the use of a layer's result instead, or set sync_batchnorm=false"
+            )
+        return of_ranks[:, 1:]
+
+
+def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
+    """Give a model's BatchNorm layers a ``forward`` that uses the statistics of all ranks, which must all call it."""
+    # The forward of a scripted module, or one that a user has set, is no method of these classes, and stays.
     forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
     norms = [layer for layer, forward in forwards.items() if getattr(forward, "__func__", None) in KNOWN_FORWARDS]
     if not norms:
@@ -73,26 +88,6 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
 
 def is_synchronised(layer: nn.Module) -> bool:
     return getattr(getattr(layer, "forward", None), "over_ranks", False)
-
-
-class Exchange(NamedTuple):
-    """How a BatchNorm layer exchanges numbers with the same layer of the other ranks."""
-
-    gather: Gather
-    this_pass: TrainingPass
-    number: int  # of the layer among the model's BatchNorm layers, from 0
-
-    def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; on a GPU, calls for different layers hang."""
-        # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
-        place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
-        of_ranks = self.gather(torch.cat([place, numbers]))
-        if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
-            raise UserError(
-                "ranks are at different BatchNorm layers, as with a model that skips layers at random: all ranks must "
-                "run the same layers; skip the use of a layer's result instead, or set sync_batchnorm=false"
-            )
-        return of_ranks[:, 1:]
 
 
 class GlobalNormalisation(torch.autograd.Function):
@@ -162,10 +157,7 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of all ranks' values [N, C, ...] as fp64.
-
-    Each rank computes its own in fp32 (fp64 for values of fp64).
-    """
+    """Return mean [C], biased variance [C] and count [] of all ranks' values [N, C, ...] as fp64."""
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.

@@ -3,8 +3,6 @@
 It has no name in a file system: nothing is left behind, and the size of ``/dev/shm`` (64 MB in a pod) is no limit.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os
@@ -12,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ class NodeGather:
         self.memory.wait_at_barrier()
         return places.clone()
 
-    def __deepcopy__(self, _: object) -> NodeGather:
+    def __deepcopy__(self, _: object) -> Self:
         return self  # a copy of a model uses the same memory
 
 

@@ -23,11 +23,7 @@ from flyte_ddp.parallel import distributed
 
 
 class RankBatches(Sampler[list[int]]):
-    """A rank's samples of each global batch that is left of an epoch: a ``batch_sampler`` for torch's DataLoader.
-
-    A rank without a sample in a batch gets another rank's, with loss factor 0: DistributedDataParallel needs a backward
-    pass on each rank.
-    """
+    """A rank's samples of each global batch that is left of an epoch: a ``batch_sampler`` for torch's DataLoader."""
 
     def __init__(self, order: ListedOrder, batch_size: int, epoch: int, first: int, place: tuple[int, int]) -> None:
         """Begin with global batch ``first``, from 0; ``place`` is the rank and the number of ranks."""
@@ -41,7 +37,7 @@ class RankBatches(Sampler[list[int]]):
         """Yield this rank's samples of each global batch; at least one sample, which need not count."""
         for batch in self.order.batches(self.epoch, self.batch_size, self.first):
             own = take_slice(batch, *self.place)
-            yield (own if len(own) else batch[:1]).tolist()
+            yield (own if len(own) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
 
     def loss_factors(self) -> Iterator[float]:
         """Yield for each batch the factor for the mean loss of this rank's samples: own samples * ranks / batch's size.

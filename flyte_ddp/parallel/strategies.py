@@ -144,12 +144,8 @@ class DDPSync(GradientSync):
         # DDP's constructor waits for other ranks in C++, where a failure is a plain RuntimeError. So wait before.
         sum_over_ranks(torch.zeros(1, device=device))
         # A kernel for one channel is in two memory orders at once; DDP expects one and gets the other, to no harm.
-        for text in (
-            "Grad strides do not match",
-            "find_unused_parameters=True was",
-            "`broadcast_buffers` is deprecated",
-        ):
-            warnings.filterwarnings("ignore", message=text)
+        texts = "Grad strides do not match|find_unused_parameters=True was|`broadcast_buffers` is deprecated"
+        warnings.filterwarnings("ignore", message=texts)
         with in_collective():
             self.parallel = DistributedDataParallel(
                 model,

@@ -1,7 +1,5 @@
 """The samples of a rank's forward and backward pass, and random numbers that depend on these samples alone."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, NamedTuple
 

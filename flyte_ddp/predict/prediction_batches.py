@@ -145,18 +145,14 @@ def read_test_split(
     """
     trained, names, spec = model.sidecar.get("hyperparameters", {}), [*data.classes], model.spec
     images: EncodedSamples | None = None
+    bad = BadSamples(model.bad_samples) if bad is None else bad
     if isinstance(data, EncodedSet):
         names = names or model.classes
         if not isinstance(spec, InputSpec) or spec.channels != 3 or spec.height != spec.width:
             raise model.unfit_data_error(f"dataset={data.name!r}: has colour images that become squares")
+        sample = str(trained.get("sample", ""))
         split, images = open_encoded_test_split(
-            data,
-            spec,
-            len(names),
-            BadSamples(model.bad_samples) if bad is None else bad,
-            sample=str(trained.get("sample", "")),
-            device=model.device,
-            settings=model.settings,
+            data, spec, len(names), bad, sample=sample, device=model.device, settings=model.settings
         )
     else:
         collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))

@@ -4,8 +4,6 @@ Every function raises a UserError if the registry cannot be read or written, or 
 that appends to the log first reads all of it, and tests the storage by a small file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,7 +148,7 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
         raise UserError(f"{PROFILE} of version {version.name[:12]}: is another release's of this library") from None
 
 
-def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
+def load_champion(address: str, name: str, device: str = "cpu") -> "tuple[nn.Module, dict[str, Any]]":
     """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
 
     Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,

@@ -15,8 +15,6 @@ revision: a folder ``2`` in the version's folder, then ``3``, and so on; the wei
 An entry of the log names the revision by the SHA-256 of its manifest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -51,17 +49,6 @@ DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is no
 Value = TypeVar("Value")
 
 
-class LostError(UserError):
-    """Somebody else has written the next entry of the log; ``winner`` is that entry."""
-
-    def __init__(self, winner: Entry) -> None:
-        super().__init__(
-            f"{winner.by} was faster: by entry {winner.number} of the log version {winner.version[:12]} is the "
-            f"champion ({winner.reason}); compare with that one, and try again"
-        )
-        self.winner = winner
-
-
 @dataclass(frozen=True)
 class Entry:
     """An entry of the log, as it is stored."""
@@ -82,6 +69,17 @@ class Entry:
         """Parse the content of an entry's file; ValueError, TypeError or KeyError if it is none."""
         values = {**json.loads(content), "digest": content_digest(content)}
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+
+class LostError(UserError):
+    """Somebody else has written the next entry of the log; ``winner`` is that entry."""
+
+    def __init__(self, winner: Entry) -> None:
+        super().__init__(
+            f"{winner.by} was faster: by entry {winner.number} of the log version {winner.version[:12]} is the "
+            f"champion ({winner.reason}); compare with that one, and try again"
+        )
+        self.winner = winner
 
 
 def check_model_name(name: str) -> None:
@@ -209,10 +207,7 @@ class Registry:
         raise UserError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
-        """Write the entry after ``before``, the last one, to the log, and return the new entry.
-
-        ``values``: action, version, manifest, best. Raises LostError if somebody else was faster.
-        """
+        """Write the entry after ``before``, with action, version, manifest, best; LostError if somebody was faster."""
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
         self.refuse_storage_that_overwrites()

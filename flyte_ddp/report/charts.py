@@ -1,7 +1,4 @@
-"""The values with which the report's template shows an objective's sections: charts as SVG, numbers as texts.
-
-matplotlib is imported when it is first used.
-"""
+"""The values with which the report's template shows an objective's sections: charts as SVG, numbers as texts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby

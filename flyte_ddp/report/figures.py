@@ -1,9 +1,4 @@
-"""The report's pictures as SVG: charts by matplotlib, and the confusion matrix.
-
-matplotlib is imported when it is first used, because that takes a second.
-"""
-
-from __future__ import annotations
+"""The report's pictures as SVG: charts by matplotlib, imported when first used (a second), and the confusion matrix."""
 
 import html
 import io
@@ -108,7 +103,7 @@ def draw_line_chart(
         return export_svg(figure, f"{y_label} over {x_label}")
 
 
-def export_svg(figure: Figure, label: str) -> str:
+def export_svg(figure: "Figure", label: str) -> str:
     """Return matplotlib's figure as an SVG element without a width; ``label`` describes it for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=200, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -157,10 +152,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values with which templates show confusions; {} without a sample.
-
-    ``counts`` [K, 3] are truth, prediction and number of samples.
-    """
+    """Return the templates' values for ``counts`` [K, 3] of truth, prediction and samples; {} without any."""
     if not len(counts):
         return {}
     classes, pictured = len(names), len(names) <= PICTURED_CLASSES

@@ -19,10 +19,7 @@ SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the newest ones, and their size in pix
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
-    """Read the records of a user's function, and return the page of its run as HTML, also while it is running.
-
-    Raises UserError without a record of a start.
-    """
+    """Return the page of a run of a user's function, also while it runs; UserError without a record of a start."""
     found = RunRecords(folder)
     starts, steps, end = found.starts, found.by_step["record"], found.end
     points = collect_points(steps)

@@ -1,7 +1,5 @@
 """Starts and stops the child process, wandb_feed.py, that sends metrics.jsonl to wandb: failures stay in the child."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -204,8 +204,6 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 
 
 def tensors_of(outputs: Any) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return outputs
     return torch.cat([values.flatten().cpu() for values in list_floats(outputs)] or [torch.zeros(1)])
 
 

@@ -218,10 +218,7 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 
 
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
-    """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
-
-    First averages running statistics of BatchNorm that each rank has alone.
-    """
+    """Average BatchNorm's running statistics over the ranks; evaluate the kept weights on both splits. Collective."""
     hp = state.hp
     with state.clock("communication"):
         # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
