@@ -1,6 +1,5 @@
 """Save a run's state in a thread of rank 0; random numbers depend on the position alone, so they have no state."""
 
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -15,30 +14,6 @@ from flyte_ddp.runs.work import Work
 from flyte_ddp.training.optimisation import load_optimizer_state
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
-
-
-def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
-    """Return a CPU copy of the state after the last finished step; None if one failed halfway. For any thread."""
-    selection = state.selection
-    with state.lock:
-        if state.inconsistent:
-            return None
-        values = {
-            # Buffers not as they are, but as they were after the step: the next forward pass may have changed them.
-            "model": state.buffers.state_dict_after_step(state.model.state_dict()),
-            "buffers": state.buffers.state_dict(),
-            "average": state.average.state_dict() if state.average else None,
-            "optimizer": state.optimizer.state_dict(),
-            "saw_non_finite": state.loss_watch.saw_non_finite,
-            "draws": state.this_pass.model_draws,
-            "seconds": dict(state.clock.seconds),
-            "total_seconds": state.clock.total(),
-            "selection": selection.state_dict(),
-            "recorder": recorder.state_dict(),
-        }
-        # The best weights are a copy that nothing changes, so they need no second copy.
-        best = selection.weights if selection.epoch and state.hp.keep == "best" else None
-        return Snapshot(state.epoch, state.step, recorder.log.size(), {**copy_to_cpu(values), "best": best})
 
 
 def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
@@ -79,12 +54,30 @@ class Checkpointer(CheckpointWriter):
         self.close()
 
     def take_snapshot(self) -> Snapshot | None:
-        snapshot = take_snapshot(self.state, self.recorder)
+        """Return a CPU copy of the state after the last step; None if it is saved, or the step failed halfway."""
+        state, recorder, selection = self.state, self.recorder, self.state.selection
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
-        if snapshot is None or (snapshot.step, snapshot.epoch) <= saved:
-            return None
-        trained_in = dict.fromkeys((*self.trained_before, self.recorder.arithmetic))
-        return replace(snapshot, trained_in=tuple(trained_in))
+        trained_in = dict.fromkeys((*self.trained_before, recorder.arithmetic))
+        with state.lock:
+            if state.inconsistent or (state.step, state.epoch) <= saved:
+                return None
+            values = {
+                # Buffers not as they are, but as they were after the step: the next forward pass may have changed them.
+                "model": state.buffers.state_dict_after_step(state.model.state_dict()),
+                "buffers": state.buffers.state_dict(),
+                "average": state.average.state_dict() if state.average else None,
+                "optimizer": state.optimizer.state_dict(),
+                "saw_non_finite": state.loss_watch.saw_non_finite,
+                "draws": state.this_pass.model_draws,
+                "seconds": dict(state.clock.seconds),
+                "total_seconds": state.clock.total(),
+                "selection": selection.state_dict(),
+                "recorder": recorder.state_dict(),
+            }
+            # The best weights are a copy that nothing changes, so they need no second copy.
+            best = selection.weights if selection.epoch and state.hp.keep == "best" else None
+            copied = {**copy_to_cpu(values), "best": best}
+            return Snapshot(state.epoch, state.step, recorder.log.size(), copied, tuple(trained_in))
 
     def save_epoch(self) -> None:
         if not self.closed and (snapshot := self.take_snapshot()):

@@ -22,7 +22,7 @@ from flyte_ddp.errors import MachineError, RankError
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.parallel.distributed import explain_failed_device, translate_collective_errors
 from flyte_ddp.run import Result
-from flyte_ddp.training import checkpointing
+from flyte_ddp.training.checkpointing import Checkpointer
 
 HOST = re.escape(socket.gethostname())
 EPOCH = 14  # steps, of which each is a pass of the model of a single rank
@@ -60,13 +60,13 @@ def fail(digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.Monk
 def test_of_a_lost_device_nothing_is_copied_and_the_checkpoint_stays(
     fail: Any, expected: Result, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, copied = checkpointing.take_snapshot, list[int]()
+    take, copied = Checkpointer.take_snapshot, list[int]()
 
-    def note_step(state: Any, recorder: Any) -> Any:
-        copied.append(state.step)
-        return take(state, recorder)
+    def note_step(checkpoints: Checkpointer) -> Any:
+        copied.append(checkpoints.state.step)
+        return take(checkpoints)
 
-    monkeypatch.setattr(checkpointing, "take_snapshot", note_step)
+    monkeypatch.setattr(Checkpointer, "take_snapshot", note_step)
     error = fail(ONE, "lost device")
     assert re.match(
         f"rank 0: MachineError: cpu:0 of host {HOST} failed: CUDA error: unspecified launch failure; .*start",
