@@ -35,7 +35,6 @@ class NodeMemory:
     def __init__(self, size: int) -> None:
         """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size."""
         self.peers: dict[int, socket.socket] = {}
-        size = max(size, 1)
         with translate_socket_errors("a rank", distributed.timeout_seconds):
             file = self._create_and_send_memory(2 * size) if rank() == 0 else self._receive_memory()
         self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)

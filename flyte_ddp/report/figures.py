@@ -1,18 +1,22 @@
-"""The report's pictures as SVG: charts by matplotlib, imported when first used (a second), and the confusion matrix."""
+"""What the report's template shows: sections' values, charts as SVG by matplotlib, and the confusion matrix.
+
+matplotlib is imported when it is first used, because that takes a second.
+"""
 
 import html
 import io
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.report.page import TEMPLATES, encode_as_data_uri, render_template
-from flyte_ddp.text.formatting import format_percent
+from flyte_ddp.report.page import TEMPLATES, class_colors, encode_as_data_uri, render_template
+from flyte_ddp.text.formatting import format_column, format_percent
+from flyte_ddp.text.sections import Chart, Confusions, Curve, Histogram, Pictures, Scatter, Section, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +28,7 @@ NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
 LABELLED_CLASSES = 50  # and up to here for names
 PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
 LISTED, LISTED_ALONE = 8, 25  # rows of a list beside the picture, and without one
+SIZE = 5.0, 3.4  # of a section's chart, in inches
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,20 @@ class Picture:
     masks: Sequence[NDArray[Any]] = ()  # [H, W] each: the true classes of its pixels, if known, and the predicted ones
 
 
-def use_report_style() -> AbstractContextManager[None]:
-    """Set matplotlib's style to the report's in the block, whatever the user's settings are."""
+def draw_svg(plot: Callable[[Any], str], x_label: str, place: tuple[float, ...], *, to_x: str, **options: Any) -> str:
+    """Call ``plot`` with matplotlib's axes at ``place``, for what y is; return an SVG element in the report's style."""
     from matplotlib import style
+    from matplotlib.figure import Figure
 
-    return style.context(TEMPLATES / "report.mplstyle", after_reset=True)
+    with style.context(TEMPLATES / "report.mplstyle", after_reset=True):  # whatever the user's settings are
+        figure = Figure(**options)
+        axes = figure.add_axes(place)
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        y_label = plot(axes)
+        axes.set_xlabel(x_label)
+        axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
+        return export_svg(figure, f"{y_label} {to_x} {x_label}")
 
 
 def draw_line_chart(
@@ -63,14 +77,12 @@ def draw_line_chart(
 
     A ``log`` scale of y is linear unless all values are positive and the largest is more than 5 times the smallest.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
     values = values[np.abs(values) < LARGEST]
-    with use_report_style():
-        figure = Figure()
-        axes = figure.add_axes((0.125, 0.16, 0.855, 0.74))
+
+    def plot_lines(axes: Any) -> str:
         for line in series:
             x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
             y = np.where(np.abs(y) < LARGEST, y, np.nan)
@@ -87,20 +99,20 @@ def draw_line_chart(
             axes.set_xlim(left=x_from)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        if scale == "from 0":
-            axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
-        elif scale == "log" and values.size and values.max() > 5 * values.min() > 1 / LARGEST:
-            axes.set_yscale("log")
-            wide = values.max() > 1000 * values.min()
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-            axes.yaxis.set_minor_locator(NullLocator())
-            y_label += ", logarithmic"
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.set_xlabel(x_label)
-        axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
         if any(line.label for line in series):
             axes.legend(loc="best")
-        return export_svg(figure, f"{y_label} over {x_label}")
+        if scale == "from 0":
+            axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
+        if scale != "log" or not values.size or not values.max() > 5 * values.min() > 1 / LARGEST:
+            return y_label
+        axes.set_yscale("log")
+        wide = values.max() > 1000 * values.min()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:,g}")
+        return f"{y_label}, logarithmic"
+
+    return draw_svg(plot_lines, x_label, (0.125, 0.16, 0.855, 0.74), to_x="over")
 
 
 def export_svg(figure: "Figure", label: str) -> str:
@@ -176,3 +188,83 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
         ],
         "hardest": [(names[k], format_percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
     }
+
+
+def plot_curve(axes: Any, section: Curve) -> str:
+    """Plot a line in the unit square, and one to compare it with; return what y is."""
+    axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
+    axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), "-", color=BLUE)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.02)
+    return section.y_label
+
+
+def plot_scatter(axes: Any, section: Scatter) -> str:
+    """Plot points in equal scales, with the diagonal; return what y is."""
+    x, y = np.array(section.x, dtype=float), np.array(section.y, dtype=float)
+    values = np.concatenate([x, y])
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    room = 0.04 * (high - low) or 0.5
+    limits = low - room, high + room
+    axes.plot(limits, limits, "-", color=MUTED, linewidth=0.8)
+    size, alpha = (4.5, 0.8) if len(x) <= 100 else (2.6, 0.35)  # of many points, the crowds are to be seen
+    # As pixels: matplotlib gives each point its style and six decimals, most of the page.
+    axes.plot(x, y, "o", color=BLUE, markersize=size, markeredgewidth=0, alpha=alpha, rasterized=True)
+    axes.set_xlim(limits)
+    axes.set_ylim(limits)
+    return section.y_label
+
+
+def plot_histogram(axes: Any, section: Histogram) -> str:
+    from matplotlib.ticker import MaxNLocator
+
+    edges = np.array(section.edges, dtype=float)
+    axes.stairs(section.counts, edges, fill=True, color=BLUE, alpha=0.75)
+    if edges[0] < 0 < edges[-1]:
+        axes.axvline(0, color=MUTED, linewidth=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    return "samples"
+
+
+PLOTS: dict[Any, Callable[[Any, Any], str]] = {Scatter: plot_scatter, Histogram: plot_histogram, Curve: plot_curve}
+
+
+def draw_chart(section: Chart) -> str:
+    plot, place = PLOTS[type(section)], (0.125, 0.13, 0.855, 0.79)  # left, bottom, width, height in parts of the figure
+    return draw_svg(lambda axes: plot(axes, section), section.x_label, place, to_x="against", figsize=SIZE)
+
+
+def list_section_values(
+    sections: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the template's values of each section; charts in a row with one title are one section."""
+    for _, grouped in groupby(sections, lambda each: each.title if isinstance(each, Chart) else id(each)):
+        group = [*grouped]
+        try:
+            yield _describe_group(group, pictures, classes)
+        except Exception as error:  # an own objective's numbers may be any; they must not cost a training that is done
+            title = getattr(group[0], "title", "Confusions")
+            yield {"title": title, "text": f"This section could not be drawn ({type(error).__name__}: {error})."}
+
+
+def _describe_group(
+    group: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
+) -> dict[str, Any]:
+    section = group[0]
+    if isinstance(section, Confusions):
+        counts = np.array(section.counts, dtype=np.int64).reshape(-1, 3)
+        return {"confusion": confusion_section(counts, section.classes), "classes": len(section.classes)}
+    values: dict[str, Any] = {"title": section.title, "text": section.text}
+    if isinstance(section, Pictures):
+        values["pictures"] = [pictures[sample] for sample in section.samples if sample in pictures]
+        if any(picture.masks for picture in values["pictures"]):
+            values["legend"] = [*zip(classes, class_colors(len(classes)), strict=True)]
+    elif isinstance(section, Table):
+        columns = [*zip(*section.rows, strict=True)]
+        texts = [any(isinstance(cell, str) for cell in column) for column in columns]
+        values |= {"header": section.header, "numeric": [place for place, text in enumerate(texts) if not text]}
+        values["rows"] = [*zip(*map(format_column, columns), strict=True)]
+    else:
+        values["charts"] = [(each.name, draw_chart(each)) for each in group if isinstance(each, Chart)]
+    return values

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR
-from flyte_ddp.report.charts import list_section_values
-from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, list_section_values
 from flyte_ddp.report.page import Record, RunRecords, render_template, write_html
 from flyte_ddp.text.formatting import format_measure, name_measure
 from flyte_ddp.text.sections import Section, decode_sections

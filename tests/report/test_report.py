@@ -15,8 +15,7 @@ from report_page import Page, matrix, records, write_run
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.report import figures, report
-from flyte_ddp.report.charts import list_section_values
-from flyte_ddp.report.figures import Series
+from flyte_ddp.report.figures import Series, list_section_values
 from flyte_ddp.text import formatting
 from flyte_ddp.text.sections import Confusions, Scatter, Section, Table, encode_sections
 
