@@ -16,7 +16,7 @@ from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.table_columns import merge_columns
 from flyte_ddp.text.json_lines import JsonLines, read_records
 from flyte_ddp.tracking import wandb_feed
-from flyte_ddp.training.predictions import name_table_columns
+from flyte_ddp.training.outputs import name_table_columns
 
 
 def test_records_come_back_as_written_and_every_line_is_strict_json(tmp_path: Path) -> None:
