@@ -14,13 +14,8 @@ from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
 from flyte_ddp.user_code.callables import load_callable, require_options
 
-BUILT_IN: dict[str, type[Objective]] = {
-    "classification": Classification,
-    "multilabel": Multilabel,
-    "regression": Regression,
-    "segmentation": Segmentation,
-    "language": Language,
-}
+KINDS: tuple[type[Objective], ...] = (Classification, Multilabel, Regression, Segmentation, Language)
+BUILT_IN = {kind.__name__.lower(): kind for kind in KINDS}
 
 
 def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:

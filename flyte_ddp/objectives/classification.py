@@ -142,9 +142,8 @@ def second_class(columns: Columns) -> BinaryLabels:
 
 def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
     classes = int(max(truth.max(), prediction.max())) + 1
-    right, true, predicted = (
-        np.bincount(each, minlength=classes) for each in (truth[truth == prediction], truth, prediction)
-    )
+    counted = truth[truth == prediction], truth, prediction
+    right, true, predicted = (np.bincount(each, minlength=classes) for each in counted)
     there = true + predicted > 0
     f1 = 2 * right[there] / (true + predicted)[there]
     return {"balanced_accuracy": float((right[true > 0] / true[true > 0]).mean()), "f1": float(f1.mean())}

@@ -39,12 +39,10 @@ class Language(Objective):
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless ``targets`` [samples, places] are tokens below ``outputs``, or -100 for none."""
         require_targets("language", targets, (2,), "iu", "whole numbers [samples, places]")
-
-        def are_right(part: NDArray[Any]) -> Any:
-            return (part == IGNORED_TOKEN) | ((part >= 0) & (part < self.outputs))
-
         rule = f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} where none counts"
-        require_values("language", targets, are_right, rule)
+        require_values(
+            "language", targets, lambda part: (part == IGNORED_TOKEN) | ((part >= 0) & (part < self.outputs)), rule
+        )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = *targets.shape, self.outputs

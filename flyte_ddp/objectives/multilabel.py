@@ -87,22 +87,15 @@ class Multilabel(Objective):
     def answers(self, outputs: Any) -> TableColumns:
         probabilities = outputs.sigmoid().cpu()
         names = self.name_labels(probabilities.shape[1])
-        columns = name_columns("probability", names)
-        return {
-            "prediction": list_labels(probabilities >= THRESHOLD, names),
-            **dict(zip(columns, probabilities.T.tolist(), strict=True)),
-        }
+        columns, predicted = name_columns("probability", names), list_labels(probabilities >= THRESHOLD, names)
+        return {"prediction": predicted, **dict(zip(columns, probabilities.T.tolist(), strict=True))}
 
     def truths(self, targets: Tensor) -> TableColumns:
         names = self.name_labels(targets.shape[1])
         columns, texts = name_columns("truth", names), list_labels(targets.cpu() == 1, names)
-        return {
-            "truth": [
-                "unknown" if unknown else text
-                for text, unknown in zip(texts, targets.isnan().all(1).tolist(), strict=True)
-            ],
-            **dict(zip(columns, targets.T.tolist(), strict=True)),
-        }
+        unknown = targets.isnan().all(1).tolist()
+        shown = ["unknown" if nothing else text for text, nothing in zip(texts, unknown, strict=True)]
+        return {"truth": shown, **dict(zip(columns, targets.T.tolist(), strict=True))}
 
     def sections(self, columns: Columns) -> list[Section]:
         rows: list[list[str | float | None]] = []

@@ -148,7 +148,5 @@ class Regression(Objective):
 def known_numbers(columns: Columns) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     samples = len(columns["truth"])
     truths, predictions = (columns[name].reshape(samples, -1).T.numpy() for name in ("truth", "prediction"))
-    return [
-        (truth[~np.isnan(truth)], prediction[~np.isnan(truth)])
-        for truth, prediction in zip(truths, predictions, strict=True)
-    ]
+    pairs = zip(truths, predictions, strict=True)
+    return [(truth[~np.isnan(truth)], prediction[~np.isnan(truth)]) for truth, prediction in pairs]

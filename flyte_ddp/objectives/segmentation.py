@@ -29,12 +29,10 @@ class Segmentation(Objective):
     def check_targets(self, targets: NDArray[Any]) -> None:
         rule = "a mask [height, width] of class numbers for each sample"
         require_targets("segmentation", targets, (3,), "iu", rule)
-
-        def are_right(part: NDArray[Any]) -> Any:
-            return (part == IGNORED) | ((part >= 0) & (part < self.outputs))
-
         rule = f"0..{self.outputs - 1} with {self.outputs} classes, or {IGNORED} for ignored pixels"
-        require_values("segmentation", targets, are_right, rule)
+        require_values(
+            "segmentation", targets, lambda part: (part == IGNORED) | ((part >= 0) & (part < self.outputs)), rule
+        )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = len(targets), self.outputs, *targets.shape[1:]

@@ -147,13 +147,9 @@ class GlobalNormalisation(torch.autograd.Function):
             mean, slope, offset = (moment.view(shape) for moment in (mean, slope, offset))
             of_values = (of_values + offset).addcmul_(values - mean, slope).to(values.dtype)
         _, has_scale, has_shift, _, _ = ctx.needs_input_grad
-        return (
-            of_values,
-            of_scale.to(scale.dtype) if has_scale else None,
-            of_shift.to(scale.dtype) if has_shift else None,
-            None,
-            None,
-        )
+        of_weight = of_scale.to(scale.dtype) if has_scale else None
+        of_bias = of_shift.to(scale.dtype) if has_shift else None
+        return of_values, of_weight, of_bias, None, None
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:

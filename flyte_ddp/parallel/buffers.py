@@ -106,10 +106,8 @@ class Buffers:
         return sorted(self.changed_before_resume | now)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "unsaved": {name: self.after_last_step[name] for name in self.unsaved_names},
-            "changed": self.changed_names(),
-        }
+        unsaved = {name: self.after_last_step[name] for name in self.unsaved_names}
+        return {"unsaved": unsaved, "changed": self.changed_names()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,9 +141,8 @@ class Buffers:
 
 def copyable_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return a module's buffers by all their names, without sparse and expanded ones."""
-    return {
-        name: value.detach() for name, value in model.named_buffers(remove_duplicate=False) if has_own_elements(value)
-    }
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: value.detach() for name, value in named if has_own_elements(value)}
 
 
 def buffer_layout(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

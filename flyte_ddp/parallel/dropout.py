@@ -142,10 +142,8 @@ def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int,
     if values.is_contiguous():  # one kernel serves any number of dimensions
         values, drawn = values.view(len(values), shape[1 : 1 + drawn].numel(), -1), 1
     values = values.data  # no view, of whose base each size would be another variant; needs no gradient
-    numbers = (
-        put_number(round(p * 2**40), torch.int64, device),
-        put_number(scale, torch.promote_types(values.dtype, torch.float32), device),
-    )
+    probability = put_number(round(p * 2**40), torch.int64, device)
+    numbers = probability, put_number(scale, torch.promote_types(values.dtype, torch.float32), device)
     order = sorted(range(values.dim()), key=values.stride().__getitem__)
     key = (device, values.dtype, drawn, *order, *(size == 1 for size in values.shape))
     if key in COMPILED:

@@ -103,11 +103,8 @@ def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """Return for each piece a flat view of the uint8 ``memory``: one after another, each at a multiple of 64 bytes."""
-    offsets = itertools.accumulate(aligned_sizes(pieces), initial=0)
-    return [
-        memory[offset : offset + count * dtype.itemsize].view(dtype)
-        for (count, dtype), offset in zip(pieces, offsets, strict=False)
-    ]
+    placed = zip(pieces, itertools.accumulate(aligned_sizes(pieces), initial=0), strict=False)
+    return [memory[offset : offset + count * dtype.itemsize].view(dtype) for (count, dtype), offset in placed]
 
 
 def create_socket() -> socket.socket:

@@ -59,10 +59,8 @@ def evaluate_split(
                 f"the objective's columns are {layouts[0]} in one batch and {layout} in another: must have one shape a "
                 "sample; fill up shorter ones"
             )
-    columns = {
-        name: torch.from_numpy(np.concatenate([found[name] for _, found in parts]))
-        for name in (parts[0][1] if parts else ())
-    }
+    names = parts[0][1] if parts else ()
+    columns = {name: torch.from_numpy(np.concatenate([found[name] for _, found in parts])) for name in names}
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
     measures: dict[str, float] = {}
