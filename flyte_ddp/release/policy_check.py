@@ -33,7 +33,7 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
         group_by_slice(policy.slices, test_ids or [*map(str, range(samples))], ())
     if ":" in hp.objective and not isinstance(load_callable(hp.objective), type):
         return
-    classes = tuple(resolve_class_names(profile.classes, hp, of_numbers=True))
+    classes = resolve_class_names(profile.classes, hp, of_numbers=True)
     facts = Facts(classes, tuple(profile.target_shape), select_by=hp.select_by)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     if needs_calls(objective):

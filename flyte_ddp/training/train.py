@@ -230,12 +230,9 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.copy_after_step()
+    evaluate = partial(evaluate_split, state.predict, batch_size=hp.test_batch_size, objective=state.objective)
     with state.clock("evaluation"), state.evaluation_mode():
-        validation, test = (
-            evaluate_split(state.predict, split, hp.test_batch_size, state.objective)
-            for split in (state.validation, state.test)
-        )
-    return validation, test
+        return evaluate(state.validation), evaluate(state.test)
 
 
 def finish_epoch(
