@@ -128,7 +128,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
     """Yield the test split's decodable images, uint8 [H, W, channels], not cropped nor resized; grey ones as RGB."""
     if not isinstance(data, EncodedSet):
-        items, seed = Items(data, "test"), int(model.sidecar.get("hyperparameters", {}).get("seed", 0))
+        items, seed = Items(data, "test"), int(model.trained.get("seed", 0))
         for sample in range(data.test_samples):
             with keep_random_state():
                 pixels, _ = items.read_item(sample, seed, None)
@@ -150,9 +150,8 @@ def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Ite
 
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
     """Write the ONNX, and compare it with torch on the whole test split, running it in a new process."""
-    on_cpu, sidecar = artifacts.load_model(*model.files)
-    hyperparameters = sidecar.get("hyperparameters", {})
-    collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))
+    on_cpu, _ = artifacts.load_model(*model.files)
+    collate, seed = str(model.trained.get("collate", STACKED)), int(model.trained.get("seed", 0))
     threads = model.settings.loaders or count_cores()
     test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), threads)
     assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are

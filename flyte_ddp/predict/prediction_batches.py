@@ -48,14 +48,11 @@ class SavedModel:
         self.classes = [str(name) for name in self.sidecar["classes"]]
         self.objective = objective_of_sidecar(self.sidecar)
         self.spec = artifacts.parse_input_spec(self.sidecar)
-        trained_with = int(self.sidecar.get("hyperparameters", {}).get("bad_samples", 0))
-        self.bad_samples = trained_with if bad_samples is None else bad_samples
-
-    @property
-    def batch_size(self) -> int:
-        """Samples that are predicted at a time: 500 images; of other inputs, which may be large, as in the training."""
-        evaluated = int(self.sidecar.get("hyperparameters", {}).get("test_batch_size", BATCH_SIZE))
-        return evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
+        self.trained: dict[str, Any] = self.sidecar.get("hyperparameters", {})  # with which hyperparameters
+        self.bad_samples = int(self.trained.get("bad_samples", 0)) if bad_samples is None else bad_samples
+        # Samples at a time: 500 images; of other inputs, which may be large, as many as in the training.
+        evaluated = int(self.trained.get("test_batch_size", BATCH_SIZE))
+        self.batch_size = evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
     def unfit_data_error(self, what: str) -> UserError:
         takes = describe_input(self.sidecar["input"])
@@ -143,7 +140,7 @@ def read_test_split(
     images count for the size of a batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises
     UserError for inputs that the model does not take, and for targets of other names than the model's.
     """
-    trained, names, spec = model.sidecar.get("hyperparameters", {}), [*data.classes], model.spec
+    trained, names, spec = model.trained, [*data.classes], model.spec
     images: EncodedSamples | None = None
     bad = BadSamples(model.bad_samples) if bad is None else bad
     if isinstance(data, EncodedSet):
