@@ -16,7 +16,6 @@ BOOTSTRAP_DRAWS = 2000  # of which 100 lie beyond a bound at alpha 0.05
 BOOTSTRAP_VALUES = 20_000_000  # drawn values in memory at a time
 
 Floats = NDArray[np.float64]
-Counts = NDArray[np.integer[Any]]
 POINTS, SHARES, NUMBERS = "points", "shares", "numbers"
 
 
@@ -89,25 +88,21 @@ def alpha_of_look(alpha: float, look: int) -> float:
     return alpha * 6 / (math.pi * look) ** 2
 
 
-def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:
-    """Return Tango's statistic, standard normal if ``difference`` (in accuracy, first minus second model) is true.
-
-    Counts may be arrays of one shape. Tango, "Equivalence test and confidence interval for the difference in
-    proportions for the paired-sample design", Statistics in Medicine 17 (1998).
-    """
-    linear = (2 * samples - gained + lost) * difference - gained - lost
-    root = np.sqrt(np.maximum(0.0, linear**2 + 8 * samples * lost * difference * (1 - difference)))
-    share = np.maximum(0.0, (root - linear) / (4 * samples))  # that would be lost if this were the true difference
-    variance = samples * (2 * share + difference * (1 - difference))
-    return np.asarray((gained - lost - samples * difference) / np.sqrt(np.maximum(variance, 1e-300)))
-
-
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
-    """Return the lower 1 - ``alpha`` confidence bound of the difference in accuracy, at least -1, by Tango's test."""
-    wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
+    """Return the lower 1 - ``alpha`` confidence bound of the difference in accuracy, at least -1, by Tango's test.
+
+    Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
+    Statistics in Medicine 17 (1998).
+    """
+    wanted, lowest, highest = float(stats.norm.isf(alpha)), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
     def excess_of_statistic(difference: float) -> float:
-        return float(tango_statistic(np.array(gained), np.array(lost), samples, difference) - wanted)
+        """Return Tango's statistic, standard normal if ``difference`` is the true one, minus ``wanted``."""
+        linear = (2 * samples - gained + lost) * difference - gained - lost
+        root = math.sqrt(max(0.0, linear**2 + 8 * samples * lost * difference * (1 - difference)))
+        share = max(0.0, (root - linear) / (4 * samples))  # that would be lost if this were the true difference
+        variance = samples * (2 * share + difference * (1 - difference))
+        return (gained - lost - samples * difference) / math.sqrt(max(variance, 1e-300)) - wanted
 
     if highest <= lowest or excess_of_statistic(lowest) <= 0:
         return -1.0
