@@ -1,7 +1,4 @@
-"""Exports a model as ONNX, and compares it with torch on all test samples.
-
-Inputs and outputs have names. Of a model of images, in any size, they are ``images`` and ``logits``.
-"""
+"""Exports a model as ONNX, whose inputs and outputs have names, and compares it with torch on all test samples."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

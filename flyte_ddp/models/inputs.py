@@ -21,17 +21,14 @@ EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side t
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model's input: channels x height x width, and mean and std of values in 0..1, one number for each channel.
-
-    Of encoded images evaluations see the square in the middle whose side is ``crop_share`` of the shorter side.
-    """
+    """A model's input: channels x height x width, and mean and std of values in 0..1, one number for each channel."""
 
     channels: int
     height: int
     width: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    crop_share: float = EVALUATION_SHARE
+    crop_share: float = EVALUATION_SHARE  # of an encoded image's shorter side: the middle square that evaluations see
 
 
 class LeafSpec(NamedTuple):

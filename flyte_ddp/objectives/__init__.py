@@ -1,7 +1,4 @@
-"""What training minimises and evaluations measure, one file for each objective.
-
-For objectives of one's own: derive from :class:`Objective`, or from one of the built-in classes.
-"""
+"""What training minimises and evaluations measure, one file each; derive your own from one, or from Objective."""
 
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.language import Language

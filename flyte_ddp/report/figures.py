@@ -1,7 +1,4 @@
-"""What the report's template shows: sections' values, charts as SVG by matplotlib, and the confusion matrix.
-
-matplotlib is imported when it is first used, because that takes a second.
-"""
+"""What the report's template shows: sections' values, and charts and confusions as SVG."""
 
 import html
 import io
@@ -56,7 +53,7 @@ class Picture:
 
 def draw_svg(plot: Callable[[Any], str], x_label: str, place: tuple[float, ...], *, to_x: str, **options: Any) -> str:
     """Call ``plot`` with matplotlib's axes at ``place``, for what y is; return an SVG element in the report's style."""
-    from matplotlib import style
+    from matplotlib import style  # not before there is a chart, because that takes a second
     from matplotlib.figure import Figure
 
     with style.context(TEMPLATES / "report.mplstyle", after_reset=True):  # whatever the user's settings are
@@ -73,10 +70,7 @@ def draw_svg(plot: Callable[[Any], str], x_label: str, place: tuple[float, ...],
 def draw_line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
 ) -> str:
-    """Draw lines, each with at least one point, in one chart, and return it as an SVG element.
-
-    A ``log`` scale of y is linear unless all values are positive and the largest is more than 5 times the smallest.
-    """
+    """Draw lines, each with at least one point, in one chart, and return it as an SVG element."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
@@ -103,6 +97,7 @@ def draw_line_chart(
             axes.legend(loc="best")
         if scale == "from 0":
             axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
+        # A logarithmic scale is for positive values, the largest more than 5 times the smallest.
         if scale != "log" or not values.size or not values.max() > 5 * values.min() > 1 / LARGEST:
             return y_label
         axes.set_yscale("log")

@@ -169,16 +169,13 @@ def require_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
 
 
 class MovingAverage(AveragedModel):
-    """A copy of a model that averages weights and buffers; integers are only copied.
-
-    torch's own update copies its count to the device, for which the host waits in each step.
-    """
+    """A copy of a model that averages weights and buffers; integers are only copied."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
         self.decay = decay
 
-    @torch.no_grad()
+    @torch.no_grad()  # torch's own method copies its count to the device, for which the host waits in each step
     def update_parameters(self, model: nn.Module) -> None:
         """Add the model's weights and buffers, by name, to their averages; the first call copies them."""
         newest = dict(list_tensors(model, remove_duplicate=False))

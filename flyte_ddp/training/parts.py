@@ -17,12 +17,9 @@ from flyte_ddp.training.training_state import TrainingState
 
 
 class RankSlice(NamedTuple):
-    """A rank's samples of a micro-batch; without one, another rank's sample, which must not count.
+    """A rank's samples of a micro-batch; without one, another rank's sample, which must not count."""
 
-    Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
-    """
-
-    samples: sampling.Indices
+    samples: sampling.Indices  # never none: many models fail on an empty batch, and all ranks must join each exchange
     has_samples: bool
     partners: sampling.Indices | None = None  # with mixup: the samples that these are mixed with
     step: int = 0  # the optimiser step, by which mixup draws
@@ -97,15 +94,12 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
 def load_parts(
     state: TrainingState, parts: Sequence[RankSlice], samples: int
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
-    """Return the loaded slices of a step, and the sum of the weights of all losses of all slices and ranks.
-
-    With weights all ranks must call it, and all slices are loaded now: the first backward pass needs the sum.
-    """
+    """Return a step's loaded slices, and the sum of the weights of all losses of all slices and ranks. Collective."""
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
         return loading, samples  # with mixup, too: the two shares of a sample are 1 together
     with state.clock("loading"):
-        loaded = [*loading]
+        loaded = [*loading]  # now, as the first backward pass needs the sum
     with state.clock("communication"):
         own = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, each in zip(parts, loaded, strict=True):

@@ -61,10 +61,7 @@ class TrainingState:
         initial_weights: Path | None,
         settings: Settings | None = None,
     ) -> None:
-        """Open the data and build all other objects from the seed. All ranks must call it together.
-
-        Seeds the global generators of torch, Python and NumPy, and sets torch's deterministic mode if asked.
-        """
+        """Seed the generators of torch, Python and NumPy, open the data, and build all other objects. Collective."""
         self.hp, self.hardware, self.data, self.settings = hp, hardware, data, settings or Settings()
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
