@@ -17,9 +17,8 @@ from torch.export import Dim
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, order_test_split
 from flyte_ddp.errors import UnreachableError
-from flyte_ddp.export.graphs import ONNX, NotExportedError, write_onnx
+from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
-from flyte_ddp.export.served import ServedImages, ServedLeaves
 from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import Encoded, map_samples

@@ -1,10 +1,12 @@
-"""Writing a module's graph as ONNX, by torch's exporters."""
+"""The module that is exported, of images with its preprocessing, and its graph as ONNX, by torch's exporters."""
 
+import dataclasses
 import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import install_hint
+from flyte_ddp.models import artifacts
+from flyte_ddp.models.inputs import InputSpec, normalisation
+from flyte_ddp.objectives.segmentation import logits_of
+from flyte_ddp.samples.leaves import call_with_leaves, restore_leaves
 
 ONNX = "model.onnx"
+LARGEST = 2**15  # weights of pixels are whole numbers below this
 
 
 class NotExportedError(Exception):
@@ -86,3 +93,107 @@ def silence_torch() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(nothing)
+
+
+class ServedImages(nn.Module):
+    """A module that turns ``images``, uint8 [N, H, W, C] of one size, grey or RGB, into ``logits``, float32 [N, ...].
+
+    It crops and resizes as evaluations do. Resizing is a product with a matrix of weights: no operation for resizing
+    that exporters know gives the same pixels as torch's.
+    """
+
+    def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
+        super().__init__()
+        spec = artifacts.parse_input_spec(sidecar)
+        assert isinstance(spec, InputSpec)
+        self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
+        self.middle, self.share = sidecar["input"].get("crop") == artifacts.MIDDLE, spec.crop_share
+        scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("shift", shift.clone())
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Crop, resize and normalise uint8 ``images`` as evaluations do; return the model's float32 ``logits``."""
+        images = inputs["images"]
+        if self.middle:
+            height, width = images.shape[1], images.shape[2]
+            side = middle_square_side(torch.sym_min(height, width), self.share)
+            images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
+        pixels = resize_rows(images.float(), self.width, rounded=self.middle)
+        pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
+        scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
+        normal = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
+        return {"logits": logits_of(self.model(normal)).float()}
+
+
+class ServedLeaves(nn.Module):
+    """A module that calls a model with its inputs, which come by name, and returns its outputs by name, float32."""
+
+    def __init__(self, model: nn.Module, form: str) -> None:
+        super().__init__()
+        self.model, self.form = model, form
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return name_outputs(call_with_leaves(self.model, restore_leaves(self.form, inputs)))
+
+
+def name_outputs(outputs: Any) -> dict[str, Tensor]:
+    """Return the floating-point tensors among a model's outputs by name, as float32.
+
+    A tensor is called ``outputs``, those of a tuple ``outputs_0``, ``outputs_1``, ...; those of a dict or a dataclass
+    have their names there. Of another object returns ``logits``.
+    """
+    if isinstance(outputs, Tensor):
+        named: Mapping[Any, Any] = {"outputs": outputs}
+    elif isinstance(outputs, Mapping):
+        named = outputs
+    elif isinstance(outputs, (tuple, list)):
+        named = {f"outputs_{place}": values for place, values in enumerate(outputs)}
+    elif dataclasses.is_dataclass(outputs):
+        named = {each.name: getattr(outputs, each.name) for each in dataclasses.fields(outputs)}
+    else:
+        named = {"logits": getattr(outputs, "logits", None)}
+    return {
+        str(name): values.float()
+        for name, values in named.items()
+        if isinstance(values, Tensor) and values.is_floating_point()
+    }
+
+
+def middle_square_side(shorter: Any, share: float) -> Any:
+    """Return the side of the cropped square: ``share`` of the shorter side, rounded as by ``round``, at least 1.
+
+    ``share`` is at most 1, and a quotient of whole numbers below 1,000. Uses only operations that exporters can follow
+    for a size that is not known yet (torch's SymInt).
+    """
+    part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
+    doubled = 2 * part * shorter + whole  # by 2 * whole: the side, of which halves are rounded up
+    # 1 for a half that is rounded up to an odd number, else 0: then this is 2 * whole times an odd number.
+    is_odd_half = (doubled - 2 * whole) // (4 * whole) - (doubled - 2 * whole - 1) // (4 * whole)
+    return torch.sym_max(doubled // (2 * whole) - is_odd_half, 1)
+
+
+def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
+    """Resize images of values 0..255, float32 [N, H, W, C], to [N, H, size, C]; ``rounded`` as torch does for uint8."""
+    weights = make_resize_matrix(pixels.shape[2], size)
+    if not rounded:
+        return torch.matmul(weights.float(), pixels)
+    # torch's own arithmetic for uint8 (upsample_avx_bilinear_bicubic_uint8): weights are whole numbers below 2 ** 15,
+    # of one unit for all. Sums of 255 times such are below 2 ** 24, and so exact in float32.
+    powers = 2.0 ** torch.arange(1, 23, dtype=torch.float64)
+    unit = 2.0 ** ((weights.max() * powers + 0.5).floor() < LARGEST).sum().double()
+    sums = torch.matmul((weights * unit + 0.5).floor().float(), pixels)
+    return (sums / unit.float() + 0.5).floor().clamp(0, 255)
+
+
+def make_resize_matrix(inputs: Any, outputs: int) -> Tensor:
+    """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
+
+    The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle as wide as two
+    pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt.
+    """
+    scale = torch.full((), inputs, dtype=torch.float64) / outputs
+    centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale
+    places = torch.arange(inputs, dtype=torch.float64) + 0.5
+    weights = (1 - ((places[None] - centers[:, None]) / scale.clamp(min=1)).abs()).clamp(min=0)
+    return weights / weights.sum(dim=1, keepdim=True)

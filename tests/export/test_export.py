@@ -19,8 +19,8 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import Comparison, export_model
+from flyte_ddp.export.graphs import ServedImages, middle_square_side
 from flyte_ddp.export.onnx_process import OnnxProcess
-from flyte_ddp.export.served import ServedImages, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.settings import Settings

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import export_model
-from flyte_ddp.export.graphs import NotExportedError, write_onnx
-from flyte_ddp.export.served import name_outputs
+from flyte_ddp.export.graphs import NotExportedError, name_outputs, write_onnx
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.settings import Settings
 
