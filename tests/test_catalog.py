@@ -14,7 +14,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec, prepare_images
-from flyte_ddp.objectives.by_name import BUILT_IN
+from flyte_ddp.objectives import BUILT_IN
 
 ALL = set(torchvision.models.list_models())
 CLASSIFIERS = set(torchvision.models.list_models(module=torchvision.models))

@@ -1,11 +1,84 @@
 """What training minimises and evaluations measure, one file each; derive your own from one, or from Objective."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.multilabel import Multilabel
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective
 from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
+from flyte_ddp.user_code.callables import load_callable, require_options
 
 __all__ = ["HIGHER", "LOWER", "Classification", "Facts", "Language", "Multilabel", "Objective", "Regression"]
 __all__ += ["Segmentation"]
+
+KINDS: tuple[type[Objective], ...] = (Classification, Multilabel, Regression, Segmentation, Language)
+BUILT_IN = {kind.__name__.lower(): kind for kind in KINDS}
+
+
+def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
+    """Return the objective of a saved model, as its sidecar describes it; classification if it names none."""
+    weights = ",".join(map(repr, sidecar.get("class_weights", ())))
+    facts = Facts(
+        classes=tuple(map(str, sidecar["classes"])),
+        target_shape=tuple(sidecar.get("target_shape", ())),
+        class_weights=weights,
+        select_by=sidecar.get("hyperparameters", {}).get("select_by", "loss"),
+    )
+    options = sidecar.get("options", {}).get("objective", {})
+    return make_objective(sidecar.get("objective", "classification"), facts, options)
+
+
+def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
+    """Return why these hyperparameters do not allow an objective to compare the samples of a batch; "" if they do."""
+    if accumulation_steps > 1:
+        return (
+            f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and each part "
+            "would have fewer to compare; set accumulation_steps=1, with more ranks or a smaller batch_size"
+        )
+    if mixup:
+        return f"mixup={mixup:g}: the objective compares samples, and a mixture would be two at once; set mixup=0"
+    return ""
+
+
+def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
+    """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
+
+    A class gets ``options`` when made. A function of outputs and targets gets them at each call; its measures are those
+    of classification where the targets are classes, else the loss alone. Raises UserError if anything does not fit.
+    """
+    if ":" not in name and name not in BUILT_IN:
+        raise unknown_name_error("objective", name, [*BUILT_IN, "package.module:callable"])
+    own: Any = load_callable(name) if ":" in name else BUILT_IN[name]
+    what = f"objective {name!r}"
+    if isinstance(own, type):
+        require_options(what, own, options, facts)
+        objective = own(facts, **options)
+        if not isinstance(objective, Objective):
+            raise UserError(f"objective={name!r}: is no flyte_ddp.objectives.Objective; derive it from that")
+        for measure, better in objective.measures.items():
+            if better not in (LOWER, HIGHER):
+                raise UserError(
+                    f"objective={name!r}: measure {measure!r} has {better!r}: must be {LOWER!r} or {HIGHER!r}, by what "
+                    "is better"
+                )
+        return objective
+    base = Classification if facts.classes and not facts.target_shape else Objective
+    require_options(what, own, options, None, None)
+
+    class FunctionObjective(base):  # type: ignore[misc,valid-type]
+        """The objective whose losses a function of the user returns."""
+
+        takes = frozenset({"class_weights"} if base is Classification else ())
+        loss_unit = Objective.loss_unit
+
+        def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+            found: Tensor = own(outputs, targets, **options)
+            return found
+
+    return FunctionObjective(facts)

@@ -23,7 +23,7 @@ from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
-from flyte_ddp.objectives.by_name import objective_of_sidecar
+from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings

@@ -12,8 +12,7 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import Facts
-from flyte_ddp.objectives.by_name import make_objective
+from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import needs_calls, refuse_many_calls
 from flyte_ddp.user_code.callables import load_callable

@@ -30,8 +30,7 @@ from flyte_ddp.machine.clock import make_clock
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import freeze_parts, load_initial_weights, set_training_mode
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors, prepare_inputs
-from flyte_ddp.objectives import HIGHER, Facts, Objective
-from flyte_ddp.objectives.by_name import make_objective, why_not_comparable
+from flyte_ddp.objectives import HIGHER, Facts, Objective, make_objective, why_not_comparable
 from flyte_ddp.objectives.requirements import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order

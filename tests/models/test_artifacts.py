@@ -23,7 +23,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.objectives.by_name import objective_of_sidecar
+from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training

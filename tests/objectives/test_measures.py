@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives import Facts, Objective, Regression
-from flyte_ddp.objectives.by_name import make_objective
+from flyte_ddp.objectives import Facts, Objective, Regression, make_objective
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size

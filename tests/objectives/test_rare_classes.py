@@ -20,8 +20,7 @@ from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import Facts, Objective
-from flyte_ddp.objectives.by_name import make_objective
+from flyte_ddp.objectives import Facts, Objective, make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records

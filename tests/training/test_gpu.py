@@ -15,8 +15,7 @@ from training_runs import Train, cut_off
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.machine.clock import SPIN, keep_gpu_busy
-from flyte_ddp.objectives import Facts
-from flyte_ddp.objectives.by_name import make_objective
+from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
