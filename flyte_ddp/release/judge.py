@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.exporting import export_model
+from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -69,12 +69,11 @@ class Judgement:
         if self.challenger is None or not self.challenger.finite.all() or self.policy.export == OFF:
             return
         self.tell(f"exports it, and compares the ONNX with torch on {self.challenger.samples:,} samples")
-        required = self.policy.export == REQUIRED
         try:
-            check = checks.check_export(export_model(self.model, self.split, folder), required=required)
+            found: Comparison | str = export_model(self.model, self.split, folder)
         except NotExportedError as error:
-            check = checks.check_export(str(error), required=required)
-        self.verdict.checks.append(check)
+            found = str(error)
+        self.verdict.checks.append(checks.check_export(found, required=self.policy.export == REQUIRED))
 
 
 def judge_challenger(

@@ -31,7 +31,7 @@ def sign_flip_p_value(differences: Floats) -> float:
     normal quantile.
     """
     differences = differences[differences != 0]
-    return p_value_of_integers(round_to_unit(differences, find_unit(differences, STEPS)))
+    return p_value_of_integers(np.rint(differences / find_unit(differences, STEPS)).astype(np.int64))
 
 
 def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
@@ -46,7 +46,7 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
         return mean
     unit = find_unit(differences, BOUND_STEPS)
     unit /= math.ceil(unit * BOUND_STEPS / spread)
-    rounded = round_to_unit(differences, unit)
+    rounded = np.rint(differences / unit).astype(np.int64)
     step = math.ceil(2 * spread / math.sqrt(len(differences)) / unit)
     wanted, quantiles = float(stats.norm.isf(alpha)), dict[int, float]()
 
@@ -90,10 +90,6 @@ def find_common_divisor(values: Floats, least: float) -> float:
         if 0 < divisor < least:
             return 0.0
     return divisor
-
-
-def round_to_unit(differences: Floats, unit: float) -> NDArray[np.int64]:
-    return np.rint(differences / unit).astype(np.int64)
 
 
 def p_value_of_integers(differences: Integers) -> float:
