@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.distributed import sum_over_ranks
+from flyte_ddp.parallel.distributed import gather_numbers, sum_over_ranks
 from flyte_ddp.parallel.node_memory import NodeGather
 from flyte_ddp.parallel.training_pass import TrainingPass
 
@@ -54,7 +53,7 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
         return
     # For each channel two numbers; and the count of samples and the layer's place, which gather_from_ranks adds.
     most = max(2 * cast("int", layer.num_features) + 2 for layer in norms)
-    gather: Gather = NodeGather(most) if on_one_machine else distributed.gather_numbers
+    gather: Gather = NodeGather(most) if on_one_machine else gather_numbers
     for number, layer in enumerate(norms):
         if isinstance(layer, nn.SyncBatchNorm):
             layer.__class__ = RankedBatchNorm  # type: ignore[assignment]

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from flyte_ddp.export.exporting import Comparison
 from flyte_ddp.objectives import Multilabel, Segmentation
-from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import has_formula, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.sign_flip import sign_flip_p_value
-from flyte_ddp.release.statistics import Pair, compare_scores
+from flyte_ddp.release.statistics import Pair, compare_scores, correct_p_values, lower_bound_of_mean
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
@@ -111,7 +110,7 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
     ``alpha``. Those of fewer than LEAST_SAMPLES (30) samples pass.
     """
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
-    corrected = statistics.correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
+    corrected = correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
     p_values = dict(zip(tested, corrected, strict=True))
     rows = []
     for name, pair in pairs.items():
@@ -134,7 +133,7 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
 def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Policy) -> Check:
     """Return the Check of the rise of the mean negative log-likelihood: at most ``nll_rise``, or by chance."""
     ours, theirs = (model.columns["nll"].numpy() for model in (challenger, champion))
-    rise, bound = float((ours - theirs).mean()), statistics.lower_bound_of_mean(ours - theirs, policy.alpha)
+    rise, bound = float((ours - theirs).mean()), lower_bound_of_mean(ours - theirs, policy.alpha)
     passed, name = bound <= 0 or rise <= policy.nll_rise, "negative log-likelihood"
     shown = f"{theirs.mean():.4f} to {ours.mean():.4f}, a rise of at least {bound:+.4f}"
     reason = "" if passed else f"its {name} rises by {rise:.4f}, and {policy.nll_rise:g} is allowed"

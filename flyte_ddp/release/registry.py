@@ -33,7 +33,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
-from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
 from flyte_ddp.text.formatting import describe_input
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -135,7 +134,7 @@ class Registry:
         """Turn an UnavailableError of the block into a UserError: the registry cannot be ``action``, such as "read"."""
         try:
             yield
-        except UnavailableError as failure:
+        except storage.UnavailableError as failure:
             said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
             raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
@@ -144,7 +143,7 @@ class Registry:
         with self.explain_failures("read"):
             try:
                 return storage.retry(address, read)
-            except MissingError:
+            except storage.MissingError:
                 return None
 
     def list_files(self, folder: str) -> list[str]:
@@ -152,7 +151,7 @@ class Registry:
         with self.explain_failures("listed"):
             try:
                 return [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]
-            except MissingError:
+            except storage.MissingError:
                 if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
                     raise
                 return []
@@ -162,7 +161,7 @@ class Registry:
         with self.explain_failures("written"):
             try:
                 storage.retry(address, lambda to: storage.create_file(to, content))
-            except ExistsError:
+            except storage.ExistsError:
                 # A try whose response was lost may have written it; so rivals must write different contents.
                 return self.read_file(address, hash_stored_file) == content_digest(content)
         return True
@@ -304,7 +303,7 @@ class Registry:
     def download_file(self, version: Version, file: str, folder: Path) -> Path:
         """Download a version's file into a folder, and return its path; UserError if it is missing or was altered."""
         address, path = self.file_address(version, file), folder / file
-        with self.explain_failures("read"), suppress(MissingError), replace_file(path, durable=False) as target:
+        with self.explain_failures("read"), suppress(storage.MissingError), replace_file(path, durable=False) as target:
             storage.retry(address, partial(storage.download_file, file=target))
         if not path.exists() or file_digest(path) != version.files[file]:
             raise damaged_file_error(address)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from flyte_ddp import catalog
-from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.checks.contradictions import refuse_unused_settings
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
@@ -32,8 +31,7 @@ from flyte_ddp.models.initial_weights import freeze_parts, load_initial_weights,
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective, make_objective, why_not_comparable
 from flyte_ddp.objectives.requirements import require_weights
-from flyte_ddp.order import sampling
-from flyte_ddp.order.sampling import Order
+from flyte_ddp.order.sampling import Order, steps_per_epoch
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
@@ -119,7 +117,7 @@ class TrainingState:
         hp = self.hp
         self.splits = open_splits(self.data, hp, self.hardware, self.device, self.settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
-        self.steps_per_epoch = sampling.steps_per_epoch(len(self.training), hp.batch_size)
+        self.steps_per_epoch = steps_per_epoch(len(self.training), hp.batch_size)
         self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
         self.spec = self.splits.inputs
@@ -217,7 +215,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     # Own objectives of no single class for each sample need no classes.
     of_numbers = targets is None or targets.dtype.kind == "f" or (":" in hp.objective and bool(targets.shape))
     # Folders are no classes of numbers that a user's function has found.
-    named = () if of_numbers and encoded_kind(hp.dataset) == "image_folder" else data.classes
+    named = () if of_numbers and catalog.encoded_kind(hp.dataset) == "image_folder" else data.classes
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
     counted = hp.class_weights == "balanced" and not hp.sample
     counts = count_training_classes(data, training, len(classes)) if counted else ()
