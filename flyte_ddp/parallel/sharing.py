@@ -77,7 +77,7 @@ def batches(
         raise UserError(
             f"first={first}: an epoch has {total} batches, {n} samples by {batch_size}; count the batches of this epoch"
         )
-    return RankBatches(ListedOrder(np.arange(n), seed), batch_size, epoch, first, choose_place(rank, num_ranks))
+    return RankBatches(ListedOrder(np.arange(n), seed), batch_size, epoch, first, find_place(rank, num_ranks))
 
 
 def evaluation_batches(
@@ -92,7 +92,7 @@ def evaluation_batches(
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
-    place, places = choose_place(rank, num_ranks)
+    place, places = find_place(rank, num_ranks)
     first, last = (slice_start(steps_per_epoch(n, batch_size), each, places) for each in (place, place + 1))
     return BatchSampler(range(first * batch_size, min(last * batch_size, n)), batch_size, drop_last=False)
 
@@ -110,16 +110,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return distributed.sum_over_ranks(values)
 
 
-def find_place() -> tuple[int, int]:
-    """Return the rank and the number of ranks: of torch's process group, else of RANK and WORLD_SIZE, else 0 of 1."""
-    if not dist.is_initialized() and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return distributed.rank(), distributed.world_size()
-
-
-def choose_place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
+def find_place(rank: int | None = None, num_ranks: int | None = None) -> tuple[int, int]:
+    """Return the given two, else those of torch's process group, else of RANK and WORLD_SIZE, else 0 and 1."""
     if rank is None and num_ranks is None:
-        return find_place()
+        if not dist.is_initialized() and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return distributed.rank(), distributed.world_size()
     if rank is None or num_ranks is None or not 0 <= rank < num_ranks:
         raise UserError(f"rank={rank}, num_ranks={num_ranks}: give both or none, and 0 <= rank < num_ranks")
     return rank, num_ranks
