@@ -142,7 +142,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             state.this_pass.finish_pass()
         # A copy, on the state's device: an own objective may have another, or compute in fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
-    state.refuse_late_parameters()
+    state.refuse_late_parameters(state.frozen.items())  # cheap enough for each step
     loss_sum = reduce(torch.add, part_sums)
     if world_size() > 1:
         with state.clock("communication"):

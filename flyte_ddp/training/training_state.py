@@ -4,7 +4,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,15 +167,17 @@ class TrainingState:
         """Raise UserError if no file can hold the model, its buffers changed, or a parameter is trained too late."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter not in self.trained:
-                raise late_parameter_error(name)
+        self.refuse_late_parameters(self.model.named_parameters())
 
-    def refuse_late_parameters(self) -> None:
-        """Raise UserError if a frozen parameter takes a gradient now; cheap enough for each step."""
-        for name, parameter in self.frozen.items():
-            if parameter.requires_grad:
-                raise late_parameter_error(name)
+    def refuse_late_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raise UserError if one of these parameters takes a gradient, and took none when the optimiser was made."""
+        for name, parameter in named:
+            if parameter.requires_grad and parameter not in self.trained:
+                raise UserError(
+                    f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; "
+                    "leave its requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be "
+                    "trained"
+                )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
         """Return the checked outputs of ``model``, by default the kept weights'. Seeds the random generators."""
@@ -193,13 +195,6 @@ class TrainingState:
     def update_average(self) -> None:
         if self.average is not None:
             self.average.update_parameters(self.model)
-
-
-def late_parameter_error(name: str) -> UserError:
-    return UserError(
-        f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; leave its "
-        "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
-    )
 
 
 TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training
