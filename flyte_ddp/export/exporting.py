@@ -137,7 +137,7 @@ def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Ite
         except DecodingError:
             return None
 
-    order, threads = order_test_split(data), model.settings.loaders or count_cores()
+    order, threads = order_test_split(data), model.threads
     samples = order.samples(slice(0, len(order)))
     with closing(open_image_reader(data.test_source, model.settings)) as images:
         decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # ahead, of images that are large
@@ -148,8 +148,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
     """Write the ONNX, and compare it with torch on the whole test split, running it in a new process."""
     on_cpu, _ = artifacts.load_model(*model.files)
     collate, seed = str(model.trained.get("collate", STACKED)), int(model.trained.get("seed", 0))
-    threads = model.settings.loaders or count_cores()
-    test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), threads)
+    test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), model.threads)
     assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
     with closing(test.source):
         samples = test.order.samples(slice(0, EXAMPLE))

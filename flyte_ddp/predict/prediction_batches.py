@@ -43,7 +43,7 @@ class SavedModel:
         self.files = weights, sidecar
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module, self.sidecar = artifacts.load_model(weights, sidecar, self.device)
-        self.settings = settings
+        self.settings, self.threads = settings, settings.loaders or count_cores()
         self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
         self.classes = [str(name) for name in self.sidecar["classes"]]
         self.objective = objective_of_sidecar(self.sidecar)
@@ -109,8 +109,7 @@ def read_folder_batches(
         except DecodingError as error:
             return error
 
-    threads = model.settings.loaders or count_cores()
-    with map_in_threads(read_input, paths, threads, initializer=limit_threads) as found:
+    with map_in_threads(read_input, paths, model.threads, initializer=limit_threads) as found:
         for start in range(0, len(paths), batch_size):
             part = [*zip(paths[start : start + batch_size], found, strict=False)]
             for path, image in part:
@@ -153,9 +152,8 @@ def read_test_split(
         )
     else:
         collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))
-        threads = model.settings.loaders or count_cores()
         like = spec if isinstance(spec, LeavesSpec) else None
-        split, found = open_item_test_split(data, collate, seed, model.device, threads, like=like)
+        split, found = open_item_test_split(data, collate, seed, model.device, model.threads, like=like)
         if not model.takes(found):
             what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
             raise model.unfit_data_error(f"data set {data.name!r} has {what}")
