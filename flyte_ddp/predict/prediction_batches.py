@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def read_folder_batches(
 
     def read_input(path: Path) -> Tensor | DecodingError:
         try:
-            return prepare_inputs(read_pixels(path, spec, middle=middle)[None].to(model.device), spec)
+            return cast("Tensor", prepare_inputs(read_pixels(path, spec, middle=middle)[None].to(model.device), spec))
         except DecodingError as error:
             return error
 

@@ -57,7 +57,7 @@ def draw_svg(plot: Callable[[Any], str], x_label: str, place: tuple[float, ...],
     from matplotlib.figure import Figure
 
     with style.context(TEMPLATES / "report.mplstyle", after_reset=True):  # whatever the user's settings are
-        figure = Figure(**options)
+        figure: Any = Figure(**options)
         axes = figure.add_axes(place)
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.yaxis.set_major_formatter("{x:,g}")
