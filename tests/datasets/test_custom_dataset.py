@@ -85,8 +85,7 @@ class Named(list[Any]):
 
 
 @pytest.mark.parametrize(
-    ("classes", "expected"),
-    [(["a", "b"], "ab"), (np.array(["a", "b"]), "ab"), (None, "01"), (np.array([]), "01")],
+    ("classes", "expected"), [(["a", "b"], "ab"), (np.array(["a", "b"]), "ab"), (None, "01"), (np.array([]), "01")]
 )
 def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expected: str) -> None:
     train = Named([(GREY, 0), (GREY, 1)])

@@ -56,8 +56,7 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),
-    [("train_inputs", None), ("train_targets", -1), ("test_targets", b"something else")],
+    ("name", "damage"), [("train_inputs", None), ("train_targets", -1), ("test_targets", b"something else")]
 )
 def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str, damage: int | bytes | None) -> None:
     """Also where a copy of a prepared folder was cut short, or killed before it had copied all files."""

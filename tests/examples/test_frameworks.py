@@ -35,12 +35,7 @@ def is_same(measures: dict[str, float], others: dict[str, float]) -> bool:
     ],
 )
 def test_a_killed_rank(
-    name: str,
-    launch: Launch,
-    at: int,
-    every: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, launch: Launch, at: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPTS[name].parent)
     monkeypatch.setenv("WANDB_MODE", "disabled")

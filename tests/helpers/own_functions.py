@@ -102,10 +102,7 @@ def save_wrong(kind: str) -> None:
     rank = current_rank()
     if kind == "later":
         rank.save(1, {"best": 0.5})
-    states: dict[str, Any] = {
-        "list": [1],
-        "later": {"best": np.float64(0.5)},
-    }
+    states: dict[str, Any] = {"list": [1], "later": {"best": np.float64(0.5)}}
     states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}
     rank.save(2, states[kind])
 

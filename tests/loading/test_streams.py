@@ -142,7 +142,7 @@ def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards:
     said = read_records(result.metrics)[-1]["notes"]
     (note,) = (note for note in said if "went on from a checkpoint" in note)
     assert [line for line in said if line != note] == [
-        "The training data were a stream: ranks and workers each read shards of their own.",
+        "The training data were a stream: ranks and workers each read shards of their own."
     ]
 
 

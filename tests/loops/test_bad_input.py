@@ -21,12 +21,7 @@ from flyte_ddp.loops.call import describe_call
         (own_functions.train, (), {}, "own_functions:train: missing a required argument: 'steps'; give"),
         (own_functions.fail, (3,), {}, "own_functions:fail: too many positional arguments; give the arguments that it"),
         (own_functions.fail, (), {"lr": 1}, "own_functions:fail: got an unexpected keyword argument 'lr'; give the"),
-        (
-            own_functions.give_back,
-            (threading.Lock(),),
-            {},
-            "give_back or its arguments cannot be sent to ranks",
-        ),
+        (own_functions.give_back, (threading.Lock(),), {}, "give_back or its arguments cannot be sent to ranks"),
         (own_functions.fail, (), {"num_ranks": -1}, "num_ranks=-1: must be a number of ranks, or 0"),
         (own_functions.fail, (), {"timeout": 0}, "timeout=0: must be a number of seconds above 0"),
         (own_functions.fail, (), {"folder": Path("/proc/nowhere/run")}, "run folder /proc/nowhere/run: .*must be"),

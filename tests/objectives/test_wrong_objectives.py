@@ -80,11 +80,7 @@ def without_names(arrays: SampleArrays) -> SampleArrays:
     ("objective", "arrays", "words"),
     [
         ("classification", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a class number .*choose another"),
-        (
-            "multilabel",
-            with_value(tasks.labels(""), -1),
-            r"the target of row 22 at \[2\] is -1: must be 0, 1, or NaN",
-        ),
+        ("multilabel", with_value(tasks.labels(""), -1), r"the target of row 22 at \[2\] is -1: must be 0, 1, or NaN"),
         ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
         ("regression", with_value(tasks.number(""), np.inf), "the target of row 22 is inf: must be a number, or NaN"),
         ("segmentation", tasks.classes(""), r"targets are int64 \[41\]; must be a mask \[height, width\]"),
@@ -93,11 +89,7 @@ def without_names(arrays: SampleArrays) -> SampleArrays:
             with_value(tasks.masks(""), 3),
             r"the target of row 22 at \[7, 7\] is 3: must be 0..2 with 3 classes",
         ),
-        (
-            "segmentation",
-            without_names(tasks.masks("")),
-            "does not say how many classes there are; set num_cl",
-        ),
+        ("segmentation", without_names(tasks.masks("")), "does not say how many classes there are; set num_cl"),
     ],
 )
 def test_targets_that_the_objective_does_not_take(
@@ -246,18 +238,8 @@ def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modu
 @pytest.mark.parametrize(
     ("objective", "model", "arrays", "words"),
     [
-        (
-            "multilabel",
-            f"{OWN}one_too_many",
-            tasks.labels(""),
-            r"\(8, 4\): .*\(samples, classes\) = \(8, 3\); size",
-        ),
-        (
-            "regression",
-            f"{OWN}one_too_many",
-            tasks.numbers(""),
-            r"\(8, 3\): .*\(samples, numbers\) = \(8, 2\); size",
-        ),
+        ("multilabel", f"{OWN}one_too_many", tasks.labels(""), r"\(8, 4\): .*\(samples, classes\) = \(8, 3\); size"),
+        ("regression", f"{OWN}one_too_many", tasks.numbers(""), r"\(8, 3\): .*\(samples, numbers\) = \(8, 2\); size"),
         ("segmentation", "objective_tasks:flat", tasks.masks(""), r"\(8, 3\): .*\(8, 3, 8, 8\)"),
         ("regression", "objective_tasks:InDict", tasks.number(""), "dict: .* return nothing but the outputs"),
     ],

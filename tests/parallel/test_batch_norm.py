@@ -10,11 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from flyte_ddp.parallel.batch_norm import (
-    is_synchronised,
-    mean_running_statistics,
-    synchronise_batch_norm,
-)
+from flyte_ddp.parallel.batch_norm import is_synchronised, mean_running_statistics, synchronise_batch_norm
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank

@@ -351,10 +351,7 @@ CHANGES = [
     [
         (RUN, CHANGES),
         (replace(RUN, model="stateful_models:Noisy", num_ranks=1), ["draws random numbers", "went on from"]),
-        (
-            ON_ONE,
-            ["went on from"],
-        ),  # a retry makes what is frozen anew, and does not load init_from again
+        (ON_ONE, ["went on from"]),  # a retry makes what is frozen anew, and does not load init_from again
     ],
     ids=lambda value: value.model if isinstance(value, Hyperparameters) else "",
 )

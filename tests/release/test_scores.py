@@ -21,11 +21,7 @@ from flyte_ddp.objectives import (
     Regression,
     Segmentation,
 )
-from flyte_ddp.release.checks import (
-    check_losses,
-    compare_evaluations,
-    compare_labels,
-)
+from flyte_ddp.release.checks import check_losses, compare_evaluations, compare_labels
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import (

@@ -229,10 +229,7 @@ def test_odd_values_can_be_drawn(values: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "section",
-    [
-        Scatter("Mine", "", "", "x", "y", [1.7e308, -1.7e308], [1.0, 2.0]),
-        Table("Mine", "", ["a"], [[10**400]]),
-    ],
+    [Scatter("Mine", "", "", "x", "y", [1.7e308, -1.7e308], [1.0, 2.0]), Table("Mine", "", ["a"], [[10**400]])],
 )
 def test_a_section_that_cannot_be_drawn_says_so_in_its_place(section: Section) -> None:
     fine = Table("Fine", "", ["a"], [[1.0]])

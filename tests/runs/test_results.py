@@ -49,12 +49,7 @@ def test_files_and_events_are_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [*Path.cwd().iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("", "/etc/passwd", "a/../../b", "a/.b", "a\\b", "events.jsonl", "./events.jsonl"),
-    ],
-)
+@pytest.mark.parametrize("name", [*("", "/etc/passwd", "a/../../b", "a/.b", "a\\b", "events.jsonl", "./events.jsonl")])
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
     """In the rank, and where it is kept: the two need not be the same host."""
     for hand_in in (results.submit, results.ResultWriter(tmp_path).write_file):

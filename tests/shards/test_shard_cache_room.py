@@ -8,16 +8,7 @@ import pytest
 from cli import HELPERS
 from file_server import FileServer
 from mounts import ALONE, need_mounts
-from served_shards import (
-    DEADLINE,
-    SPAWN,
-    blob,
-    content_of,
-    hold,
-    serve,
-    sizes_in,
-    stalled_download,
-)
+from served_shards import DEADLINE, SPAWN, blob, content_of, hold, serve, sizes_in, stalled_download
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.cache import CacheFullError, ShardCache

@@ -97,10 +97,7 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
     assert other.requests == []
     for target, problem in (
         ("file:///etc/hostname", "No connection adapters"),
-        (
-            f"{other.url.replace('://', '://user:hidden@')}/secret",
-            r"refused: address='http://\*\*\*@127",
-        ),
+        (f"{other.url.replace('://', '://user:hidden@')}/secret", r"refused: address='http://\*\*\*@127"),
         (f"{server.url}/secret", "more than 30 redirects"),
     ):
         server.redirects["secret"] = target

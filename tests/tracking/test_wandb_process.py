@@ -140,13 +140,7 @@ def check_table(folder: Path) -> None:
         np.testing.assert_array_equal(np.array(row[4:], np.float32), scores)
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [
-        "hangs",
-        pytest.param("babbles", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("behaviour", ["hangs", pytest.param("babbles", marks=pytest.mark.exhaustive)])
 def test_a_bad_server_costs_bounded_time_and_a_message(case: Case, behaviour: str) -> None:
     assert wandb_run.OPEN_SHARE == 0.25
     case.monkeypatch.setattr(wandb_run, "OPEN_SHARE", 0.05)

@@ -68,10 +68,7 @@ def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said
 
 
 @pytest.mark.parametrize(
-    "cron",
-    [
-        *("0 3 * *", "60 * * * *", "* * * * 7", "0 0 L * *", "@daily", "0 0 30 2 *", "0 22-4 * * *"),
-    ],
+    "cron", [*("0 3 * *", "60 * * * *", "* * * * 7", "0 0 L * *", "@daily", "0 0 30 2 *", "0 22-4 * * *")]
 )
 def test_a_cron_that_flyte_would_not_take(tmp_path: Path, cron: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"a: cron={cron!r}: must be five fields, in UTC: minute, hour, ")):
