@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from training_runs import QUIET, train_in
+from training_runs import QUIET, train_in, weights
 
 from flyte_ddp import arrays, load_model
 from flyte_ddp.config import Hyperparameters
@@ -23,7 +23,6 @@ from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.trial import describe_shift
 
 HP = Hyperparameters(num_ranks=1, epochs=1, batch_size=16, validation_fraction=0.0, schedule="constant")
@@ -35,14 +34,6 @@ def run(folder: Path, dataset: str, model: str, **values: Any) -> Result:
     hp = replace(HP, dataset=f"{__name__}:{dataset}", model=f"{__name__}:{model}", **values)
     data = fetch(hp.dataset, "", folder / "data", progress="off")
     return train_in(folder / "run", hp, data)
-
-
-def weights(result: Result) -> dict[str, Tensor]:
-    return torch.load(result.model, weights_only=True)
-
-
-def notes(result: Result) -> str:
-    return " ".join(read_records(result.metrics)[-1]["notes"])
 
 
 def table(source: str) -> Any:

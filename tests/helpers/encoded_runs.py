@@ -1,10 +1,9 @@
-"""Run short trainings on shards and image folders, and read their results."""
+"""Run short trainings on shards and image folders."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 from training_runs import train_in
 
@@ -12,7 +11,6 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 SIDE = 16
 BASE = Hyperparameters(
@@ -44,18 +42,6 @@ def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -
 
 def of(index: Path | str, **changes) -> Hyperparameters:
     return replace(BASE, dataset=f"shards:{index}", **changes)
-
-
-def weights(result: Result) -> dict[str, torch.Tensor]:
-    return torch.load(result.model, weights_only=True)
-
-
-def notes(result: Result) -> list[str]:
-    return read_records(result.metrics)[-1]["notes"]
-
-
-def losses(result: Result) -> list[float]:
-    return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
 
 
 def labelled(folder: Path, number: int = 30) -> Path:

@@ -1,26 +1,12 @@
-"""Data sets of samples that are no images, and models of them, named in tests as ``plain_sets:...``."""
+"""Data sets of samples that are no images, named in tests as ``plain_sets:...``."""
 
 import secrets
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from flyte_ddp import arrays, on_demand
-
-TRAIN, TEST, COLUMNS = 120, 80, 4
-
-
-def table(source: str) -> Any:
-    """Rows whose class is the sign of a sum."""
-    rows = np.random.default_rng(0).normal(size=(TRAIN + TEST, COLUMNS)).astype(np.float32)
-    classes = (rows.sum(axis=1) > 0).astype(np.int64)
-    return arrays((rows[:TRAIN], classes[:TRAIN]), (rows[TRAIN:], classes[TRAIN:]), classes=["below", "above"])
-
-
-def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
-    return nn.Linear(*input_shape, num_classes)
+from flyte_ddp import on_demand
 
 
 class Texts:

@@ -1,4 +1,4 @@
-"""Train on the digits in the folder of a test, with one thread a rank: more cost a multiple on 8x8 pixels."""
+"""Train in the folder of a test, with one thread a rank: more cost a multiple on 8x8 pixels. Read what runs leave."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.run import Result, run_training
+from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import train as training
 from flyte_ddp.training.recording import StepSums
 from flyte_ddp.training.training_state import TrainingState
@@ -25,6 +30,43 @@ def train_in(
 ) -> Result:
     """Train in a folder, with changes of the settings."""
     return run_training(hp, data, folder, replace(settings, **changes), launch=launch, threads=1)
+
+
+def train_on(folder: Path, arrays: SampleArrays, hp: Hyperparameters, **changes: Any) -> Result:
+    """Prepare arrays in ``folder/data``, and train on them in ``folder/run``."""
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    write_prepared_set(replace(arrays, name=hp.dataset), folder / "data", {})
+    return train_in(folder / "run", hp, folder / "data", **changes)
+
+
+def refuse(folder: Path, arrays: SampleArrays, hp: Hyperparameters, words: str, **changes: Any) -> set[str]:
+    """Assert that training raises a sentence of the user's mistake; return the kinds of records that were written."""
+    with pytest.raises(UserError, match=words) as caught:
+        train_on(folder, arrays, replace(hp, **changes))
+    assert len(caught.value.message) < 350, "a line or two"
+    assert "\n" not in caught.value.message
+    metrics = folder / "run" / UNFINISHED / "metrics.jsonl"
+    return {record["kind"] for record in read_records(metrics)} if metrics.exists() else set()
+
+
+def records_of(run: Result, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(run.metrics) if record["kind"] == kind]
+
+
+def losses(run: Result) -> list[float]:
+    return [record["loss"] for record in records_of(run, "train")]
+
+
+def notes(run: Result) -> list[str]:
+    return records_of(run, "end")[0]["notes"]
+
+
+def resumed_steps(run: Result) -> list[int]:
+    return [record["resumed_after_step"] for record in records_of(run, "start")]
+
+
+def weights(run: Result) -> dict[str, torch.Tensor]:
+    return torch.load(run.model, weights_only=True)
 
 
 def cut_off(run: Callable[[], Result], at: int) -> None:

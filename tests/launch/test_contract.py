@@ -9,6 +9,7 @@ from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal, nothing_like_a_result, saved, state_of_process
 from processes import processes_with
+from training_runs import losses
 from trials import Trial, starts
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
@@ -67,11 +68,7 @@ def test_a_rank_that_fails_is_named_and_the_next_run_has_the_weights_of_an_undis
 
     found = trial.train(HP, launch=launch)
     assert equal(expected.run_folder, found.run_folder)
-    losses, others = (
-        [record["loss"] for record in read_records(run.metrics) if record["kind"] == "train"]
-        for run in (expected, found)
-    )
-    assert losses == others
+    assert losses(expected) == losses(found)
     start = starts(found.run_folder)[-1]
     assert (start["resumed_after_step"], start["num_ranks"], start["num_nodes"]) == (3 * (at == "training"), 2, 1)
     assert {path.name for path in expected.run_folder.iterdir()} == {path.name for path in found.run_folder.iterdir()}
@@ -79,7 +76,7 @@ def test_a_rank_that_fails_is_named_and_the_next_run_has_the_weights_of_an_undis
     about = {"ranks": 2, "sum": 11.0, "threads": 1, "in the main thread": True, "may have children": True}
     for folder, name in ((trial.temporary, "rank {}"), (found.run_folder / "results/ranks", "{}.json")):
         assert [json.loads((folder / name.format(rank)).read_text()) for rank in (0, 1)] == [about, about]
-    events = [json.loads(line) for line in (found.run_folder / "results/events.jsonl").read_text().splitlines()]
+    events = read_records(found.run_folder / "results/events.jsonl")
     assert {(event["rank"], event["introduced"]) for event in events} == {(0, True), (1, True)}
 
 

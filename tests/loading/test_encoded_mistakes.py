@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from encoded_runs import BASE, labelled, losses, notes, of, quiet, train
+from encoded_runs import BASE, labelled, of, quiet, train
 from image_folders import write_files
 from tars import write_shards
+from training_runs import losses, notes
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch

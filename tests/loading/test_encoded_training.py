@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from encoded_runs import BASE, SIDE, labelled, losses, of, quiet, train, weights
+from encoded_runs import BASE, SIDE, labelled, of, quiet, train
 from file_server import file_server
 from plain_loop import train_plainly
 from torchvision.transforms import v2
-from training_runs import cut_off
+from training_runs import cut_off, losses, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fingerprint

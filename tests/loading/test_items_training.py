@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from encoded_runs import losses, quiet, weights
-from training_runs import cut_off, train_in
+from encoded_runs import quiet
+from training_runs import cut_off, losses, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from encoded_runs import BASE, SIDE, notes, quiet, train
+from encoded_runs import BASE, SIDE, quiet, train
 from PIL import Image
 from served_shards import contents
 from tars import shard_bytes
-from training_runs import Train, train_in
+from training_runs import Train, notes, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared

@@ -15,12 +15,12 @@ import picture_sets
 import pytest
 import torch
 from cli import ROOT
-from encoded_runs import losses, quiet, weights
+from encoded_runs import quiet
 from picture_sets import SIDE
 from s3_server import s3_server
 from surroundings import set_variables
 from tars import shard_bytes
-from training_runs import train_in
+from training_runs import losses, train_in, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters

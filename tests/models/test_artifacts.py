@@ -17,6 +17,7 @@ from flytekit.types.file import PythonPickledFile
 from torch import nn
 from torch.nn import functional
 from torchvision.models import mnasnet0_5
+from training_runs import QUIET
 from traps import MakesFolder
 
 from flyte_ddp.config import Hyperparameters
@@ -27,7 +28,6 @@ from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 GREY = InputSpec(channels=1, height=28, width=28, mean=(0.25,), std=(0.5,))
 CLASSES = [f"class {k}" for k in range(10)]
@@ -88,7 +88,7 @@ def test_equal_weights_are_equal_files_wherever_they_are_in_memory(tmp_path: Pat
 def test_a_run_of_a_model_whose_modules_have_versions(digits: Path, tmp_path: Path) -> None:
     """torchvision's MNASNet, which takes no weights without: what is trained is loaded by torch alone and predicted."""
     hp = Hyperparameters(model="mnasnet0_5", image_size=32, max_steps=1, num_ranks=1)
-    result = run_training(hp, digits, tmp_path / "run", Settings(progress="off", wandb_mode="disabled"))
+    result = run_training(hp, digits, tmp_path / "run", QUIET)
     mnasnet0_5(num_classes=10).load_state_dict(torch.load(result.model, weights_only=True))
     where = {"images": None, "dataset": digits, "output": tmp_path / "table.csv"}
     with write_prediction_table(result.model, result.sidecar, **where).open() as table:

@@ -9,11 +9,9 @@ import pytest
 import torch
 from exact_steps import BASE
 from ranks import run_ranks
-from training_runs import train_in
+from training_runs import train_on
 
 from flyte_ddp import across_ranks
-from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.parallel.exchange import RankExchange
@@ -80,10 +78,4 @@ COMPARES = "the objective compares the samples of a batch, and each part would h
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     """huggingface/sentence-transformers#1822, luyug/GradCache#7: accumulation loses negatives."""
     with pytest.raises(UserError, match=words):
-        train(tmp_path, replace(PAIRS, num_ranks=1, **changes))
-
-
-def train(folder: Path, hp: Hyperparameters) -> None:
-    (folder / "data").mkdir()
-    write_prepared_set(getattr(tasks, hp.dataset.partition(":")[2])(""), folder / "data", {})
-    train_in(folder / "run", hp, folder / "data")
+        train_on(tmp_path, tasks.pairs(""), replace(PAIRS, num_ranks=1, **changes))

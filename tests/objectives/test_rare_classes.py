@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from report_page import Page
 from sklearn import metrics
 from torch import Tensor
-from training_runs import train_in
+from training_runs import notes, records_of, train_in, weights
 
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters
@@ -23,7 +22,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Facts, Objective, make_objective
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.text.sections import Curve, encode_sections
 
 HP = Hyperparameters(
@@ -107,24 +105,21 @@ def train(folder: Path, hp: Hyperparameters) -> Result:
     return train_in(folder / "run", hp, fetch(hp.dataset, "", folder / "cache", progress="off"))
 
 
-def evaluations(result: Result) -> list[dict[str, Any]]:
-    return [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_models")
 def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path) -> None:
     """From the real run: headline, page, sidecar and predictions."""
     result = train(tmp_path, HP)
     rows, truth = (part[: rare_tasks.TESTS] for part in rare_tasks.draw_rows())
-    weights = torch.load(result.model, weights_only=True)
-    scores = (torch.from_numpy(rows) @ weights["weight"].T + weights["bias"]).double().softmax(1)[:, 1].numpy()
+    trained = weights(result)
+    scores = (torch.from_numpy(rows) @ trained["weight"].T + trained["bias"]).double().softmax(1)[:, 1].numpy()
     assert [*result.measures] == ["auroc", "accuracy", "balanced_accuracy", "f1", "average_precision", "loss"]
     assert result.measures["auroc"] == pytest.approx(metrics.roc_auc_score(truth, scores), abs=1e-6)
-    assert result.epoch_accuracies == [record["test_auroc"] for record in evaluations(result)]
-    best = max(record["validation_auroc"] for record in evaluations(result))
+    evaluations = records_of(result, "evaluation")
+    assert result.epoch_accuracies == [record["test_auroc"] for record in evaluations]
+    best = max(record["validation_auroc"] for record in evaluations)
     sidecar = json.loads(result.sidecar.read_text())
-    kept = next(record for record in evaluations(result) if record["epoch"] == sidecar["metrics"]["kept_epoch"])
+    kept = next(record for record in evaluations if record["epoch"] == sidecar["metrics"]["kept_epoch"])
     assert kept["validation_auroc"] == best
     page = Page(result.report.read_text())
     value, detail = page.tiles()["Test AUROC"]
@@ -151,6 +146,6 @@ def test_a_measure_of_two_classes_is_refused_of_three_before_ranks_start(tmp_pat
 def test_a_measure_that_the_validation_split_does_not_define_is_said(tmp_path: Path) -> None:
     """None of the three samples that are held out is positive."""
     result = train(tmp_path, replace(HP, validation_fraction=3 / 8000, epochs=2))
-    assert {record["validation_auroc"] for record in evaluations(result)} == {None}
-    notes = read_records(result.metrics)[-1]["notes"]
-    assert any(note.startswith("select_by='auroc' is not defined on the validation split") for note in notes)
+    assert {record["validation_auroc"] for record in records_of(result, "evaluation")} == {None}
+    said = "select_by='auroc' is not defined on the validation split"
+    assert any(note.startswith(said) for note in notes(result))

@@ -4,18 +4,15 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import objective_tasks as tasks
 import pytest
 import torch
-from training_runs import train_in
+from training_runs import records_of, resumed_steps, train_on, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import RankError
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.evaluate import Evaluation, Selection
 from flyte_ddp.training.training_state import TrainingState
 
@@ -32,21 +29,12 @@ pytestmark = pytest.mark.usefixtures("user_models")
 
 
 def train(hp: Hyperparameters, folder: Path) -> Result:
-    data = folder.with_name("data")
-    if not data.exists():
-        data.mkdir()
-        arrays = getattr(tasks, hp.dataset.partition(":")[2])("")
-        write_prepared_set(replace(arrays, name=hp.dataset), data, {})
-    return train_in(folder, hp, data)
-
-
-def evaluations(result: Result) -> list[dict[str, Any]]:
-    return [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
+    return train_on(folder, getattr(tasks, hp.dataset.partition(":")[2])(""), hp)
 
 
 def best_epoch(result: Result, measure: str) -> int:
     """Return the first epoch with the best value, by the direction that is written down here."""
-    values = [record[f"validation_{measure}"] for record in evaluations(result)]
+    values = [record[f"validation_{measure}"] for record in records_of(result, "evaluation")]
     return values.index(min(values) if measure == "rmse" else max(values)) + 1
 
 
@@ -56,15 +44,14 @@ def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_pat
     hp = replace(RUNS[measure], select_by=measure)
     result = train(hp, tmp_path / "run")
     best = best_epoch(result, measure)
-    values = [record[f"validation_{measure}"] for record in evaluations(result)]
+    values = [record[f"validation_{measure}"] for record in records_of(result, "evaluation")]
     assert len(values) == EPOCHS
     worst = values.index(max(values) if measure == "rmse" else min(values)) + 1
     assert best not in (worst, EPOCHS), "the wrong direction, or the last weights, would be noticed"
-    end = read_records(result.metrics)[-1]
-    assert end[f"test_{measure}"] == evaluations(result)[best - 1][f"test_{measure}"]
+    [end] = records_of(result, "end")
+    assert end[f"test_{measure}"] == records_of(result, "evaluation")[best - 1][f"test_{measure}"]
     cut = train(replace(hp, max_steps=best * STEPS, keep="last"), tmp_path / "cut")
-    weights, expected = (torch.load(each.model, weights_only=True) for each in (result, cut))
-    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    assert all(torch.equal(value, weights(cut)[name]) for name, value in weights(result).items())
 
 
 def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(
@@ -89,10 +76,10 @@ def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(
         with pytest.raises(RankError, match="MemoryError"):
             train(hp, tmp_path / "again")
     again = train(hp, tmp_path / "again")
-    assert read_records(again.metrics)[0]["resumed_after_step"] == 0
-    assert sum(record["kind"] == "start" for record in read_records(again.metrics)) == 2
+    first, second = resumed_steps(again)
+    assert first == 0 < second
     assert again.model.read_bytes() == expected.model.read_bytes()
-    timeless = [[{**each, "time": 0} for each in evaluations(result)] for result in (again, expected)]
+    timeless = [[{**each, "time": 0} for each in records_of(result, "evaluation")] for result in (again, expected)]
     assert timeless[0] == timeless[1]
 
 
@@ -100,9 +87,9 @@ def test_training_stops_when_the_measure_is_no_longer_better(tmp_path: Path) -> 
     measure = "auroc"
     hp = replace(RUNS[measure], select_by=measure, early_stop_patience=2, epochs=40)
     result = train(hp, tmp_path / "run")
-    stopped, best = read_records(result.metrics)[-1]["stopped"], best_epoch(result, measure)
-    assert len(evaluations(result)) == best + 2 < 40
-    assert stopped == f"after epoch {best + 2}: no better validation {measure} in 2 evaluation(s)"
+    [end], best = records_of(result, "end"), best_epoch(result, measure)
+    assert len(records_of(result, "evaluation")) == best + 2 < 40
+    assert end["stopped"] == f"after epoch {best + 2}: no better validation {measure} in 2 evaluation(s)"
 
 
 def test_a_measure_that_is_not_defined_is_never_better() -> None:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from report_page import Page
 from torch import nn
-from training_runs import train_in
+from training_runs import records_of, train_in, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 
 HP = Hyperparameters(
     dataset="test_texts:texts", model="test_texts:pairs", objective="language", batch_size=16, max_steps=2, epochs=1,
@@ -54,8 +53,7 @@ def test_texts_are_joined_by_the_users_function_and_tokens_are_counted(tmp_path:
     shown = [cell for cell in cells if "~" in cell]
     assert len(shown) == 2 * 16, "prediction and truth of each test sample"
     assert all(set(cell.split("~")) <= {*PIECES} for cell in shown)
-    steps = [record for record in read_records(result.metrics) if record["kind"] == "train"]
-    for record in steps:  # all but the first token of a text are predicted
+    for record in records_of(result, "train"):  # all but the first token of a text are predicted
         ratio = record["tokens_per_second"] / record["samples_per_second"]
         assert ratio == pytest.approx(LENGTH - 1)
     assert {"Tokens per second", "Gradient norm"} <= set(page.texts("h3"))
@@ -65,9 +63,9 @@ def test_texts_are_joined_by_the_users_function_and_tokens_are_counted(tmp_path:
 def test_the_norm_in_the_metrics_is_the_gradients(tmp_path: Path) -> None:
     """Two first steps of plain SGD from the same weights differ by the gradient times the difference of their rates."""
     runs = [train(tmp_path / str(rate), replace(HP, max_steps=1, learning_rate=rate)) for rate in (0.1, 0.3)]
-    weights = [torch.load(run.model, weights_only=True) for run in runs]
-    apart = torch.cat([(weights[0][name] - weights[1][name]).flatten() for name in weights[0]])
-    [record] = [record for record in read_records(runs[0].metrics) if record["kind"] == "train"]
+    one, other = map(weights, runs)
+    apart = torch.cat([(one[name] - other[name]).flatten() for name in one])
+    [record] = records_of(runs[0], "train")
     assert record["gradient_norm"] == pytest.approx(apart.norm().item() / 0.2, rel=1e-9)
     unclipped = train(tmp_path / "unclipped", replace(HP, max_steps=1, grad_clip_norm=0.0))
-    assert not any("gradient_norm" in record for record in read_records(unclipped.metrics))
+    assert not any("gradient_norm" in record for record in records_of(unclipped, "train"))

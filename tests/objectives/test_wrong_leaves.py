@@ -8,15 +8,12 @@ from typing import Any
 import leaf_tasks as tasks
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
-from training_runs import train_in
+from training_runs import refuse, train_on, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
-from flyte_ddp.errors import UserError
 
 OWN = "test_wrong_leaves:"
 HP = Hyperparameters(
@@ -24,15 +21,6 @@ HP = Hyperparameters(
     model="leaf_tasks:Reader",
 )  # fmt: skip
 pytestmark = pytest.mark.usefixtures("user_models")
-
-
-def refuse(folder: Path, data: SampleArrays, words: str, **changes: Any) -> None:
-    (folder / "data").mkdir()
-    write_prepared_set(replace(data, name="own:data"), folder / "data", {})
-    with pytest.raises(UserError, match=words) as caught:
-        train_in(folder / "run", replace(HP, **changes), folder / "data")
-    assert len(caught.value.message) < 350
-    assert "\n" not in caught.value.message
 
 
 def with_token(data: SampleArrays, part: str, token: int) -> SampleArrays:
@@ -129,14 +117,12 @@ def table_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", CASES)
 def test_what_does_not_fit_is_told(kind: str, tmp_path: Path) -> None:
     make, changes, words = CASES[kind]
-    refuse(tmp_path, make(), words, **changes)
+    refuse(tmp_path, make(), HP, words, **changes)
 
 
 def test_a_step_without_any_target_is_no_mistake(tmp_path: Path) -> None:
     """Nor an evaluation without one, whose measures are not defined."""
     tokens = np.zeros((20, 4), np.int64)
-    data = arrays((tokens, tokens - 100), (tokens, tokens - 100), classes="abcdefg", name="own:data")
-    (tmp_path / "data").mkdir()
-    write_prepared_set(data, tmp_path / "data", {})
-    result = train_in(tmp_path / "run", replace(HP, collate="stacked"), tmp_path / "data")
-    assert all(value.isfinite().all() for value in torch.load(result.model, weights_only=True).values())
+    data = arrays((tokens, tokens - 100), (tokens, tokens - 100), classes="abcdefg")
+    result = train_on(tmp_path, data, replace(HP, collate="stacked"))
+    assert all(value.isfinite().all() for value in weights(result).values())

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import own_training
 import pytest
-from encoded_runs import losses
 from scipy import stats
 from sklearn.utils.class_weight import compute_class_weight
-from training_runs import cut_off, train_in
+from training_runs import cut_off, losses, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays, open_arrays, open_prepared

@@ -17,7 +17,6 @@ from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.settings import Settings
 from flyte_ddp.storage import transfer
 
-QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=100, num_ranks=1)
 
 

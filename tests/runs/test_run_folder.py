@@ -13,6 +13,7 @@ import pytest
 from cli import HELPERS
 from faulty_runs import nothing_like_a_result, saved
 from interruptions import ended_before_each_change
+from training_runs import QUIET
 
 from flyte_ddp import results, run
 from flyte_ddp.config import Hyperparameters
@@ -21,11 +22,9 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, publish_if_complete
-from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import wandb_run
 from flyte_ddp.training import train
 
-QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=400, num_ranks=1)
 FILES = (METRICS, *OUTPUTS)
 ENTRIES = {*FILES, results.FOLDER}

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import StoppedError, UserError
@@ -15,10 +16,8 @@ from flyte_ddp.launch import single
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.runs.work import Work
-from flyte_ddp.settings import Settings
 
 HP = Hyperparameters(num_ranks=1, max_steps=2)
-QUIET = Settings(progress="off", wandb_mode="disabled")
 
 
 HOLD = """

@@ -26,8 +26,6 @@ from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import ForbiddenError
 from tasks.flyte import PLATFORM, translate_errors_for_flyte
 
-STOPPED = "stopped by SIGTERM; the same run will go on from its last checkpoint"
-
 
 @pytest.mark.parametrize(
     ("prefix", "folder"),

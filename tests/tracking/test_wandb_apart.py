@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_wandb_server import fake_server
 from processes import wait_until
+from training_runs import QUIET, losses, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.launch import single
@@ -14,20 +15,18 @@ from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking import wandb_run
 
 pytestmark = pytest.mark.slow
 
 HP = Hyperparameters(epochs=2, batch_size=100, num_ranks=1, precision="fp32", augment="crop", log_interval=1)
-OFF = Settings(progress="off", wandb_mode="disabled")
 ONLINE = Settings(progress="off", wandb_mode="online", wandb_timeout=2.0)
 KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 @pytest.fixture(scope="module")
 def without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run_training(HP, digits, tmp_path_factory.mktemp("without") / "run", OFF)
+    return run_training(HP, digits, tmp_path_factory.mktemp("without") / "run", QUIET)
 
 
 @pytest.fixture
@@ -57,7 +56,5 @@ def test_the_weights_are_the_same_if_wandb_is_killed(
             single.launch(work)
 
         result = run_training(HP, digits, tmp_path / "run", ONLINE, launch=launch)
-    expected, found = (torch.load(run.model, weights_only=True) for run in (without, result))
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    losses = [[record.get("loss") for record in read_records(run.metrics)] for run in (without, result)]
-    assert losses[0] == losses[1]
+    assert all(torch.equal(value, weights(result)[name]) for name, value in weights(without).items())
+    assert losses(result) == losses(without)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from cli import HELPERS
 from torch import nn
-from training_runs import Train
+from training_runs import Train, losses
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.optimisation import create_optimizer
 
 HP = Hyperparameters(
@@ -86,7 +85,5 @@ def test_a_compiled_model_learns_the_same(train: Train, monkeypatch: pytest.Monk
     """By the part of the compiler that is not torch's generator of C++, which takes many seconds."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     runs = train(HP, "plain"), train(replace(HP, compile=True), "compiled")
-    expected, losses = (
-        [record["loss"] for record in read_records(run.metrics) if record["kind"] == "train"] for run in runs
-    )
-    assert losses == pytest.approx(expected, rel=1e-5)
+    expected, found = map(losses, runs)
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 from torch import nn
-from training_runs import Train
+from training_runs import Train, records_of
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.parallel.distributed import broadcast_object, rank
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training import evaluate as evaluation
 
 HP = Hyperparameters(backend="gloo", precision="fp32", validation_fraction=0.1)
@@ -31,6 +30,5 @@ def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modul
 def test_the_sums_of_rank_0_decide_when_all_ranks_stop(train: Train) -> None:
     """Machines whose vector units differ add up the same losses to other last bits."""
     hp = replace(HP, model="test_evaluation:disagreeing", num_ranks=2, epochs=6, early_stop_patience=2, keep="best")
-    records = read_records(train(hp, timeout=60.0).metrics)
-    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    evaluations = records_of(train(hp, timeout=60.0), "evaluation")
     assert [record["validation_loss"] for record in evaluations] == [1.0, 1.0, 1.0], "the first is the best"

@@ -14,7 +14,7 @@ from plain_loop import arrays_in_fp64
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
-from training_runs import Train
+from training_runs import Train, losses, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
@@ -23,7 +23,6 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
@@ -175,8 +174,7 @@ def test_every_step_of_three_ranks_is_that_of_one_process(
 def test_a_run_reports_the_losses_of_one_process_and_saves_its_weights(train: Train, expected: dict[str, Any]) -> None:
     case = "user_models:batch_norm-13-3"
     result = train(replace(CASES[case].hp, num_ranks=2, log_interval=1))
-    losses, states = expected[case]
-    reported = [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
-    assert reported == pytest.approx(losses, abs=1e-9)
-    for name, value in torch.load(result.model, weights_only=True).items():
+    expected_losses, states = expected[case]
+    assert losses(result) == pytest.approx(expected_losses, abs=1e-9)
+    for name, value in weights(result).items():
         torch.testing.assert_close(value.double(), states[-1][name].double(), rtol=0, atol=1e-6)

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_runs import QUIET, losses, records_of
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
-from flyte_ddp.text.json_lines import read_records
 
 LOSSES = Path(__file__).with_name("golden_losses.json")
 # In fp64, whose differences between processors stay far below the tolerance (measured: AVX2 against AVX-512, 5e-16;
@@ -25,21 +24,17 @@ RUN = replace(RUN, learning_rate=0.2, warmup_steps=5, schedule="cosine")
 RUN = replace(RUN, precision="fp64", channels_last="off", log_interval=1)
 
 
-def losses(folder: Path) -> dict[str, list[float]]:
+def train(folder: Path) -> dict[str, list[float]]:
     """The training loss of each step and the test loss of each epoch."""
     data = fetch("digits", "", folder / "digits", progress="off")
-    result = run_training(RUN, data, folder / "run", Settings(progress="off", wandb_mode="disabled"))
-    records = read_records(result.metrics)
-    return {
-        "train": [record["loss"] for record in records if record["kind"] == "train"],
-        "test": [record["test_loss"] for record in records if record["kind"] == "evaluation"],
-    }
+    run = run_training(RUN, data, folder / "run", QUIET)
+    return {"train": losses(run), "test": [record["test_loss"] for record in records_of(run, "evaluation")]}
 
 
 @pytest.mark.slow
 def test_the_losses_are_what_they_were(tmp_path: Path) -> None:
     golden = json.loads(LOSSES.read_text())
-    now = losses(tmp_path)
+    now = train(tmp_path)
     assert len(now["train"]) == RUN.max_steps
     for kind in ("train", "test"):
         assert now[kind] == pytest.approx(golden[kind], rel=1e-11, abs=0)
@@ -47,4 +42,4 @@ def test_the_losses_are_what_they_were(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        LOSSES.write_text(json.dumps(losses(Path(made)), indent=1) + "\n")
+        LOSSES.write_text(json.dumps(train(Path(made)), indent=1) + "\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from array_sources import images_in_memory
 from faulty_runs import saved
-from training_runs import Train, cut_off
+from training_runs import Train, cut_off, losses, records_of, resumed_steps, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
@@ -19,7 +19,6 @@ from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
-from flyte_ddp.text.json_lines import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
@@ -37,10 +36,6 @@ def on_device(hp: Hyperparameters, device: str) -> Hyperparameters:
     return replace(hp, backend="nccl" if device == "cuda" else "gloo")
 
 
-def losses(metrics: Path) -> list[float]:
-    return [record["loss"] for record in read_records(metrics) if record["kind"] == "train"]
-
-
 @pytest.mark.parametrize(
     ("device", "num_ranks"),
     [
@@ -54,7 +49,7 @@ def test_each_device_computes_what_two_cpu_ranks_do(train: Train, device: str, n
     hp = replace(HP, model="small_cnn")
     on_one = train(on_device(replace(hp, num_ranks=num_ranks), device), "one")
     on_two = train(on_device(replace(hp, num_ranks=2), "cpu"), "two")
-    assert losses(on_one.metrics) == pytest.approx(losses(on_two.metrics), abs=1e-9)
+    assert losses(on_one) == pytest.approx(losses(on_two), abs=1e-9)
     assert on_one.test_accuracy == on_two.test_accuracy
 
 
@@ -85,11 +80,9 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(train: Train, device: str, o
     expected = train(hp, "undisturbed")
     cut_off(lambda: train(hp, checkpoint_seconds=1e-9), 20)
     retried = train(hp)
-    starts = [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"]
-    assert starts == [0, 20]
-    weights = [torch.load(result.model, weights_only=True) for result in (expected, retried)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    assert losses(retried.metrics) == losses(expected.metrics)
+    assert resumed_steps(retried) == [0, 20]
+    assert all(torch.equal(value, weights(retried)[name]) for name, value in weights(expected).items())
+    assert losses(retried) == losses(expected)
 
 
 @also_on_cpu
@@ -116,7 +109,7 @@ def test_the_time_goes_where_the_device_spends_it(
     """And not to the host's waiting for it, nor to its own for the host, which is little with so large a model."""
     hp = replace(HP, model="resnet18", precision="fp32", deterministic=False, ema_decay=0.0)
     hp = on_device(replace(hp, image_size=image_size, batch_size=batch_size, epochs=epochs), device)
-    [end] = [each for each in read_records(train(hp).metrics) if each["kind"] == "end"]
+    [end] = records_of(train(hp), "end")
     seconds = end["seconds"]
     total = seconds.pop("total")
     assert sum(seconds.values()) == pytest.approx(total)
@@ -131,7 +124,7 @@ def test_the_time_goes_where_the_device_spends_it(
 def test_a_gpu_that_waits_for_the_host_is_not_called_busy(train: Train) -> None:
     hp = Hyperparameters(model="small_cnn", batch_size=4, epochs=1, num_ranks=1, precision="fp32")
     result = train(on_device(hp, "cuda"))
-    [end] = [each for each in read_records(result.metrics) if each["kind"] == "end"]
+    [end] = records_of(result, "end")
     seconds = end["seconds"]
     total = seconds.pop("total")
     assert sum(seconds.values()) == pytest.approx(total)

@@ -6,15 +6,13 @@ from pathlib import Path
 import own_training
 import pytest
 import torch
-from torch import Tensor, nn
-from training_runs import Train, cut_off, train_in
+from torch import nn
+from training_runs import Train, cut_off, notes, records_of, resumed_steps, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.run import Result
-from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.training.diagnosis import LossWatch
 
 pytestmark = pytest.mark.usefixtures("user_models")
@@ -22,10 +20,6 @@ pytestmark = pytest.mark.usefixtures("user_models")
 BASE = Hyperparameters(model="user_models:batch_norm", backend="gloo", validation_fraction=0.93, batch_size=26)
 BASE = replace(BASE, learning_rate=0.01)
 SMALL = replace(BASE, max_steps=8, num_ranks=1, epochs=2, precision="fp32", keep="ema", ema_decay=0.5)
-
-
-def weights(result: Result) -> dict[str, Tensor]:
-    return torch.load(result.model, weights_only=True)
 
 
 @pytest.mark.parametrize(("optimizer", "at"), [("precise", 6), ("two_groups", 1)])
@@ -38,10 +32,9 @@ def test_state_and_groups_survive_a_resume_bit_for_bit(
     cut_off(lambda: train(hp), at)
     result = train(hp)
     assert result.model.read_bytes() == expected.model.read_bytes()
-    starts = [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
-    assert starts == [0, at]
-    one, other = ([r.get("learning_rate") for r in read_records(each.metrics)] for each in (result, expected))
-    assert [rate for rate in one if rate is not None] == [rate for rate in other if rate is not None]
+    assert resumed_steps(result) == [0, at]
+    rates = [[record["learning_rate"] for record in records_of(run, "train")] for run in (result, expected)]
+    assert rates[0] == rates[1]
 
 
 @pytest.mark.slow
@@ -91,8 +84,7 @@ def test_frozen_parts_stay_as_they_start(train: Train) -> None:
     for name, value in weights(result).items():
         stays = name.startswith("1.") or name == "3.bias"
         assert torch.equal(value, start[name].to(value.dtype)) == stays, name
-    notes = next(record["notes"] for record in read_records(result.metrics) if record["kind"] == "end")
-    assert notes == [], "nothing on the ranks' statistics"
+    assert notes(result) == [], "nothing on the ranks' statistics"
 
 
 def test_own_optimisers_are_watched_in_the_same_step() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import faults
 import pytest
 import torch
-from training_runs import QUIET, Train, train_in
+from training_runs import QUIET, Train, notes, resumed_steps, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
@@ -36,14 +36,6 @@ pytestmark = pytest.mark.usefixtures("user_models")
 def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Runs that came through, made once each."""
     return cache(lambda hp: train_in(tmp_path_factory.mktemp("undisturbed") / "run", hp, digits))
-
-
-def weights(result: Result) -> dict[str, torch.Tensor]:
-    return torch.load(result.model, weights_only=True)
-
-
-def resumed_steps(result: Result) -> list[int]:
-    return [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
 
 
 def figures(result: Result) -> list[dict[str, Any]]:
@@ -106,7 +98,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 def went_on(result: Result) -> str:
-    (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
+    (note,) = (note for note in notes(result) if "went on from a checkpoint" in note)
     return str(note)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from plain_loop import arrays_in_fp64
 from torch.nn import functional
-from training_runs import QUIET, Train
+from training_runs import QUIET, Train, notes
 
 from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
@@ -19,7 +19,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.machine import resources
 from flyte_ddp.machine.resources import World
 from flyte_ddp.models import artifacts
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.text.sections import Confusions, decode_sections
@@ -28,10 +28,6 @@ BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", 
 EXPLODING = replace(BASE, learning_rate=1000.0, schedule="constant")
 
 pytestmark = pytest.mark.usefixtures("user_models")
-
-
-def weights(result: Result) -> dict[str, torch.Tensor]:
-    return torch.load(result.model, weights_only=True)
 
 
 @pytest.mark.slow
@@ -77,9 +73,9 @@ def test_the_report_says_where_the_number_of_ranks_matters(
 ) -> None:
     hp = replace(BASE, model=f"user_models:{model}", sync_batchnorm=sync_batchnorm, augment="crop_flip")
     result = train(replace(hp, num_ranks=1, max_steps=2))
-    notes = read_records(result.metrics)[-1]["notes"]
-    assert [words in note for note in notes] == ([True] if words else [])
-    assert all(note in html.unescape(result.report.read_text()) for note in notes)
+    told = notes(result)
+    assert [words in note for note in told] == ([True] if words else [])
+    assert all(note in html.unescape(result.report.read_text()) for note in told)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from training_runs import train_in
+from training_runs import notes, refuse, train_in, train_on
 
 from flyte_ddp import arrays, on_demand
 from flyte_ddp.config import Hyperparameters
@@ -41,19 +41,12 @@ def table(targets: Any = lambda rows: (rows[:, 0] > 0).astype(np.float32)) -> Sa
 
 
 def train(folder: Path, data: SampleArrays, **changes: Any) -> Result:
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    write_prepared_set(replace(data, name="own:data"), folder / "data", {})
-    return train_in(folder / "run", replace(HP, **changes), folder / "data")
+    return train_on(folder, data, replace(HP, **changes))
 
 
-def refuse(folder: Path, data: SampleArrays, words: str, **changes: Any) -> None:
+def refuse_at_start(folder: Path, data: SampleArrays, words: str, **changes: Any) -> None:
     """Assert that a run ends before its first step with a sentence of the user's mistake."""
-    with pytest.raises(UserError, match=words) as caught:
-        train(folder, data, **changes)
-    assert len(caught.value.message) < 300
-    assert "\n" not in caught.value.message
-    kinds = {record["kind"] for record in read_records(folder / "run/unfinished/metrics.jsonl")}
-    assert kinds == {"start"}
+    assert refuse(folder, data, HP, words, **changes) == {"start"}
 
 
 def linear(num_classes: int) -> nn.Module:
@@ -101,7 +94,7 @@ class OtherNames(Classification):
 
 def test_a_measure_of_another_name_is_refused(tmp_path: Path) -> None:
     words = "OtherNames.measure returned nothing: must be what its measures names: kappa"
-    refuse(tmp_path, table(positive), words, objective=f"{OWN}OtherNames")
+    refuse_at_start(tmp_path, table(positive), words, objective=f"{OWN}OtherNames")
 
 
 class Changing(nn.Module):
@@ -154,7 +147,7 @@ def test_a_target_that_is_not_finite_is_named_before_training(side: str, row: in
     targets[row] = np.nan
     split = {"train": "(training|validation)"}.get(side, side)
     words = rf"not finite, nor is the target of {split} sample {row}: replace what is missing"
-    refuse(tmp_path, replace(data, **{f"{side}_targets": targets}), words, objective=f"{OWN}squared")
+    refuse_at_start(tmp_path, replace(data, **{f"{side}_targets": targets}), words, objective=f"{OWN}squared")
 
 
 def demanded(source: str) -> OnDemand:
@@ -183,7 +176,7 @@ def mean_of_table(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_a_reduced_table_of_losses_is_refused(tmp_path: Path) -> None:
     """Outputs [n, 1] and targets [n] make a table [n, n], whose mean only a constant minimises."""
     words = r"compares outputs \[8, 1\] with targets \[8\], each with each; use outputs\[:, 0\]"
-    refuse(tmp_path, table(lambda rows: 50 + rows[:, 0]), words, objective=f"{OWN}mean_of_table")
+    refuse_at_start(tmp_path, table(lambda rows: 50 + rows[:, 0]), words, objective=f"{OWN}mean_of_table")
 
 
 class Centres(Objective):
@@ -200,7 +193,7 @@ class Centres(Objective):
 def test_parameters_of_an_objective_are_refused(tmp_path: Path) -> None:
     """They would never be trained."""
     words = r"depends on a parameter \[2, 2\] that is none of the model's, and would never be trained: make it a part"
-    refuse(tmp_path, table(positive), words, objective=f"{OWN}Centres")
+    refuse_at_start(tmp_path, table(positive), words, objective=f"{OWN}Centres")
 
 
 def normalised(num_classes: int) -> nn.Module:
@@ -210,5 +203,4 @@ def normalised(num_classes: int) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_a_model_that_cannot_be_copied_is_trained_with_a_note(tmp_path: Path) -> None:
     result = train(tmp_path, table(positive), model=f"{OWN}normalised")
-    *_, end = read_records(result.model.with_name("metrics.jsonl"))
-    assert any("Nothing was evaluated before training" in note for note in end["notes"])
+    assert any("Nothing was evaluated before training" in note for note in notes(result))

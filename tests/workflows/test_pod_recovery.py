@@ -11,10 +11,10 @@ from engine_rules import packed
 from flyteidl.core.errors_pb2 import ContainerError
 from pod import DEADLINE, Cluster, PodEnded
 from pod_inputs import SMOKE, TRAIN, Inputs
+from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,7 @@ def test_an_execution_goes_on_where_another_was_cut_off(cluster: Cluster, train_
     assert resumed(cluster, second)[-1] > 0
     assert second.outputs
     data = cluster.stored(train_inputs["data"].scalar.blob.uri)
-    settings = Settings(progress="off", wandb_mode="disabled")
-    undisturbed = run_training(Hyperparameters(**LONG), data, tmp_path / "run", settings)
+    undisturbed = run_training(Hyperparameters(**LONG), data, tmp_path / "run", QUIET)
     models = undisturbed.model, cluster.stored(second.outputs["model_state"].scalar.blob.uri)
     expected, found = (torch.load(path, weights_only=True) for path in models)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
