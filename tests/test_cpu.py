@@ -84,9 +84,7 @@ def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("worth", [Bf16.SLOWER, Bf16.FASTER])
-def test_ranks_take_bf16_only_where_all_of_them_gain(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: Bf16
-) -> None:
+def test_ranks_take_bf16_only_where_all_of_them_gain(digits: Path, tmp_path, monkeypatch, worth: Bf16) -> None:
     """By what the ranks exchange once they have joined."""
     monkeypatch.setattr(training, "gather_objects", lambda _: [Bf16.FASTER, worth, Bf16.FASTER])
     [start, *_] = read_records(train_in(tmp_path / "run", replace(HP, max_steps=1), digits).metrics)

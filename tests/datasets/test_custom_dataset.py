@@ -160,9 +160,7 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
             content_identity(source)
 
 
-def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(tmp_path, monkeypatch) -> None:
     """Such as with data_source "." in a project: else no run would be the one that was cut off."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cats").mkdir()

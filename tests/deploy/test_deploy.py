@@ -175,9 +175,7 @@ def test_registration_sends_everything_and_activates_what_it_is_told_to(clone: P
         assert arguments[2].startswith("s3://bucket/vision/production/")
 
 
-def test_launching_from_python_takes_the_active_plan_else_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launching_from_python_takes_the_active_plan_else_the_newest(tmp_path, monkeypatch, capsys) -> None:
     """By the program in docs/deployment.md, as printed."""
     [program] = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE | re.DOTALL

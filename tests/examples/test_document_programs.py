@@ -146,9 +146,7 @@ def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
 
 
 @on(exhaustive=[SPAWN, ELASTIC, DASK])
-def test_transfer_learning_on_dask_and_s3(
-    case: Callable[..., Case], bucket: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transfer_learning_on_dask_and_s3(case: Callable[..., Case], bucket: S3Server, tmp_path, monkeypatch) -> None:
     write_image_folder(bucket.folder / "bucket" / tmp_path.name, COUNT)
     copies = bucket.folder / "bucket/results" / tmp_path.name
     monkeypatch.setenv("FLYTE_DDP_RESULTS", f"s3://bucket/results/{tmp_path.name}")

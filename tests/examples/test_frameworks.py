@@ -1,7 +1,6 @@
 """Lightning and Accelerate on our ranks: as under torchrun, killed and resumed; and what they need to find there."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import framework_programs
@@ -34,9 +33,7 @@ def is_same(measures: dict[str, float], others: dict[str, float]) -> bool:
         ("lightning", elastic.launch, 50, 15),
     ],
 )
-def test_a_killed_rank(
-    name: str, launch: Launch, at: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_rank(name: str, launch: Launch, at: int, every: int, tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS[name].parent)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     arguments = framework_programs.train, 1, at, str(tmp_path / "marker"), f"{name}_digits"

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import distributed
 import pytest
@@ -29,9 +28,7 @@ def client_of_workers(number: int) -> Iterator[distributed.Client]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_current_client")
 class TestDask:
-    def test_the_cluster_of_an_address(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_cluster_of_an_address(self, monkeypatch, capsys) -> None:
         with client_of_workers(4) as other:
             monkeypatch.setenv(dask.SCHEDULER, other.scheduler.address)
             with dask.connected() as client:
@@ -92,9 +89,7 @@ class TestRay:
             ("ray://127.0.0.1:10001", "ranks connect to this process, .* as host:port"),
         ],
     )
-    def test_an_address_without_a_cluster_for_ranks(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, words: str
-    ) -> None:
+    def test_an_address_without_a_cluster_for_ranks(self, monkeypatch, tmp_path, address: str, words: str) -> None:
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:9")
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -112,9 +107,7 @@ def test_ranks_have_as_many_cpus_as_all_can_have(cpus: list[int], num_ranks: int
     assert ray.cpus_per_rank(cpus, num_ranks) == expected
 
 
-def test_hosts_that_are_still_to_come_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_that_are_still_to_come_are_waited_for(monkeypatch, capsys) -> None:
     """Those that are there need no word."""
     monkeypatch.setattr(capacity, "POLL_SECONDS", 0.0)
     capacity.wait_for_hosts(lambda: 2, 2, "workers", seconds=0)

@@ -105,9 +105,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial)
 
 
 @pytest.mark.parametrize("launch", [SPAWN], indirect=True)  # for the check that nothing has changed
-def test_how_many_ranks_a_ray_cluster_has_room_for(
-    launch: Launch, ray_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_many_ranks_a_ray_cluster_has_room_for(launch: Launch, ray_address: str, monkeypatch, capsys) -> None:
     """That of an address; on one that is made for a run, fewer ranks are an error."""
     engine.shutdown()
     with monkeypatch.context() as patch:

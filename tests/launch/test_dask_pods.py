@@ -97,9 +97,7 @@ def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_sends_its_sources_to_workers_that_have_none(
-    client: distributed.Client, start: Start, tmp_path: Path
-) -> None:
+def test_a_run_sends_its_sources_to_workers_that_have_none(client: distributed.Client, start: Start, tmp_path) -> None:
     """The library, and a function that imports a module, of its own; nothing of them stays on the workers.
 
     Flyte's plugin starts them so. On a cluster that is made for a run, fewer workers than ranks are an error.

@@ -105,9 +105,7 @@ class Agent:
         raise TimeoutError(kind)
 
 
-def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path, monkeypatch) -> None:
     """A host is prepared for minutes, such as by a download of data; a pod has half a minute after SIGTERM."""
     agent = Agent(tmp_path, monkeypatch)
     checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"", 0)
@@ -145,9 +143,7 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
         assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"
 
 
-def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkeypatch) -> None:
     """Neither the launcher's next look nor the end of the rank waits for another message."""
     for name in ("STACK_SECONDS", "END_SECONDS"):
         monkeypatch.setattr(rendezvous, name, None)  # for ever

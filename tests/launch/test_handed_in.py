@@ -18,9 +18,7 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.text.json_lines import read_records
 
 
-def test_results_and_events_of_ranks_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_results_and_events_of_ranks_elsewhere(tmp_path, monkeypatch, capfd) -> None:
     """One that cannot be written is told once, and the run continues."""
     monkeypatch.setattr(results, "PIECE_BYTES", 400)
     launcher, (pipe, theirs) = tmp_path / "launcher", Pipe()

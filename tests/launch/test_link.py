@@ -82,9 +82,7 @@ def test_causes(error: Exception, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("seconds_ago", "expected"), [(50.0, "peer"), (60.0, "timeout")])
-def test_only_who_has_waited_for_the_time_limit_says_so(
-    monkeypatch: pytest.MonkeyPatch, seconds_ago: float, expected: str
-) -> None:
+def test_only_who_has_waited_for_the_time_limit_says_so(monkeypatch, seconds_ago: float, expected: str) -> None:
     """Whatever the error's own words are."""
     monkeypatch.setattr(distributed, "timeout_seconds", 60.0)
     with pytest.raises(CollectiveError) as caught, translate_collective_errors(time.monotonic() - seconds_ago):

@@ -50,9 +50,7 @@ def test_results_do_not_depend_on_ranks_processes_and_interruptions(tmp_path: Pa
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
 
 
-def test_the_digest_of_a_set_on_demand_changes_with_what_is_known_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_of_a_set_on_demand_changes_with_what_is_known_of_it(tmp_path, monkeypatch) -> None:
     """Its code, its source, its lengths, its classes and weights."""
     module, source = tmp_path / "mine.py", tmp_path / "source"
     monkeypatch.syspath_prepend(str(tmp_path))

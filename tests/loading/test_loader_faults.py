@@ -126,9 +126,7 @@ def test_a_slow_picture_is_waited_for_and_the_others_keep_their_places(opened: O
 
 
 @pytest.mark.slow
-def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
-) -> None:
+def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(tmp_path, monkeypatch, temporary: Path) -> None:
     folder = labelled(tmp_path / "pictures", 60)
     hp = replace(BASE, dataset=f"image_folder:{folder}", sample="own_loading:wait_for_go", num_classes=3, batch_size=10)
     hp = replace(hp, model="faults:model", image_size=8)

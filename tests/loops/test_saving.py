@@ -113,9 +113,7 @@ def test_a_function_that_never_asks_has_8_seconds_to_save(tmp_path: Path, monkey
     saving.close()
 
 
-def test_a_function_that_does_not_save_in_time_is_ended(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_does_not_save_in_time_is_ended(run: Run, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_SAVE_SECONDS", "1")
     marker = tmp_path / "marker"
     told = stop_when(marker, signal.SIGTERM)
@@ -203,9 +201,7 @@ def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path)
     assert answers == [3]
 
 
-def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(tmp_path, monkeypatch, capfd) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     saving = Checkpoints(tmp_path, NO_IDENTITY, None, 0.0)

@@ -138,9 +138,7 @@ def fetching(model: str, folder: Path, mirror: str) -> AbstractContextManager[Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mnasnet0_5", pytest.param("densenet121", marks=pytest.mark.exhaustive)])
-def test_a_model_computes_what_torchvisions_does(
-    model: str, publish: Publish, server: FileServer, tmp_path: Path
-) -> None:
+def test_a_model_computes_what_torchvisions_does(model: str, publish: Publish, server: FileServer, tmp_path) -> None:
     torch.manual_seed(1)
     publish(model, content(of_torchvision(model)))
     spec = zoo.choose_input_spec(model, GREY, 0, weights_of(model))

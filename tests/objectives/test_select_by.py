@@ -54,9 +54,7 @@ def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_pat
     assert all(torch.equal(value, weights(cut)[name]) for name, value in weights(result).items())
 
 
-def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(tmp_path, monkeypatch) -> None:
     """A resume loses the best value, or the average: atomistic-machine-learning/schnetpack#785, roboflow/rf-detr#969.
 
     Also lightly-ai/lightly-train#892 and open-mmlab/mmcv#2195.

@@ -24,7 +24,6 @@ HP = Hyperparameters(
 )  # fmt: skip
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
-
 PIECES = ("to", "ken", "iz", "er", "<pad>")
 LENGTH = 6
 

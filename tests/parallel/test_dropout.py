@@ -61,9 +61,7 @@ def plain_mask(state: int, count: int, p: float) -> list[bool]:
 
 @pytest.mark.parametrize("p", [1e-5, 0.1])
 @pytest.mark.parametrize(("samples", "count", "tile"), [(3, 2, 100), (3, 1001, 2**15), (5, 999, 300), (2, 4000, 300)])
-def test_a_mask_is_four_values_a_word(
-    monkeypatch: pytest.MonkeyPatch, samples: int, count: int, tile: int, p: float
-) -> None:
+def test_a_mask_is_four_values_a_word(monkeypatch, samples: int, count: int, tile: int, p: float) -> None:
     """Whatever number of words is made at a time: many samples, one, or a part of one."""
     monkeypatch.setattr(dropout, "TILE_WORDS", tile)
     states = torch.randint(-(2**63), 2**63 - 1, (samples,), generator=torch.Generator().manual_seed(0))

@@ -144,9 +144,7 @@ def test_a_dynamic_task_is_a_workflow_of_pods(cluster: Cluster) -> None:
 
 
 @pytest.mark.exhaustive
-def test_rank_0_on_another_host_uploads_the_outputs(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_on_another_host_uploads_the_outputs(cluster: Cluster, tmp_path, monkeypatch) -> None:
     """On workers that know neither the project nor the task's pod."""
     monkeypatch.chdir(tmp_path)
     for name, value in {**cluster.server.flyte_environment(), "CUDA_VISIBLE_DEVICES": ""}.items():

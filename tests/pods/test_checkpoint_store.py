@@ -32,9 +32,7 @@ def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
     assert names(base, STARTED) == ["one 0 0", "one 0 7", "one 1 7", "one 2 7", "one 5 9"]
 
 
-def test_a_newer_checkpoint_is_not_sent_by_an_older_ones_name(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_checkpoint_is_not_sent_by_an_older_ones_name(store: CheckpointStore, tmp_path, monkeypatch) -> None:
     path, read = write(tmp_path / "a.ckpt", 5), checkpoint.read_checkpoint
 
     def replace_when_read(found: Path) -> Checkpoint | None:
@@ -132,9 +130,7 @@ def test_a_checkpoint_that_is_forbidden_or_replaced_meanwhile_does_not_count_as_
             begun(replace(store, attempt=1), tmp_path / "1")
 
 
-def test_abandoned_files_are_deleted(
-    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_files_are_deleted(store: CheckpointStore, base: Path, tmp_path, monkeypatch) -> None:
     """An error of that is ignored."""
     old, over, fresh = (base.parent / run / "execution" for run in ("old", "over", "fresh"))
     long_ago, lately = int(time.time()) - 15 * 86_400, int(time.time()) - 2 * 3600

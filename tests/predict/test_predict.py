@@ -33,7 +33,6 @@ CLASSES = ["shoe", 'a "quoted", name', "bag"]
 SIZES = ("crop_share", "resize_dtype", "height", "width", "antialias")
 USED_BY_THE_EXAMPLE = ("upright", "background", "mode", "scale", "mean", "std", *SIZES)
 
-
 LINEAR = """
 from torch import nn
 

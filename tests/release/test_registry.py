@@ -27,9 +27,7 @@ def test_of_many_who_want_the_next_entry_one_gets_it(processes: int, rounds: int
         assert all(reason.startswith(f"{entry.by} was faster: by entry {number + 1} ") for reason in lost)
 
 
-def test_a_store_that_replaces_files_is_refused(
-    s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_replaces_files_is_refused(s3: tuple[S3Server, Proxy], bucket: str, monkeypatch) -> None:
     """As the tests' S3 server is without the proxy."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3[0].endpoint)
     with pytest.raises(UserError, match=r"its store ignores If-None-Match, so that two promotions .* take one that"):
@@ -84,9 +82,7 @@ def test_what_was_altered_is_named(name: str, content: str, of_champion: str, sa
         assert three.read_champion() == last
 
 
-def test_a_right_that_is_missing_is_an_error(
-    s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_right_that_is_missing_is_an_error(s3: tuple[S3Server, Proxy], bucket: str, monkeypatch) -> None:
     """It is not taken for a file that is not there."""
     registry = Registry(bucket, "model")
     entry = promoter.append(registry, None)

@@ -47,9 +47,7 @@ class NotLaunched(Exception):
 
 
 @pytest.mark.parametrize("field", OWN)
-def test_a_change_of_own_code_is_another_run_and_is_sent(
-    field: str, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_own_code_is_another_run_and_is_sent(field: str, digits: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     module = f"own_{field}"

@@ -84,9 +84,7 @@ def test_a_copy_is_made_while_training_on_s3(kept: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/all", "/dev/null/all", "the run's own folder"])
-def test_a_place_that_takes_nothing_is_refused(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_a_place_that_takes_nothing_is_refused(digits: Path, tmp_path, monkeypatch, address: str) -> None:
     address = str(tmp_path) if "own" in address else address
     nobody = {"ENDPOINT_URL": "http://127.0.0.1:9", "MAX_ATTEMPTS": "1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for setting, value in nobody.items():
@@ -98,9 +96,7 @@ def test_a_place_that_takes_nothing_is_refused(
     assert str(caught.value).startswith(f"FLYTE_DDP_RESULTS='{address}': ")
 
 
-def test_one_file_that_cannot_be_copied_keeps_no_other_back(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_file_that_cannot_be_copied_keeps_no_other_back(kept: Path, tmp_path, capsys) -> None:
     copies = tmp_path / "copies"
     with mirror_results(kept.parent, str(copies), kept.parent.name, resuming=False):
         (copies / "run/later").mkdir()
@@ -136,9 +132,7 @@ def test_a_run_that_resumes_in_another_pod_keeps_its_events(
     assert (said in capsys.readouterr().err) == (not readable)
 
 
-def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_store_does_not_hold_up_a_pod_that_is_told_to_stop(kept: Path, tmp_path, monkeypatch, capsys) -> None:
     never = threading.Event()
     monkeypatch.setattr(result_store.Mirror, "copy_changed_files", lambda *_: never.wait())
     monkeypatch.setattr(result_store, "STOPPED_SECONDS", 0.1)

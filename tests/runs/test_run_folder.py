@@ -65,9 +65,7 @@ def interrupt() -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_stays_while_it_is_made_again(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result
-) -> None:
+def test_a_finished_run_stays_while_it_is_made_again(digits: Path, tmp_path, monkeypatch, finished: Result) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished.run_folder, folder)
     before = contents(folder)

@@ -19,7 +19,6 @@ from flyte_ddp.runs.work import Work
 
 HP = Hyperparameters(num_ranks=1, max_steps=2)
 
-
 HOLD = """
 import pathlib, sys
 from flyte_ddp.errors import UserError

@@ -116,9 +116,7 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
     assert other.requests == ["0.tar"]
 
 
-def test_what_a_redirected_request_takes_along(
-    server: FileServer, other: FileServer, tmp_path: Path, monkeypatch
-) -> None:
+def test_what_a_redirected_request_takes_along(server: FileServer, other: FileServer, tmp_path, monkeypatch) -> None:
     """The range and the method; of credentials only those that ~/.netrc has for the host that is asked."""
     away = other.url.replace("127.0.0.1", "localhost")
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password first\n")

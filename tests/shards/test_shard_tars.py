@@ -139,7 +139,6 @@ WHOLE = tar_bytes(
 )
 GNU = tar_bytes([("a.jpg", b"x" * 600), (f"{'n' * 120}.jpg", b"y" * 512)], tarfile.GNU_FORMAT)
 
-
 STEP = 7  # every seventh place is in each byte of a header, with all bits by turns
 BOTH = pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
 

@@ -49,9 +49,7 @@ class TestInAPod:
     """The whole way, as training tasks go it."""
 
     @pytest.fixture(autouse=True)
-    def project(
-        self, store: CheckpointStore, server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[Path]:
+    def project(self, store: CheckpointStore, server: S3Server, base: Path, tmp_path, monkeypatch) -> Iterator[Path]:
         """A pod's surroundings, and the folder of the project's checkpoints on the server."""
         for name, value in {"PROJECT": "p", "DOMAIN": "d", "ID": "one"}.items():
             monkeypatch.setenv(f"FLYTE_INTERNAL_EXECUTION_{name}", value)
@@ -118,9 +116,7 @@ class TestInAPod:
         waiting[-1]()
         assert names(project / "run", DONE) == ["one 0 0"]
 
-    def test_sigterm_during_the_download_loses_no_checkpoint(
-        self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_sigterm_during_the_download_loses_no_checkpoint(self, project: Path, tmp_path, monkeypatch) -> None:
         download = CheckpointStore.download_newest_checkpoint
 
         def stop_and_download(store: CheckpointStore, path: Path) -> None:
@@ -132,9 +128,7 @@ class TestInAPod:
             self.attempt(tmp_path / "0", lambda _: None)
         assert names(project / "run", STARTED) == []
 
-    def test_a_store_that_may_not_be_read_is_not_taken_for_an_empty_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_store_that_may_not_be_read_is_not_taken_for_an_empty_one(self, tmp_path, monkeypatch) -> None:
         monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "wrong")
         with (
             pod_context(tmp_path),

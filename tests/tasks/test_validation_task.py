@@ -21,7 +21,6 @@ EVEN = SplitProfile(1000, {"0": 500, "1": 500}, statistics={"colour modes": {"RG
 PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])
 GREY = replace(PROFILE, training=replace(EVEN, statistics={"colour modes": {"L": 1000}}))
 
-
 OWN = """
 from flyte_ddp.objectives import HIGHER, Classification
 

@@ -154,9 +154,7 @@ def expected(digits: Path) -> dict[str, tuple[list[float], list[dict[str, Tensor
 
 
 @pytest.mark.slow
-def test_every_step_of_three_ranks_is_that_of_one_process(
-    expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_of_three_ranks_is_that_of_one_process(expected: dict[str, Any], tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(HELPERS)
     fetch("digits", "", tmp_path / "digits", progress="off")
     assert run_ranks(train_in_ranks, tmp_path, 3) == [0, 0, 0]

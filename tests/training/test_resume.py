@@ -28,7 +28,6 @@ PLAIN = Arithmetic(1, "some CPU", "fp32", threads=1, channels_last="off", strate
 THREADS = "threads of each rank 1, now 2"
 OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 
-
 pytestmark = pytest.mark.usefixtures("user_models")
 
 
@@ -80,9 +79,7 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_ranks(
-    train: Train, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(train: Train, digits: Path, tmp_path, monkeypatch) -> None:
     hp = replace(BASE, precision="fp64", channels_last="off", keep="last", optimizer="sgd")
     expected = train(replace(hp, num_ranks=1), "one")
     fault = {"rank": 1, "at": "training", "kind": "SIGKILL", "pass": 42}
@@ -115,9 +112,7 @@ def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words:
 
 
 @pytest.mark.slow
-def test_a_step_that_failed_half_way_is_not_saved(
-    train: Train, monkeypatch: pytest.MonkeyPatch, undisturbed: Train
-) -> None:
+def test_a_step_that_failed_half_way_is_not_saved(train: Train, monkeypatch, undisturbed: Train) -> None:
     """Memory ran out between the weights and their average, say: the end of the epoch before is what is left."""
     hp = replace(BASE, model="small_cnn", num_ranks=1, keep="last")
     expected = undisturbed(hp)

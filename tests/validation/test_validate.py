@@ -13,7 +13,6 @@ from flyte_ddp.validation.profiling import check_profile, describe_differences
 
 HP = Hyperparameters(dataset="image_folder:x")
 
-
 STATISTICS = {"colour modes": {"RGB": 100}, "sizes": {"large": 100}, "brightness": {"dark": 100}}
 
 

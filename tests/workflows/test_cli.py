@@ -138,7 +138,6 @@ def load(source):
     return image_arrays(images, labels, images[:6], labels[:6], ["even", "odd"])
 """
 
-
 OWN_MODEL = """
 import torch
 

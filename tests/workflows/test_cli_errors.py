@@ -37,9 +37,7 @@ def test_bad_hyperparameters_that_a_task_finds(
     assert not [path for pattern in RESULTS for path in tmp_path.rglob(pattern)]
 
 
-def test_a_file_in_place_of_the_runs_folder(
-    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_in_place_of_the_runs_folder(refusal: Callable[..., str], tmp_path, monkeypatch) -> None:
     runs = tmp_path / "runs"
     runs.write_text("not a folder")
     said = refusal("training", "training_wf", "--hp", json.dumps(TINY))

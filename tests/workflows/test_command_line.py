@@ -107,9 +107,7 @@ def test_a_name_or_a_path_that_is_not_there_is_one_sentence(
     assert re.search(words, refusal(*command.split()))
 
 
-def test_what_own_code_raises_is_not_the_mistake_of_a_file_that_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_own_code_raises_is_not_the_mistake_of_a_file_that_can_be_read(tmp_path, monkeypatch) -> None:
     file = tmp_path / "file.yaml"
     file.write_text("epochs: 3")
     monkeypatch.setattr("sys.argv", ["pyflyte", "run", "workflow.py", "training_wf", "--hp", str(file)])

@@ -58,9 +58,7 @@ def test_a_pod_that_does_not_see_its_gpus_is_refused(monkeypatch: pytest.MonkeyP
         resources.detect_world(resources.Request())
 
 
-def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(tmp_path, monkeypatch) -> None:
     def version(clone: str, day: int) -> str:
         monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / clone))
         return check_inputs(hp=Hyperparameters(), kickoff_time=datetime(2030, 1, day, 3, tzinfo=UTC)).run_version
