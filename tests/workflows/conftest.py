@@ -11,6 +11,7 @@ import packaged
 import pytest
 from cli import ROOT, Ended
 from engine_rules import resolved
+from packaged import Package
 from pod import Cluster, PodEnded
 from pod_inputs import CHECK, SMOKE, VERSION, Inputs, check_inputs, from_console
 from s3_server import s3_server
@@ -18,21 +19,33 @@ from s3_server import s3_server
 from tasks.command_line import show_errors_in_panels
 
 
-def package_for_a_cluster(folder: Path) -> Ended:
-    """Package the project as it is here, but for the library's version, for a cluster without GPUs."""
-    packaged.copy_project(folder / "project")
-    (folder / "project/flyte_ddp/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
-    environment = {"FLYTE_DDP_PROFILE": "sandbox", "WANDB_MODE": "offline"}
-    return packaged.make(folder, "--copy", "all", directory=folder / "project", **environment)[0]
+def package_a_fork(folder: Path) -> Ended:
+    """Package a fork for a cluster without GPUs; its schedules and its library's version are its own."""
+    project = folder / "project"
+    packaged.copy_project(project)
+    (project / "flyte_ddp/user_code/version.py").write_text(f'VERSION = "{VERSION}"\n')
+    (project / "config/mine.json").write_text('{"epochs": 7}')
+    (project / "config/schedules.yaml").write_text(
+        """
+        - {name: hourly, workflow: retraining_wf, cron: "7 * * * *", hyperparameters: config/mine.json}
+        - {name: best, workflow: release_wf, cron: "0 1 * * 1-5", model_name: pets, policy: {rule: not_worse}}
+        """
+    )
+    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_RESULTS": "/a/folder", "WANDB_MODE": "offline"}
+    return packaged.make(folder, "--copy", "all", directory=project, **environment)[0]
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    package = packaged.make_shared(tmp_path_factory, "cluster", package_for_a_cluster)
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return packaged.make_shared(tmp_path_factory, "fork", package_a_fork)
+
+
+@pytest.fixture(scope="session")
+def cluster(sandbox: Package, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "store/flyte").mkdir(parents=True)
     with s3_server(folder / "store") as server:
-        yield Cluster(package, server, folder)
+        yield Cluster(sandbox, server, folder)
 
 
 @pytest.fixture(scope="session")

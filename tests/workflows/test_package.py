@@ -1,13 +1,12 @@
 """What a Flyte cluster is given: the serialized tasks, workflows and launch plans, read back from the package."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import packaged
 import pytest
 import yaml
-from cli import ROOT, Ended
+from cli import ROOT
 from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
 from flyteidl.core.execution_pb2 import WorkflowExecution
 from flyteidl.core.security_pb2 import Secret
@@ -39,25 +38,6 @@ LARGE = {"CPU": "2", "MEMORY": "8Gi", "EPHEMERAL_STORAGE": "100Gi"}
 SMALL, SMALL_LIMITS = (
     {"CPU": cpu, "MEMORY": memory, "EPHEMERAL_STORAGE": "4Gi"} for cpu, memory in (("500m", "1Gi"), ("2", "4Gi"))
 )
-
-
-def package_a_fork(folder: Path) -> Ended:
-    """Package a fork with a schedule of its own, for a sandbox."""
-    packaged.copy_project(folder / "project")
-    (folder / "project/config/mine.json").write_text('{"epochs": 7}')
-    (folder / "project/config/schedules.yaml").write_text(
-        """
-        - {name: hourly, workflow: retraining_wf, cron: "7 * * * *", hyperparameters: config/mine.json}
-        - {name: best, workflow: release_wf, cron: "0 1 * * 1-5", model_name: pets, policy: {rule: not_worse}}
-        """
-    )
-    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_RESULTS": "/a/folder"}
-    return packaged.make(folder, directory=folder / "project", **environment)[0]
-
-
-@pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return packaged.make_shared(tmp_path_factory, "fork", package_a_fork)
 
 
 def resources(entries: Any) -> dict[str, str]:
