@@ -1,6 +1,5 @@
 """What went wrong for others, as public reports tell it: each test is one of their situations, with this library."""
 
-import csv
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from predictions import predict_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from training_runs import QUIET, train_in, weights
@@ -21,7 +21,6 @@ from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.predict.new_rows import read_new_rows
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.training.trial import describe_shift
 
@@ -104,9 +103,9 @@ def test_classes_in_another_order_are_taken_by_name(tmp_path: Path) -> None:
     result, right = run(tmp_path, "table", "zeros", epochs=3), []
     for dataset in ("table", "other_order"):
         data = fetch(f"{__name__}:{dataset}", "", tmp_path / dataset, progress="off")
-        output = tmp_path / f"{dataset}.csv"
-        write_prediction_table(result.model, result.sidecar, images=None, dataset=data, output=output, settings=QUIET)
-        right.append([row["prediction"] == row["truth"] for row in csv.DictReader(output.read_text().splitlines())])
+        files = result.model, result.sidecar
+        rows = predict_rows(*files, tmp_path / f"{dataset}.csv", dataset=data, settings=QUIET)
+        right.append([row["prediction"] == row["truth"] for row in rows])
     assert right[0] == right[1]
     assert np.mean(right[0]) == pytest.approx(result.test_accuracy)
 

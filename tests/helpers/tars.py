@@ -35,6 +35,13 @@ def header_of(name: str, kind: bytes, **fields: object) -> tarfile.TarInfo:
     return header
 
 
+def npy_bytes(array: Any) -> bytes:
+    """Return the content of a file of NumPy."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
 Samples = Mapping[str, Mapping[str, bytes]]  # members by extension, by key
 
 

@@ -1,18 +1,17 @@
 """Predictions for encoded images by a model that was trained on such: those of the run's own evaluation."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from encoded_runs import BASE, labelled, of, quiet, train
+from predictions import predict_rows
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UserError
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.shards.dataset import ShardDataset
 
@@ -22,10 +21,8 @@ Rows = list[dict[str, str]]
 def predict(result: Result, folder: Path, dataset: str = "", tests: str = "", **options) -> Rows:
     """Predict with a run's model, and return the rows of the table."""
     data = fetch(dataset, "", folder / "predicted", test_dataset=tests, progress="off") if dataset else None
-    given = {"images": None, "dataset": data, "output": folder / "table.csv", "settings": quiet(folder), **options}
-    table = write_prediction_table(result.model, result.sidecar, **given)
-    with table.open(newline="") as file:
-        return list(csv.DictReader(file))
+    given = {"dataset": data, "settings": quiet(folder), **options}
+    return predict_rows(result.model, result.sidecar, folder / "table.csv", **given)
 
 
 def accuracy(rows: Rows) -> float:

@@ -1,6 +1,5 @@
 """Trainings on sets on demand: on several ranks, cut off and resumed, with failing items, and what they leave."""
 
-import csv
 import itertools
 import sys
 from dataclasses import replace
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from encoded_runs import quiet
+from predictions import predict_rows
 from training_runs import cut_off, losses, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 
@@ -78,11 +77,8 @@ def test_the_digest_of_a_set_on_demand_changes_with_what_is_known_of_it(tmp_path
 def test_predictions_are_in_the_order_of_the_set(tmp_path: Path) -> None:
     """Of samples of different lengths: huggingface/transformers#33728, fastai/fastai#975."""
     result = train(replace(HP, epochs=1, num_ranks=1, test_batch_size=4), tmp_path / "run")
-    table = write_prediction_table(
-        result.model, result.sidecar, images=None, dataset=tmp_path / "drawing-data", output=tmp_path / "table.csv",
-        settings=quiet(tmp_path),
-    )  # fmt: skip
-    rows = [*csv.DictReader(table.read_text().splitlines())]
+    options = {"dataset": tmp_path / "drawing-data", "settings": quiet(tmp_path)}
+    rows = predict_rows(result.model, result.sidecar, tmp_path / "table.csv", **options)
     assert [row["id"] for row in rows] == [*map(str, range(9))]
     assert [row["truth"] for row in rows] == ["abc"[number % 3] for number in range(9)]
 

@@ -1,7 +1,5 @@
 """Trainings whose samples a user's own functions decode and augment, on several ranks, cut off, with damaged data."""
 
-import csv
-import io
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -13,9 +11,11 @@ import pytest
 import torch
 from cli import HELPERS
 from encoded_runs import BASE, SIDE, quiet, train
+from image_folders import stored
 from PIL import Image
+from predictions import predict_rows
 from served_shards import contents
-from tars import shard_bytes
+from tars import npy_bytes, shard_bytes
 from training_runs import Train, notes, train_in
 
 from flyte_ddp.config import Hyperparameters
@@ -24,7 +24,6 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Splits
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split
 from flyte_ddp.shards.scanning import create_index
@@ -39,15 +38,7 @@ LABELS = ["left", "bright"]
 
 
 def png_of(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    return buffer.getvalue()
-
-
-def npy_of(values: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, values)
-    return buffer.getvalue()
+    return stored(Image.fromarray(pixels), "PNG")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +57,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             mask = np.zeros((height, width), np.uint8)
             mask[half] = 1
             labels = json.dumps({"labels": [left, bright]}).encode()
-            members[f"{shard}/{sample:02d}"] = {".png": png_of(pixels), ".json": labels, ".npy": npy_of(mask)}
+            members[f"{shard}/{sample:02d}"] = {".png": png_of(pixels), ".json": labels, ".npy": npy_bytes(mask)}
         (folder / f"train-{shard}.tar").write_bytes(shard_bytes(members))
     create_index([f"{folder}/train-{{0..3}}.tar"], folder / "train.json", classes=LABELS, progress="off")
     return folder
@@ -158,12 +149,10 @@ def test_a_model_predicts_what_it_was_trained_on(photos: Path, tmp_path: Path) -
     )  # fmt: skip
     result = train(hp, tmp_path / "trained")
     [data] = (tmp_path / "trained").glob("shards-*")
-    table = write_prediction_table(
-        result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv", settings=quiet(tmp_path)
-    )
-    rows = [*csv.DictReader(table.read_text().splitlines())]
+    files = result.model, result.sidecar
+    rows = predict_rows(*files, tmp_path / "table.csv", dataset=data, settings=quiet(tmp_path))
     assert len(rows) == 8  # a tenth of 80
-    model_of_run = SavedModel(result.model, result.sidecar, quiet(tmp_path))
+    model_of_run = SavedModel(*files, quiet(tmp_path))
     found = evaluate_split(model_of_run, open_prepared(data))
     expected = json.loads(result.sidecar.read_text())["metrics"]
     assert found.measures

@@ -1,8 +1,6 @@
 """Pictures that the user's own code reads on demand: batches, trainings, and what is made of their models."""
 
-import csv
 import importlib
-import io
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -17,9 +15,10 @@ import torch
 from cli import ROOT
 from encoded_runs import quiet
 from picture_sets import SIDE
+from predictions import predict_rows
 from s3_server import s3_server
 from surroundings import set_variables
-from tars import shard_bytes
+from tars import npy_bytes, shard_bytes
 from training_runs import losses, train_in, weights
 
 from flyte_ddp import arrays
@@ -28,7 +27,6 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading.opening import open_splits
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.validation.profiling import compute_profile
 
@@ -97,11 +95,8 @@ def test_photos_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     data = fetch(hp.dataset, str(source), tmp_path / "data", progress="off")
     one = train_in(tmp_path / "one", hp, data)
-
-    table = write_prediction_table(
-        one.model, one.sidecar, images=None, dataset=data, output=tmp_path / "table.csv", settings=quiet(tmp_path)
-    )
-    rows = [*csv.DictReader(table.read_text().splitlines())]
+    files = one.model, one.sidecar
+    rows = predict_rows(*files, tmp_path / "table.csv", dataset=data, settings=quiet(tmp_path))
     assert [row["id"] for row in rows] == [*map(str, range(20))]
     tests = photos.Photos(source, "test")
     truths = np.stack([tests[number][1] for number in range(20)])
@@ -119,15 +114,13 @@ def test_the_network_gets_normalised_pictures(tmp_path: Path) -> None:
     """Logits of the saved model, given each test picture by Pillow, NumPy and ImageNet's mean and deviation."""
     data = prepare("on_demand_classes", tmp_path)
     result = train_in(tmp_path / "run", HP, data)
-    table = write_prediction_table(
-        result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv", settings=quiet(tmp_path)
-    )
     model = picture_sets.Model(3, (3, SIDE, SIDE + 2))
     model.load_state_dict(weights(result))
     pixels = np.stack([picture_sets.draw_pixels(number) for number in range(30, 41)]) / 255
     normal = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     logits = model.float()(torch.tensor(normal.transpose(0, 3, 1, 2), dtype=torch.float32))
-    rows = [*csv.DictReader(table.read_text().splitlines())]
+    files = result.model, result.sidecar
+    rows = predict_rows(*files, tmp_path / "table.csv", dataset=data, settings=quiet(tmp_path))
     assert [row["prediction"] for row in rows] == ["abc"[label] for label in logits.argmax(1)]
     assert [row["truth"] for row in rows] == ["abc"[number % 3] for number in range(30, 41)]
 
@@ -152,18 +145,12 @@ def test_wrong_pictures_and_settings_are_told(name: str, tmp_path: Path) -> None
         train_in(tmp_path / "run", replace(HP, **changes, seed=1), prepare(name, tmp_path))
 
 
-def npy(values: Any) -> bytes:
-    content = io.BytesIO()
-    np.save(content, values)
-    return content.getvalue()
-
-
 @pytest.mark.slow
 def test_signals_in_shards_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The document's samples that are no images, beside the same ones in arrays."""
     signals = import_printed("signals", tmp_path, monkeypatch)
     values, labels = np.random.default_rng(0).normal(size=(40, 6)), np.arange(40) % 2
-    samples = {f"{number}": {".npy": npy(values[number]), ".cls": b"%d" % labels[number]} for number in range(40)}
+    samples = {f"{number}": {".npy": npy_bytes(values[number]), ".cls": b"%d" % labels[number]} for number in range(40)}
     rows = [*samples.items()]
     bucket = tmp_path / "served/bucket"
     bucket.mkdir(parents=True)

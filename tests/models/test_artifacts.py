@@ -1,6 +1,5 @@
 """The saved model and its sidecar."""
 
-import csv
 import errno
 import hashlib
 import json
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from flytekit.types.file import PythonPickledFile
+from predictions import predict_rows
 from torch import nn
 from torch.nn import functional
 from torchvision.models import mnasnet0_5
@@ -26,7 +26,6 @@ from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training
 
 GREY = InputSpec(channels=1, height=28, width=28, mean=(0.25,), std=(0.5,))
@@ -90,9 +89,8 @@ def test_a_run_of_a_model_whose_modules_have_versions(digits: Path, tmp_path: Pa
     hp = Hyperparameters(model="mnasnet0_5", image_size=32, max_steps=1, num_ranks=1)
     result = run_training(hp, digits, tmp_path / "run", QUIET)
     mnasnet0_5(num_classes=10).load_state_dict(torch.load(result.model, weights_only=True))
-    where = {"images": None, "dataset": digits, "output": tmp_path / "table.csv"}
-    with write_prediction_table(result.model, result.sidecar, **where).open() as table:
-        right = [row["prediction"] == row["truth"] for row in csv.DictReader(table)]
+    rows = predict_rows(result.model, result.sidecar, tmp_path / "table.csv", dataset=digits)
+    right = [row["prediction"] == row["truth"] for row in rows]
     assert sum(right) / len(right) == pytest.approx(result.test_accuracy)
 
 

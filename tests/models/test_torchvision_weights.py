@@ -1,6 +1,5 @@
 """torchvision's weights by name: the table against torchvision, where files come from, and what models start with."""
 
-import csv
 import hashlib
 import io
 import json
@@ -17,6 +16,7 @@ import torchvision
 from encoded_runs import labelled, quiet, train
 from file_server import FileServer
 from PIL import Image
+from predictions import predict_rows
 from surroundings import clean
 from torchvision.models import get_model, get_model_weights
 from torchvision.models.googlenet import GoogLeNet
@@ -30,7 +30,6 @@ from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
 from flyte_ddp.models.inputs import InputSpec, prepare_images
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 from flyte_ddp.runs.identity import check_known_image_size, model_identity
@@ -247,9 +246,8 @@ def test_the_size_is_that_of_the_weights_unless_another_is_set() -> None:
 
 def red_scores(result: Result, folder: Path, **given: Path | None) -> dict[str, str]:
     """Return what a run's model thinks how red images are, by their names."""
-    table = write_prediction_table(result.model, result.sidecar, output=folder / "table.csv", **given)
-    with table.open(newline="") as file:
-        return {row["id"]: row["score_red"] for row in csv.DictReader(file)}
+    rows = predict_rows(result.model, result.sidecar, folder / "table.csv", **given)
+    return {row["id"]: row["score_red"] for row in rows}
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What each objective shows people, after real runs: pages and tables against scikit-learn and the model's outputs."""
 
 import base64
-import csv
 import io
 import json
 import math
@@ -15,6 +14,7 @@ import pytest
 import torch
 from cli import HELPERS
 from PIL import Image
+from predictions import predict_rows
 from report_page import Page
 from sklearn import metrics
 from training_runs import QUIET, train_in
@@ -24,7 +24,6 @@ from flyte_ddp.datasets import SampleArrays, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.objectives import objective_of_sidecar
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.report.page import color_table
 from flyte_ddp.run import Result
 
@@ -60,11 +59,8 @@ class Finished(NamedTuple):
 
     def predict(self, folder: Path) -> list[dict[str, str]]:
         """Return the rows of the table of predictions of the test split, written into ``folder``."""
-        paths = self.result.model, self.result.sidecar
-        output = folder / "table.csv"
-        write_prediction_table(*paths, images=None, dataset=self.data, output=output, batch_size=7, settings=QUIET)
-        with output.open() as file:
-            return [*csv.DictReader(file)]
+        options = {"dataset": self.data, "batch_size": 7, "settings": QUIET}
+        return predict_rows(self.result.model, self.result.sidecar, folder / "table.csv", **options)
 
 
 def finish(arrays: SampleArrays, folder: Path, given: dict[str, Any]) -> Finished:
@@ -262,15 +258,10 @@ def test_a_folder_of_images_is_predicted_with_masks_that_have_its_names(
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0]).save(tmp_path / "in" / name)
     (tmp_path / "in/0.png").write_text("no image, and the first in a batch of its own")
-    files = run.result.model, run.result.sidecar
-    where: dict[str, Any] = {"images": tmp_path / "in", "dataset": None, "output": tmp_path / "out/table.csv"}
-    write_prediction_table(*files, **where, batch_size=1, bad_samples=1, settings=QUIET)
-    with (tmp_path / "out/table.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    assert [row["mask"] for row in rows] == [
-        "",
-        *(f"table.csv.masks/{name}.png" for name in ("a/b.png", "a.png", "b.png")),
-    ]
+    options = {"images": tmp_path / "in", "batch_size": 1, "bad_samples": 1, "settings": QUIET}
+    rows = predict_rows(run.result.model, run.result.sidecar, tmp_path / "out/table.csv", **options)
+    masks = [f"table.csv.masks/{name}.png" for name in ("a/b.png", "a.png", "b.png")]
+    assert [row["mask"] for row in rows] == ["", *masks]
     assert [*rows[0]] == ["id", "share_a", "share_b", "share_c", "mask"]
     for row, sample in zip(rows[1:], (1, 2, 0), strict=True):
         assert np.array_equal(read_mask(tmp_path / "out" / row["mask"]), run.outputs[sample].argmax(0))

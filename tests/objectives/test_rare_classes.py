@@ -1,6 +1,5 @@
 """Two classes that are not equally common: measures, curves, the headline, predictions; against sklearn."""
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import rare_tasks
 import torch
+from predictions import predict_rows
 from report_page import Page
 from sklearn import metrics
 from torch import Tensor
@@ -20,7 +20,6 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Facts, Objective, make_objective
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.text.sections import Curve, encode_sections
 
@@ -125,12 +124,8 @@ def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path
     value, detail = page.tiles()["Test AUROC"]
     assert (value, "average precision" in detail) == (f"{result.measures['auroc']:.4g}", True)
     assert {"ROC curve", "Precision-recall curve"} <= set(page.texts("h2"))
-    table = write_prediction_table(
-        result.model, result.sidecar, images=None, dataset=tmp_path / "cache", output=tmp_path / "p.csv"
-    )
-    with table.open(newline="") as file:
-        found = [float(row["score_yes"]) for row in csv.DictReader(file)]
-    np.testing.assert_allclose(found, scores, atol=1e-5)
+    rows = predict_rows(result.model, result.sidecar, tmp_path / "p.csv", dataset=tmp_path / "cache")
+    np.testing.assert_allclose([float(row["score_yes"]) for row in rows], scores, atol=1e-5)
 
 
 @pytest.mark.usefixtures("user_models")

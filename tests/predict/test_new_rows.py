@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from predictions import predict_rows
 from sklearn.compose import make_column_transformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
@@ -23,7 +24,6 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import Hyperparameters, UserError, arrays, fetch, load_model, read_new_rows
 from flyte_ddp.datasets.preprocessing import pack_preprocessing
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
 from flyte_ddp.user_code.stored import StoredSpec
 
@@ -98,10 +98,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def predict(result: Result, output: Path, **given: Any) -> list[dict[str, str]]:
-    sources = {"images": None, "dataset": None, **given}
-    write_prediction_table(result.model, result.sidecar, output=output, settings=QUIET, **sources)
-    with output.open() as file:
-        return [*csv.DictReader(file)]
+    return predict_rows(result.model, result.sidecar, output, settings=QUIET, **given)
 
 
 def test_new_rows_are_prepared_as_the_training_rows_were(shop: Any, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Predictions against the same computed with plain torch, numpy and Pillow."""
 
-import csv
 import io
 import json
 import math
@@ -17,6 +16,7 @@ import pytest
 import torch
 from cli import ROOT
 from PIL import Image
+from predictions import predict_rows
 
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
@@ -24,7 +24,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_prediction_table, write_rows
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_rows
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
@@ -70,9 +70,7 @@ def expected_scores(paths: tuple[Path, Path], images: np.ndarray[Any, Any], spec
 
 def predict(model: tuple[Path, Path], **options: Any) -> list[dict[str, str]]:
     """Predict ``images`` or a ``dataset``, and return the rows of the table."""
-    output = write_prediction_table(*model, **{"images": None, "dataset": None, "output": TABLE, **options})
-    with output.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
-        return list(csv.DictReader(file))
+    return predict_rows(*model, **{"output": TABLE, **options})
 
 
 def scores_of(rows: list[dict[str, str]]) -> torch.Tensor:

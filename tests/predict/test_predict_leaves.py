@@ -1,6 +1,5 @@
 """Predictions of texts: a dict in another order of names, tokens that the model has no row for, empty texts."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from leaf_models import TOKENS, save_untrained
+from predictions import predict_rows
 from torch import Tensor, nn
 from training_runs import QUIET
 
@@ -17,7 +17,6 @@ from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.loading.opening import open_item_test_split
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
-from flyte_ddp.predict.predict import write_prediction_table
 
 TEXTS = [[1, 2, 3], [4], [5, 6]]
 
@@ -30,9 +29,7 @@ def data_set(**inputs: Any) -> SampleArrays:
 def predict(files: tuple[Path, Path], data: SampleArrays, folder: Path) -> list[dict[str, str]]:
     (folder / "data").mkdir(parents=True)
     write_prepared_set(data, folder / "data", {})
-    write_prediction_table(*files, images=None, dataset=folder / "data", output=folder / "out.csv", settings=QUIET)
-    with (folder / "out.csv").open() as file:
-        return [*csv.DictReader(file)]
+    return predict_rows(*files, folder / "out.csv", dataset=folder / "data", settings=QUIET)
 
 
 class Masked(nn.Module):

@@ -1,7 +1,5 @@
 """Predictions of shards whose samples the user's own code decodes, as in the model's training."""
 
-import csv
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +8,14 @@ import numpy as np
 import pytest
 from cli import HELPERS
 from encoded_runs import BASE, quiet
+from image_folders import stored
 from PIL import Image
+from predictions import predict_rows
 from sklearn import metrics
 from tars import shard_bytes
 
 from flyte_ddp.datasets import fetch
-from flyte_ddp.predict.predict import own_decoding, write_prediction_table
+from flyte_ddp.predict.predict import own_decoding
 from flyte_ddp.run import run_training
 from flyte_ddp.shards.scanning import create_index
 
@@ -33,10 +33,11 @@ def write_shards(folder: Path, name: str, samples: int, *, damaged: int = -1) ->
         pixels = random.integers(0, 60, (12, 12, 3), dtype=np.uint8)
         pixels[:, :6] += np.uint8(60 * left)
         pixels += np.uint8(120 * bright)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "png")
         labels = json.dumps({"labels": [left, bright, 1 - bright]}).encode()
-        members[f"{sample:03d}"] = {".png": b"none" if sample == damaged else buffer.getvalue(), ".json": labels}
+        members[f"{sample:03d}"] = {
+            ".png": b"none" if sample == damaged else stored(Image.fromarray(pixels), "PNG"),
+            ".json": labels,
+        }
     (folder / f"{name}.tar").write_bytes(shard_bytes(members))
     create_index([f"{folder}/{name}.tar"], folder / f"{name}.json", classes=LABELS, progress="off")
     return f"shards:{folder}/{name}.json"
@@ -54,11 +55,8 @@ def test_the_test_split_is_decoded_by_the_users_code(tmp_path: Path, monkeypatch
     assert own_decoding(result.sidecar) == own
 
     def predict(dataset: Path, bad_samples: int) -> list[dict[str, str]]:
-        files, output = (result.model, result.sidecar), tmp_path / "table.csv"
         options = {"dataset": dataset, "batch_size": 7, "bad_samples": bad_samples, "settings": settings}
-        write_prediction_table(*files, images=None, output=output, **options)
-        with output.open() as file:
-            return [*csv.DictReader(file)]
+        return predict_rows(result.model, result.sidecar, tmp_path / "table.csv", **options)
 
     rows = predict(data, 0)
     assert [row["id"] for row in rows] == [f"{sample:03d}" for sample in range(40)]

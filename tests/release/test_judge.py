@@ -1,6 +1,5 @@
 """Judgements of real models on real digits."""
 
-import csv
 import json
 import math
 import shutil
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gate import Gate
+from predictions import predict_rows
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
@@ -21,7 +21,6 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
-from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
@@ -93,11 +92,9 @@ def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     assert verdict.champion_score == pytest.approx(gate.runs["weak"].test_accuracy)
     tables = {}
     for name in ("weak", "good"):
-        files, table = (gate.runs[name].model, gate.runs[name].sidecar), gate.folder / f"{name}.csv"
-        with write_prediction_table(
-            *files, images=None, dataset=gate.data, output=table, settings=QUIET
-        ).open() as file:
-            tables[name] = [row["prediction"] == row["truth"] for row in csv.DictReader(file)]
+        files = gate.runs[name].model, gate.runs[name].sidecar
+        rows = predict_rows(*files, gate.folder / f"{name}.csv", dataset=gate.data, settings=QUIET)
+        tables[name] = [row["prediction"] == row["truth"] for row in rows]
     pairs = [*zip(tables["good"], tables["weak"], strict=True)]
     gained, lost = pairs.count((True, False)), pairs.count((False, True))
     assert f"{gained} samples gained and {lost} lost of 297" in verdict.reason

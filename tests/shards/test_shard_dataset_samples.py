@@ -6,7 +6,6 @@ import os
 import pickle
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import wids
 from file_server import FileServer
 from image_folders import image_bytes
 from served_shards import all_of, members_of, serve_samples
-from tars import indexed, samples, write_shards
+from tars import indexed, npy_bytes, samples, write_shards
 from traps import MakesFolder
 
 from flyte_ddp.errors import UserError
@@ -23,12 +22,6 @@ from flyte_ddp.shards import dataset as dataset_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.scanning import tables_path
-
-
-def npy_bytes(array: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=True)
-    return buffer.getvalue()
 
 
 def test_samples_are_those_of_wids(tmp_path: Path) -> None:
