@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,13 +172,11 @@ def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pyte
     assert not saving.due()
     monkeypatch.undo()
     assert saving.load() == {"step": 1}
-    asked = threading.Thread(target=lambda: answers.append(saving.save_now(30.0)))
-    answers: list[int] = []
-    asked.start()
-    wait_until(saving.due)
-    saving.save(2, {"step": 2})
-    asked.join()
-    assert answers == [2]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(saving.save_now, 30.0)
+        wait_until(saving.due)
+        saving.save(2, {"step": 2})
+        assert asked.result() == 2
     saving.save(3, {"step": 3})
     saving.close()
     assert checkpoint.newest_step(tmp_path) == 2
@@ -189,16 +188,14 @@ def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path)
     in_the_way.touch()
     saving = Checkpoints(tmp_path, NO_IDENTITY, None, 60.0)
     saving.save(1, {"step": 1})
-    asked = threading.Thread(target=lambda: answers.append(saving.save_now(30.0)))
-    answers: list[int] = []
-    asked.start()
-    wait_until(saving.due)
-    saving.save(2, {"step": 2})
-    saving.wait_until_written()
-    in_the_way.unlink()
-    saving.save(3, {"step": 3})
-    asked.join()
-    assert answers == [3]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(saving.save_now, 30.0)
+        wait_until(saving.due)
+        saving.save(2, {"step": 2})
+        saving.wait_until_written()
+        in_the_way.unlink()
+        saving.save(3, {"step": 3})
+        assert asked.result() == 3
 
 
 def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(tmp_path, monkeypatch, capfd) -> None:
