@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn import metrics
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import CatMetric
 
 from flyte_ddp.datasets import SampleArrays, image_arrays
 from flyte_ddp.objectives import HIGHER, Classification, Multilabel, Objective
@@ -156,6 +154,8 @@ class MacroF1(Classification):
     measures: Mapping[str, str] = {"f1": HIGHER, **Classification.measures}
 
     def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        from sklearn import metrics
+
         f1 = metrics.f1_score(columns["truth"], columns["prediction"], average="macro")
         return {"f1": f1, **super().measure(columns)}
 
@@ -164,6 +164,8 @@ class SyncingF1(MacroF1):
     """The same with a metric of torchmetrics, which gathers the values of all ranks in ``compute`` if there are any."""
 
     def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        from torchmetrics import CatMetric  # seconds, and not for each rank that imports this file
+
         gathered = {}
         for name in ("truth", "prediction"):
             values = CatMetric(sync_on_compute=True)
