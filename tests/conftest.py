@@ -80,6 +80,7 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
             if name.startswith(("FLYTE", "WANDB_")):
                 patch.delenv(name)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("MPLCONFIGDIR", str(zygote.MATPLOTLIB))
         yield
 
 

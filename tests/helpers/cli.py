@@ -5,10 +5,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zygote import MATPLOTLIB
 
 from benchmarks.running import process_name
 
@@ -19,8 +20,6 @@ TINY: dict[str, Any] = {"num_ranks": 1, "max_steps": 1}
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
 DEADLINE = 120.0  # seconds, for a machine that is busy; a call takes 2 to 8
 OWN_PREFIXES = ("AWS_", "FLYTE", "PYTHON", "PYTEST", "WANDB_")
-# matplotlib keeps its list of fonts there; a folder for each home would cost every training run a second.
-MATPLOTLIB = Path(tempfile.gettempdir()) / f"flyte-ddp-tests-matplotlib-{os.getuid()}"
 
 
 @dataclass(frozen=True)

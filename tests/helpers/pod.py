@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import packaged
-from cli import MATPLOTLIB, ROOT
+from cli import ROOT
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.errors_pb2 import ContainerError, ErrorDocument
 from flyteidl.core.literals_pb2 import Literal, LiteralMap
 from packaged import Package
 from s3_server import S3Server
+from zygote import MATPLOTLIB
 
 BUCKET = "flyte"
 DEADLINE = 120.0  # seconds, for a machine that is busy; a pod takes 3 to 10

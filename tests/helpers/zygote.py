@@ -2,9 +2,9 @@
 
 A command that trains takes 1.2 seconds of a CPU so, and not 3.4. A fork is what ``python -c CODE`` or ``python SCRIPT``
 would be: it has its own arguments, environment, directory, files and signals, and is a child of the process that asked
-for it. What torch brings is hidden until something imports it. flytekit itself is not there, as it looks at its
-environment when it is imported, nor is any module of this repository. ``/proc`` has the zygote's command line and
-environment for all forks; their names are their own.
+for it. What torch and matplotlib bring is hidden until something imports it. flytekit itself is not there, as it looks
+at its environment when it is imported, nor is any module of this repository. ``/proc`` has the zygote's command line
+and environment for all forks; their names are their own.
 """
 
 import atexit
@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from typing import Any, NoReturn
 COMMANDS = ("flytekit.clis.sdk_in_container.pyflyte", "flytekit.bin.entrypoint")
 LEFT_OUT = ("flytekit", "flytekitplugins", "flyte_ddp")  # flytekit imports our plugin by its entry point
 RANKS = ("torch", "torch._dynamo", "torchvision.models")
+PAGES = ("matplotlib.figure", "matplotlib.style", "matplotlib.ticker", "jinja2", "PIL.Image")
 NAME = "zygote"
 # linux/prctl.h. flyte_ddp.machine.process has these calls, too; imported here it would be this repository's in each
 # fork, and a pod runs the one that was registered.
@@ -40,6 +42,8 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 15, 36, 37
 MOST_FILES = 64
 HELPERS = Path(__file__).parent
 SCRIPTS = Path(sys.executable).parent
+# matplotlib keeps its list of fonts there; a folder for each home would cost every training run a second.
+MATPLOTLIB = Path(tempfile.gettempdir()) / f"flyte-ddp-tests-matplotlib-{os.getuid()}"
 HIGH = 512  # above the numbers that a fork gives its files
 cold_popen = subprocess.Popen
 cold_spawn = util.spawnv_passfds
@@ -74,11 +78,11 @@ def main(number: int) -> None:
     """Serves requests that come by an open socket, in all of its forks as what they ask for."""
     set_name(NAME)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as ranks have it, before torch is imported
+    os.environ["MPLCONFIGDIR"] = str(MATPLOTLIB)
     import_for_commands()
-    before = {*sys.modules}
-    for name in RANKS:
-        importlib.import_module(name)
-    Hidden({name: sys.modules[name] for name in sys.modules.keys() - before if not is_standard(name)})
+    groups = [import_group(group) for group in (RANKS, PAGES)]
+    for group in groups:
+        Hidden(group)
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
     become(serve(socket.socket(fileno=number)), sys.path[1:])
@@ -126,6 +130,14 @@ def import_for_commands() -> None:
     for name in names:
         with suppress(ImportError):
             importlib.import_module(name)
+
+
+def import_group(names: Sequence[str]) -> dict[str, types.ModuleType]:
+    """Imports modules; returns what came with them and is not Python's own."""
+    before = {*sys.modules}
+    for name in names:
+        importlib.import_module(name)
+    return {name: sys.modules[name] for name in sys.modules.keys() - before if not is_standard(name)}
 
 
 def is_standard(name: str) -> bool:
