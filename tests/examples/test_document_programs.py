@@ -45,17 +45,8 @@ class Case:
 
     def run(self, rank: int = 1, step: int = 5) -> Any:
         """Run it, and kill a rank at the end of a step if none was killed in this folder."""
-        marker = self.folder.with_suffix(".killed")
-        return run_ranks(
-            call_and_kill,
-            self.function,
-            rank,
-            step,
-            str(marker),
-            *self.arguments,
-            folder=self.folder,
-            launch=self.launch,
-        )
+        arguments = rank, step, str(self.folder.with_suffix(".killed")), *self.arguments
+        return run_ranks(call_and_kill, self.function, *arguments, folder=self.folder, launch=self.launch)
 
     def run_undisturbed(self) -> Any:
         """Run it elsewhere, in processes of this machine."""

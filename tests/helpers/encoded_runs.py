@@ -14,18 +14,9 @@ from flyte_ddp.settings import Settings
 
 SIDE = 16
 BASE = Hyperparameters(
-    dataset="shards:to be replaced",
-    epochs=2,
-    batch_size=64,
-    image_size=SIDE,
-    shuffle_shards=3,
-    precision="fp64",
-    channels_last="off",
-    num_ranks=1,
-    log_interval=1,
-    learning_rate=0.05,
-    grad_clip_norm=0.0,
-)
+    dataset="shards:to be replaced", epochs=2, batch_size=64, image_size=SIDE, shuffle_shards=3, precision="fp64",
+    channels_last="off", num_ranks=1, log_interval=1, learning_rate=0.05, grad_clip_norm=0.0,
+)  # fmt: skip
 
 
 def quiet(folder: Path, **settings) -> Settings:

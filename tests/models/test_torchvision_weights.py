@@ -258,15 +258,9 @@ def test_a_run_starts_from_torchvisions_weights(publish: Publish, server: FileSe
     theirs = of_torchvision(model)
     publish(model, content(theirs))
     hp = Hyperparameters(
-        dataset=f"image_folder:{labelled(tmp_path / 'images')}",
-        model=model,
-        init_from=DEFAULT,
-        num_ranks=1,
-        max_steps=1,
-        batch_size=8,
-        learning_rate=1e-15,
-        weight_decay=0.0,
-    )
+        dataset=f"image_folder:{labelled(tmp_path / 'images')}", model=model, init_from=DEFAULT, num_ranks=1,
+        max_steps=1, batch_size=8, learning_rate=1e-15, weight_decay=0.0,
+    )  # fmt: skip
     result = train(hp, tmp_path, quiet(tmp_path, weights_source=server.url))
     sidecar = json.loads(result.sidecar.read_text())
     takes = get_model_weights(model)["DEFAULT"].transforms()

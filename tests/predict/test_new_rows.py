@@ -58,15 +58,9 @@ def model(num_classes, input_shape):
     return nn.Linear(*input_shape, num_classes)
 """
 HP = Hyperparameters(
-    dataset="shop:data",
-    model="shop:model",
-    epochs=2,
-    batch_size=20,
-    num_ranks=1,
-    optimizer="adamw",
-    learning_rate=0.05,
-    precision="fp32",
-)
+    dataset="shop:data", model="shop:model", epochs=2, batch_size=20, num_ranks=1, optimizer="adamw",
+    learning_rate=0.05, precision="fp32",
+)  # fmt: skip
 CITIES = ["Bern", "Oslo", "Roma"]
 
 
