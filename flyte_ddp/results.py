@@ -82,7 +82,7 @@ def in_pieces(send: Deliver) -> Deliver:
     """Return a function that hands events to ``send``, and results as pieces for :meth:`ResultWriter.write_file`."""
     sending = threading.Lock()  # no piece of another result may come between
 
-    def deliver(kind: str, **values: Any) -> None:
+    def send_in_pieces(kind: str, **values: Any) -> None:
         if kind != "result":
             send(kind, **values)
             return
@@ -92,7 +92,7 @@ def in_pieces(send: Deliver) -> Deliver:
                 piece, is_last = content[offset : offset + PIECE_BYTES], offset + PIECE_BYTES >= len(content)
                 send(kind, **values, content=piece, offset=offset, is_last=is_last)
 
-    return deliver
+    return send_in_pieces
 
 
 class ResultWriter:

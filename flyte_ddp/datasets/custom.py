@@ -58,7 +58,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
     try:
         pictures = has_images(SETS[0], result[0])
         train, test = (
-            read_side(name, side, progress, pictures=pictures) for name, side in zip(SETS, result, strict=True)
+            read_map_style_set(name, side, progress, pictures=pictures) for name, side in zip(SETS, result, strict=True)
         )
         classes, weights = (getattr(result[0], attribute, None) for attribute in ("classes", "sample_weights"))
         named = () if classes is None else [*classes]
@@ -82,8 +82,8 @@ def has_images(set_name: str, samples: Any) -> bool:
     return hasattr(pixels, "convert") or (getattr(pixels, "dtype", None) == np.uint8 and pixels.ndim in (2, 3))
 
 
-def read_side(set_name: str, samples: Any, progress: Progress, *, pictures: bool) -> tuple[Leaves, Leaves]:
-    """Read a map-style data set; return inputs, of pictures an array, and targets, each leaf a list of its samples."""
+def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictures: bool) -> tuple[Leaves, Leaves]:
+    """Return inputs (pictures: one array) and targets, each leaf a list of the samples' values; UserError if unfit."""
     pairs, images = list[tuple[Leaves, Leaves]](), np.empty(0, np.uint8)
     names = [f"{set_name}: item {index}" for index in range(require_samples(set_name, samples))]
     with progress.track(set_name, len(names), "samples") as advance:

@@ -161,7 +161,7 @@ def arrays(
             rule = "must be a pair (inputs, targets), or (inputs, targets, ids)"
             raise UserError(f"{side}: {rule}, got {type(given).__name__}")
         inputs, targets, named = (*given, None)[:3]
-        parts[f"{side}_inputs"], ids[f"{side}_ids"] = store_inputs(f"{side}_", inputs, named)
+        parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named)
         parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
@@ -179,12 +179,13 @@ def arrays(
     return SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted, sample_weights=weights)
 
 
-def store_inputs(where: str, inputs: Any, named: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+def convert_inputs(where: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return inputs as arrays or Ragged, and ids as texts; UserError if empty, not finite, or of unequal lengths."""
     name = f"{where}inputs"
     stored = store_leaves(name, inputs)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
-    ids = None if named is None else np.array([*map(convert_id, named)])
+    ids = None if given_ids is None else np.array([*map(convert_id, given_ids)])
     require_one_length({name: stored, f"{where}ids": ids})
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():

@@ -66,7 +66,7 @@ class EncodedSamples(SampleLoader):
         _, target = self.fit_to_square(image, target, None, where)
         return target_spec(self.decode, target, self.classes, where)
 
-    def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+    def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
         draws: Iterable[Any] = itertools.repeat(None)
         if self.crop == "resized_crop" and epoch is not None:
             draws = cropping.draw_crops(self.seed, epoch, np.array(samples))

@@ -148,7 +148,7 @@ class ItemImages(SampleLoader):
         own = (self.image_size, self.image_size, self.spec.channels)
         self.sizes = (size, own) if self.image_size else (size,)
 
-    def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+    def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
         return [partial(self.load_sample, sample, epoch) for sample in samples]
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:

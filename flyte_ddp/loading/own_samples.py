@@ -57,13 +57,13 @@ class SampleLoader:
     sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
     prefetch_files: Callable[[Indices], None] | None = None  # as of a BatchSource
 
-    def start_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
+    def make_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
         """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None."""
         raise NotImplementedError
 
     def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
         """Load samples, in a loader process, into a batch's memory at ``path``, from the place ``first`` on."""
-        loaded = load_into(open_memory(path, layout.size), layout, first, self.start_loads(samples, epoch))
+        loaded = load_into(open_memory(path, layout.size), layout, first, self.make_loads(samples, epoch))
         return loaded._replace(report=self.take_report())
 
     def skip_read(self, samples: Indices) -> None:

@@ -71,7 +71,7 @@ class WorkerImages(WorkerSource):
         if self.pool is None:
             memory = np.empty(layout.size, np.uint8)
             with keep_random_state():
-                loaded = [load_into(memory, layout, 0, self.loader.start_loads(samples.tolist(), epoch))]
+                loaded = [load_into(memory, layout, 0, self.loader.make_loads(samples.tolist(), epoch))]
         else:
             memory, tasks = self.take_pending(samples, epoch)
             loaded = self.pool.wait_for_images(tasks)

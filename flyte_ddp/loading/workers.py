@@ -197,7 +197,7 @@ class LoaderThreads:
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
         memory = np.empty(layout.size, np.uint8)
-        loads = loader.start_loads(samples.tolist(), epoch)
+        loads = loader.make_loads(samples.tolist(), epoch)
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))
         starts = range(0, len(samples), size)
         tasks = [self.pool.submit(load_into, memory, layout, start, loads[start : start + size]) for start in starts]

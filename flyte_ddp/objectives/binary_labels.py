@@ -36,7 +36,7 @@ class BinaryLabels(NamedTuple):
         """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
-        pairs = [draw_label(*label) for label in drawn]
+        pairs = [compute_label_curves(*label) for label in drawn]
         return [*(roc for roc, _ in pairs), *(precision for _, precision in pairs)]
 
 
@@ -67,7 +67,7 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
     }
 
 
-def draw_label(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
+def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
     """Return the ROC and the precision-recall curve of a label, of CURVE_POINTS (300) thresholds at most."""
     _, right, wrong = count_above(truth, scores)
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)

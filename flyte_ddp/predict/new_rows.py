@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.columns import require_same_columns
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
-from flyte_ddp.datasets.sample_arrays import store_inputs
+from flyte_ddp.datasets.sample_arrays import convert_inputs
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.user_code.callables import load_callable
@@ -62,6 +62,6 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
         returned = prepare(preprocessing, source)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise UserError(f"{where}: returned {type(returned).__name__}; must return (inputs, ids), ids may be None")
-    inputs, ids = store_inputs(f"{where}: ", returned[0], returned[1])
+    inputs, ids = convert_inputs(f"{where}: ", returned[0], returned[1])
     require_same_columns(f"{where}: inputs", returned[0], packed.get("columns", {}))
     return inputs, ids

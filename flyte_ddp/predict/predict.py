@@ -80,14 +80,14 @@ def write_prediction_table(
     predictor = Predictor(model)
     with replace_file(output) as file, replace_folder(mask_folder(output)) as masks:
         # surrogateescape: file names that are not UTF-8 go through as they are.
-        write_rows(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
+        write_predictions(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
     write_html(output.with_suffix(".html"), predictor.render_page(output.stem))
     print_samples_without_prediction(Progress(settings.progress), predictor.undefined, bad)
     return output
 
 
-def write_rows(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
-    """Write a CSV table; UserError if no sample can be decoded, as nothing tells the names of its columns then."""
+def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
+    """Predict batches and write a CSV row per sample; UserError without a decodable sample, or for changing columns."""
     writer: csv.DictWriter[str] | None = None
     waiting = list[dict[str, str]]()  # rows before the first sample that was decoded
     for batch in batches:

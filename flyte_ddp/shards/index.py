@@ -126,7 +126,7 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
 
 def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
     sources = [(address, content, content)] if content.get("shardlist") else []
-    sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]
+    sources += [(*find_part_index(address, content, entry), entry) for entry in content.get("datasets") or []]
     shards, parts = list[Shard](), list[Part]()
     classes = {list_class_names(address, content): address}  # the address of the index that has them
     for where, listed, described in sources:
@@ -175,8 +175,8 @@ def load_index_json(address: str) -> dict[str, Any]:
     return content
 
 
-def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return address and JSON of the index that lists a part's shards (read if it is another), and ``entry``."""
+def find_part_index(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
+    """Return address and JSON of the index that lists a part's shards, read if another; UserError if that refers on."""
     if entry.get("source_url"):
         where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
         listed = load_index_json(where)
@@ -184,7 +184,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
         where, listed = address, {"base": content.get("base"), **entry}
     if listed.get("datasets"):
         raise UserError(f"index {address}: refers to {where}, which refers to other indexes; list those indexes here")
-    return where, listed, entry
+    return where, listed
 
 
 def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:

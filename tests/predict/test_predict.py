@@ -24,7 +24,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_rows
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_predictions
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
@@ -247,7 +247,7 @@ def test_other_answers_in_a_later_batch_are_refused() -> None:
     predictor: Any = SimpleNamespace(answer_batch=lambda *_: next(answers))
     batch: Any = SimpleNamespace(ids=["x"], decoded=[True])
     with pytest.raises(UserError, match="answers are id, a, b in one batch and id, a in another"):
-        write_rows(io.StringIO(), [batch, batch], predictor, Path())
+        write_predictions(io.StringIO(), [batch, batch], predictor, Path())
 
 
 def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
     """Accept agents during the block, in threads; yield the queue of those that have proved that they know the key."""
     arrived, over = queue.SimpleQueue[WorkerConnection](), threading.Event()
 
-    def authenticate(connected: socket.socket) -> None:
+    def queue_if_authenticated(connected: socket.socket) -> None:
         with (
             suppress(OSError, EOFError, AuthenticationError),
             connected,
@@ -135,7 +135,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             except OSError:  # it is over, nobody is there, the peer has gone again, or too many files are open
                 time.sleep(POLL_SECONDS)
             else:  # in a thread, so that a slow peer delays no other
-                threading.Thread(target=authenticate, args=[connected], name="agent", daemon=True).start()
+                threading.Thread(target=queue_if_authenticated, args=[connected], name="agent", daemon=True).start()
 
     server.settimeout(WAIT_SECONDS)  # where shutting it down does not end its wait
     accepting = threading.Thread(target=accept, name="agents", daemon=True)
