@@ -52,9 +52,9 @@ def fetch(
 ) -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
-    Does nothing if ``folder`` already holds this data set of this source undamaged; replaces a damaged one. Does not
-    notice changed content of the same source: put the :func:`fingerprint` into the folder's name. Calls the code of a
-    ``package.module:callable``, whose errors are not caught. Returns the absolute path of ``folder``.
+    Does nothing if ``folder`` holds this data set of this source and can be opened (digests are not compared); replaces
+    one that cannot. Does not notice changed content of the same source: put the :func:`fingerprint` into the folder's
+    name. Calls the code of a ``package.module:callable``, whose errors are not caught. Returns ``folder``, absolute.
 
     ``dataset``, ``source``, ``test_dataset`` and ``sample`` are the hyperparameters of these names (``source``:
     ``data_source``). Of ``shards:...``, ``stream:...`` and ``image_folder:...`` only the index or the list of files is

@@ -16,7 +16,10 @@ PREPROCESSING = "preprocessing"  # key in the description of a data set, and in 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Pickle an object into JSON's texts, with function and columns of inputs; {} without; UserError if it cannot."""
+    """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON; {} if the first two are None.
+
+    Raises UserError for what cannot be pickled, ``preprocessing`` without ``prepare``, and a ``prepare`` of no module.
+    """
     if prepare is None:
         if preprocessing is None:
             return {}

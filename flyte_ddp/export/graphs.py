@@ -34,8 +34,8 @@ def write_onnx(
 
     ``module``, in evaluation mode, takes and returns tensors by name. ``sizes`` are the ``torch.export.Dim`` of each
     dimension of other sizes than the example's. Exporters take sizes of 0 and 1 for constants, and their exceptions go
-    through. Raises NotExportedError without the extra ``export``, and for a module without outputs. Silences loggers,
-    warnings and stderr of the process meanwhile.
+    through. Raises NotExportedError without the extra ``export``, for a module without outputs, and for LSTM or GRU
+    layers that this torch cannot export at any length. Silences loggers, warnings and stderr of the process meanwhile.
     """
     try:
         import onnx  # noqa: F401

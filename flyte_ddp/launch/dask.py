@@ -113,7 +113,7 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
 
 
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return the addresses of ``num_ranks`` workers by host, on as few hosts as possible, idle ones if enough."""
+    """Return ``num_ranks`` workers' addresses by host, on few hosts, idle if enough; UnreachableError if too few."""
     idle = [address for address in workers if not workers[address]["tasks"]]
     candidates = idle if len(idle) >= num_ranks else [*workers]
     host = {address: workers[address]["host"] for address in candidates}

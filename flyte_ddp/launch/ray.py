@@ -101,7 +101,10 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block, unless that is done: to ``RAY_ADDRESS``, or to a cluster that it starts here."""
+    """Connect to Ray for the block, unless connected; UnreachableError if no cluster answers.
+
+    Takes ``RAY_ADDRESS``, else this machine's cluster, else starts one for the block.
+    """
     with require_extra("ray"):
         import ray
 

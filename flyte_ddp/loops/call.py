@@ -134,7 +134,7 @@ def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: val
 
 
 def describe_object(value: Any) -> Any:
-    """Return an object's digest; of a class, a module or a function the name, with what the function brings along."""
+    """Return an object's digest; of a class or nn.Module its name; of a function its name and bound values."""
     # A module is known by its class alone: its weights may be random, and are in the checkpoint.
     if isinstance(value, type) or hasattr(value, "state_dict"):
         return function_name(value)

@@ -50,7 +50,8 @@ def run_ranks(
         function: what each rank calls.
         args: its positional arguments, which are pickled.
         num_ranks: number of ranks (None: 2), each with a GPU of its own where there are GPUs. 0: as many as fit.
-        folder: for records, checkpoints and files of the run, which resumes there. None: a temporary folder.
+        folder: for records, checkpoints and files of the run, which resumes there; success deletes the checkpoints.
+            None: a temporary folder.
         launch: starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes here; for 1 rank, this one.
         timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
         kwargs: its keyword arguments, which are pickled; one with a name of those above goes by functools.partial.

@@ -48,11 +48,11 @@ class RankExchange:
 
 
 def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows [N, ...] of all ranks' values [n, ...], in the batch's order, and where own rows are, int64 [n].
+    """Return all ranks' rows [N, ...] in the batch's order, and positions [n] of this rank's values [n, ...] in them.
 
-    For ``losses`` of an objective that compares a batch's samples. Gradients flow back to the rows' ranks, so with one
-    loss for each own sample, and no factor, a step is that of one process. All ranks must call it equally often, wait
-    for each other, and use the result in their losses. A rank without samples of its own adds no row.
+    For ``losses`` of an objective that compares a batch's samples. Each row's gradient flows back to its rank: with one
+    unscaled loss per own sample, a step equals that of one process. All ranks must call it equally often, wait for each
+    other, and use the result in their losses. A rank without samples of its own adds no row.
 
     On one rank, and in an evaluation, returns the values themselves and 0..n-1: each batch of ``test_batch_size`` is
     whole on one rank. To compare all samples of a split, use ``measure``, which gets whole columns.

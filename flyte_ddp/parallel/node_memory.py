@@ -125,7 +125,7 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Raise CollectiveTimeoutError or PeerGoneError about ``peer`` for socket errors of the block; set no timeout."""
+    """Raise CollectiveTimeoutError, naming ``limit``, or PeerGoneError about ``peer`` for the block's socket errors."""
     try:
         yield
     except TimeoutError:

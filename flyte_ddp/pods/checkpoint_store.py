@@ -90,7 +90,7 @@ class CheckpointStore:
         return newest
 
     def retry_on_outage(self, address: str, action: Callable[[str], Result]) -> Result:
-        """Return ``action(address)``, in up to 4 tries; raise UnreachableError if the blob store answers none."""
+        """Return ``action(address)``, in up to 4 tries, and print pauses; UnreachableError if all fail by an outage."""
         try:
             return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
         except UnavailableError as error:

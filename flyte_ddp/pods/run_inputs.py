@@ -19,7 +19,8 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     """Check hyperparameters and the pods' hardware; return the versions of run and data, which are names of folders.
 
     ``engine`` is elastic, ray, dask, or "" for one pod. ``kickoff_time`` makes this another run: a schedule's time, or
-    NO_SCHEDULE for the present time.
+    NO_SCHEDULE for the present time. Asks the data's origin. Locally completes an interrupted move of the run's result,
+    and writes folder tokens; UserError while the run goes on.
     """
     identity.check_known_image_size(hp)
     hardware.check_requested_resources(hp, *node_and_rank_limits(engine))

@@ -186,7 +186,7 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
 
 
 def plot_curve(axes: Any, section: Curve) -> str:
-    """Plot a line in the unit square, and one to compare it with; return what y is."""
+    """Plot a line in the unit square, and one to compare it with; return the y axis' label."""
     axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
     axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), "-", color=BLUE)
     axes.set_xlim(0, 1)
@@ -195,7 +195,7 @@ def plot_curve(axes: Any, section: Curve) -> str:
 
 
 def plot_scatter(axes: Any, section: Scatter) -> str:
-    """Plot points in equal scales, with the diagonal; return what y is."""
+    """Plot points in equal scales, with the diagonal; return the y axis' label."""
     x, y = np.array(section.x, dtype=float), np.array(section.y, dtype=float)
     values = np.concatenate([x, y])
     values = values[np.isfinite(values)]

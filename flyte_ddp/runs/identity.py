@@ -17,6 +17,7 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
     """Return a name such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, digest of the run's identity.
 
     ``trigger`` is any text that makes an otherwise equal run another run, such as a schedule's kickoff time.
+    Reads the user's code and asks for ``init_from``, as :func:`model_identity` does.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

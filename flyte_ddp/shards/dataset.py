@@ -87,7 +87,7 @@ class OpenShard:
             self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
 
     def open_when_room(self) -> BinaryIO:
-        """Open the shard by :meth:`ShardCache.open_shard`; while the cache is full, try again for up to 60 s."""
+        """Open the shard by :meth:`ShardCache.open_shard`; retry a full cache for 60 s, then raise CacheFullError."""
         deadline = time.monotonic() + WAIT_FOR_ROOM
         while True:
             try:

@@ -81,7 +81,7 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 
 
 def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return what the user's callable, whose errors go through, makes; UserError if it lacks a parameter."""
+    """Return the optimiser that the user's callable makes; UserError if it leaves out a trainable parameter."""
     optimizer: torch.optim.Optimizer = load_callable(hp.optimizer)(model, hp)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():

@@ -180,7 +180,7 @@ def explain_own_errors(what: str) -> Iterator[None]:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the names of modules that a source imports, by statements or ``import_module``, but not relatively."""
+    """Return the top-level modules that a source imports, by statements or ``import_module``, but not relatively."""
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):
