@@ -1,19 +1,11 @@
-"""How many ranks a cluster has capacity for, and on which devices; waits for hosts that have not started yet."""
+"""How many ranks a cluster has capacity for; waits for hosts that have not started yet."""
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from flyte_ddp.errors import UnreachableError, UserError, print_to_stderr
-from flyte_ddp.machine.resources import Request, World
-from flyte_ddp.runs.work import Work
 
 POLL_SECONDS = 0.5
-
-
-def choose_world(work: Work, find_world: Callable[[Request], World]) -> Work:
-    world = find_world(work.request)
-    return replace(work, world=replace(world, threads=work.request.threads or world.threads))
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:

@@ -47,7 +47,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
 
     seconds = work.settings.timeout
     with connected(client, work.request.num_ranks, seconds if hosts_to_come else REACH_SECONDS) as cluster:
-        work = capacity.choose_world(work, lambda request: find_world(request, cluster, seconds, hosts_to_come))
+        work = work.choose_world(lambda request: find_world(request, cluster, seconds, hosts_to_come))
         num_ranks = work.world.num_ranks
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         futures: list[Any] = []

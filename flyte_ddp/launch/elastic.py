@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, print_to_stderr
-from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
 from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, write_exception
 from flyte_ddp.launch.supervise.failures import killed_rank_error
@@ -65,7 +64,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
 
     After a failure Elastic restarts all new workers up to ``retries`` times. Kills at the end what this thread started.
     """
-    work = capacity.choose_world(work, find_world)
+    work = work.choose_world(find_world)
     if RUN_ID in os.environ:
         run_as_rank_0(work)
         return

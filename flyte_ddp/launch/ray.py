@@ -30,7 +30,7 @@ def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
         from ray.util import get_node_ip_address, placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        work = capacity.choose_world(work, lambda request: find_world(request, hosts_to_come, work.settings.timeout))
+        work = work.choose_world(lambda request: find_world(request, hosts_to_come, work.settings.timeout))
         num_ranks = work.world.num_ranks
         needs = {"CPU": work.world.threads, "GPU": 1 if work.world.device_type == "cuda" else 0}
         group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from flyte_ddp.errors import MachineError, RankError, UserError
-from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.supervise.link import OfferSaving, RankInfo, SaveFunction, exception_message
-from flyte_ddp.launch.supervise.processes import HOST
+from flyte_ddp.launch.supervise.rank_handle import HOST
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.machine.process import kill_new_descendants_at_end
 from flyte_ddp.machine.resources import detect_world
@@ -23,7 +22,7 @@ def launch(work: Work) -> None:
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
-    work = choose_world(work, detect_world)
+    work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")

@@ -1,4 +1,4 @@
-"""Launches ranks on this machine as processes: forks of a server process on Linux, spawned elsewhere.
+"""Launches ranks of this machine, forked on Linux, spawned elsewhere; each begins in rank_process.start_rank.
 
 ``torch.multiprocessing.spawn`` would import torch in this process, which does not need it, and once in each rank.
 """
@@ -7,10 +7,9 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 
-from flyte_ddp.launch.capacity import choose_world
-from flyte_ddp.launch.supervise import fork_server, processes
+from flyte_ddp.launch.supervise import fork_server, rank_handle
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.processes import HOST, RankHandle
+from flyte_ddp.launch.supervise.rank_handle import HOST, RankHandle
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.machine.resources import detect_world
@@ -19,7 +18,7 @@ from flyte_ddp.runs.work import Work
 
 def launch(work: Work) -> None:
     """Do the work in processes of this machine, one for each rank; raise the launchers' errors."""
-    work = choose_world(work, detect_world)
+    work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # this host has the data
     group: list[RankHandle] = []
@@ -35,7 +34,7 @@ def launch(work: Work) -> None:
             fork_server.start_ranks(group, infos, with_torch=work.world.device_type in fork_server.TRIED_ON)
         else:
             for info in infos:
-                processes.start_process(group, info)
+                rank_handle.start_process(group, info)
         for handle in group:
             handle.send_work(work)
         supervise_ranks(group, stop, work.settings)

@@ -2,7 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,10 @@ class Work:
     on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks
     world: World = NOT_FOUND  # what the launcher has found capacity for
     sees_run_folder: bool = True  # whether output_folder is the launcher's; else results go to the launcher as messages
+
+    def choose_world(self, find_world: Callable[[Request], World]) -> Self:
+        world = find_world(self.request)
+        return replace(self, world=replace(world, threads=self.request.threads or world.threads))
 
     def prepare_on_host(self) -> Self:
         prepared: Self = pkgutil.resolve_name(self.on_host)(self) if self.on_host else self

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.errors import UnreachableError
-from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
@@ -19,7 +18,7 @@ NOWHERE = Path("/nowhere")
 
 def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work; agents, started again up to ``retries`` times, do not see the run folder and a training's data."""
-    work = choose_world(work, detect_world)
+    work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     if hasattr(work.arguments, "data"):
         work = replace(work, arguments=replace(work.arguments, data=NOWHERE))

@@ -24,7 +24,7 @@ from flyte_ddp.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.link import RankInfo, describe_error
-from flyte_ddp.launch.supervise.processes import ProcessHandle
+from flyte_ddp.launch.supervise.rank_handle import ProcessHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from flyte_ddp.errors import RankError, RankLostError, StoppedError
 from flyte_ddp.launch import spawn
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.fork_server import SERVER, ForkedHandle
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings

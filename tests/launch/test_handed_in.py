@@ -14,7 +14,7 @@ from flyte_ddp.launch.remote import file_sync, proxy
 from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle
 from flyte_ddp.launch.supervise.link import PipeEnd
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.text.json_lines import read_records
 
 

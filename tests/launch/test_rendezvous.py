@@ -23,10 +23,10 @@ from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
-from flyte_ddp.launch.supervise import processes
+from flyte_ddp.launch.supervise import rank_handle
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.link import RankInfo, describe_error
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
 from flyte_ddp.machine.resources import Request
@@ -193,7 +193,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
 ) -> None:
     """Of Elastic's ranks no agent says how they have ended; another host's memory is not known."""
     counted = [3]
-    monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: counted[0])
+    monkeypatch.setattr(rank_handle, "count_out_of_memory_kills", lambda: counted[0])
     pipe, theirs = Pipe()
     handle = RemoteHandle(worker(1, pipe, host), host, tmp_path, tmp_path)
     counted[0] += 1

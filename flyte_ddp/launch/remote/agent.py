@@ -11,7 +11,7 @@ import threading
 
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.remote.sources import unpack_sources
-from flyte_ddp.launch.supervise.processes import RankHandle, start_process
+from flyte_ddp.launch.supervise.rank_handle import RankHandle, start_process
 from flyte_ddp.machine.process import become_subreaper, kill_descendants
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
 from flyte_ddp.launch.supervise.link import describe_error
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import call_on_signals
 from flyte_ddp.machine.process import SIGNALS
 

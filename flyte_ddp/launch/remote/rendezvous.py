@@ -21,7 +21,7 @@ from flyte_ddp.errors import RankError, UnreachableError, UserError, print_to_st
 from flyte_ddp.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.launch.remote.file_sync import read_file_as_messages, write_piece
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 
 NO_STACK = "(it does not say)"
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}

@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
 from flyte_ddp.launch.supervise.link import RankInfo, describe_error
-from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, RankHandle
+from flyte_ddp.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle
 from flyte_ddp.launch.supervise.rank_process import flush_output, start_rank
 from flyte_ddp.machine.process import (
     become_subreaper,

@@ -7,7 +7,7 @@ from multiprocessing import connection
 
 from flyte_ddp.errors import RankLostError
 from flyte_ddp.launch.supervise.failures import NO_STACK, find_root_cause, first_failure
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.settings import Settings
 
