@@ -33,7 +33,7 @@ from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import Training
+from flyte_ddp.training.job import TrainingJob
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
@@ -201,7 +201,7 @@ def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings 
     """Return the work of ranks that train on this machine and keep their files in ``folder``."""
     request, identity = request_ranks(hp), checkpoint_identity(hp, data)
     world = detect_world(request)
-    return Work("", Training(hp, data), request, folder, identity, settings, world=world)
+    return Work("", TrainingJob(hp, data), request, folder, identity, settings, world=world)
 
 
 def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:

@@ -61,8 +61,8 @@ def run_training(
     ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Then kills a single rank's children.
 
     By default the settings are those of the environment, and ``launch``, which finds capacity for the ranks, starts
-    them and waits for them, runs a single rank in this process and several in processes of their own. ``threads`` is
-    the number of CPU threads of each rank; 0: its share of the cores. It decides the rounding.
+    them and waits for them, is that of ``launch/single.py`` for one rank, in this process, or of ``launch/spawn.py``,
+    in processes of their own. ``threads`` are each rank's CPU threads; 0: its share of the cores. They decide rounding.
 
     Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
     failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
@@ -72,7 +72,7 @@ def run_training(
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
     from flyte_ddp.tracking import wandb_run
-    from flyte_ddp.training.job import INITIAL_WEIGHTS, Training
+    from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
 
     settings = settings or read_settings()
     request = replace(request_ranks(hp), threads=threads)
@@ -96,7 +96,7 @@ def run_training(
                         launch(
                             Work(
                                 function="flyte_ddp.training.train:train",
-                                arguments=Training(hp, data),
+                                arguments=TrainingJob(hp, data),
                                 request=request,
                                 output_folder=unfinished,
                                 identity=identity,
@@ -104,7 +104,7 @@ def run_training(
                                 checkpoint=found,
                                 files={INITIAL_WEIGHTS: weights} if weights else {},
                                 own_code=hp.own_code(),
-                                on_host="flyte_ddp.training.job:find_or_fetch_data",
+                                on_host="flyte_ddp.training.job:find_data_on_host",
                             )
                         )
                     report.write_report(unfinished, run_folder.name)

@@ -57,10 +57,10 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     Takes what check_inputs returns, and returns what train_model does.
     """
     from flyte_ddp.launch import elastic
-    from flyte_ddp.training.job import find_or_fetch_data
+    from flyte_ddp.training.job import find_data_on_host
 
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
-    prepare = partial(find_or_fetch_data, fetch_into=partial(download_data, data))
+    prepare = partial(find_data_on_host, fetch_into=partial(download_data, data))
     # Workers run it in pods alone. There the plugin takes rank 0's result, of which _execute makes outputs.
     return elastic.run_in_worker(run, prepare)  # type: ignore[arg-type, return-value]
 

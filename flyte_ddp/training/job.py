@@ -18,19 +18,19 @@ INITIAL_WEIGHTS = "initial weights"  # key in Work.files
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingJob:
     """What to train, and on which prepared data."""
 
     hp: Hyperparameters
     data: Path  # folder of the prepared data set
 
 
-def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
+def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
     """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
 
     One process fetches, by ``fetch_into`` or from the source. Raises UserError if the data differs from the launcher's.
     """
-    given: Training = work.arguments
+    given: TrainingJob = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:
         return work
     hp = given.hp

@@ -28,7 +28,7 @@ from flyte_ddp.training import trial
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
-from flyte_ddp.training.job import INITIAL_WEIGHTS, Training
+from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
 from flyte_ddp.training.optimisation import check_optimizer_state, gradient_clip_norm
 from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
@@ -45,8 +45,8 @@ def train(rank: Rank) -> None:
     Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     rank.join()
-    work, training = rank.work, cast("Training", rank.work.arguments)
-    hp, settings, data = training.hp, work.settings, open_prepared(training.data)
+    work, job = rank.work, cast("TrainingJob", rank.work.arguments)
+    hp, settings, data = job.hp, work.settings, open_prepared(job.data)
     hardware = choose_hardware(hp, work.world, min(gather_objects(bf16_support(work.world.device_type))))
     refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
     state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
@@ -120,7 +120,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
             outputs = compute_outputs(state, state.sync, inputs, own.targets[0][0], part)
-            with state.exchange.during_losses(has_samples=part.has_samples):
+            with state.loss_exchange.during_losses(has_samples=part.has_samples):
                 # Autocast or a user's model may return bf16, which is too coarse for a loss.
                 precise = convert_outputs(outputs, torch.float32)
                 sums = [state.objective.loss_sum(precise, *pair, own.samples) for pair in own.targets]

@@ -81,7 +81,7 @@ class TrainingState:
         for source in self.splits.sources:
             if isinstance(source, WorkerSource):  # its targets are made by the user's own code
                 source.check_targets = self.objective.check_targets
-        self.exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
+        self.loss_exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of

@@ -17,7 +17,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import Training, find_or_fetch_data, read_prepared_digest
+from flyte_ddp.training.job import TrainingJob, find_data_on_host, read_prepared_digest
 
 MODULE = """
 from pathlib import Path
@@ -53,11 +53,11 @@ def host_has(tmp_path: Path) -> HostHas:
         launcher = launcher or fetch(dataset, source, folder, progress="off")
         hp = Hyperparameters(dataset=dataset, data_source=source, num_ranks=1)
         settings = Settings(cache_folder=tmp_path / "cache")
-        training = Training(hp, data=Path("/nowhere"))
+        job = TrainingJob(hp, data=Path("/nowhere"))
         identity = replace(IDENTITY, data=read_prepared_digest(launcher))
-        work = Work("", training, Request(1), tmp_path, identity, settings)
-        found = find_or_fetch_data(work)
-        assert found == replace(work, arguments=replace(training, data=found.arguments.data))
+        work = Work("", job, Request(1), tmp_path, identity, settings)
+        found = find_data_on_host(work)
+        assert found == replace(work, arguments=replace(job, data=found.arguments.data))
         return found.arguments.data
 
     return find
