@@ -1,4 +1,7 @@
-"""Save a run's state in a thread of rank 0; random numbers depend on the position alone, so they have no state."""
+"""Take and restore snapshots of a training; a thread of runs/checkpoint_writer.py writes them into checkpoints.
+
+Random numbers depend on the position alone, so they have no state.
+"""
 
 from types import TracebackType
 from typing import Self
