@@ -75,11 +75,23 @@ class Language(Objective):
         mean = columns["loss"].sum().item() / tokens
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
+    def hide_padding(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the logits, NaN behind the last target of each text that counts."""
+        still_count = (targets != IGNORED_TOKEN).flip(1).cumsum(1).flip(1)
+        hidden: Tensor = find_logits(outputs).masked_fill(still_count[..., None] == 0, math.nan)
+        return hidden
+
     def answers(self, outputs: Any) -> TableColumns:
-        return {"prediction": [self.describe_tokens(row) for row in find_logits(outputs).argmax(2).tolist()]}
+        """Return the likeliest tokens as ``prediction``, none at places whose logits are NaN."""
+        logits = find_logits(outputs)
+        tokens = logits.argmax(2).masked_fill(logits.isnan().any(2), IGNORED_TOKEN)
+        return {"prediction": self.describe_texts(tokens)}
 
     def truths(self, targets: Tensor) -> TableColumns:
-        return {"truth": [self.describe_tokens([each for each in row if each >= 0]) for row in targets.tolist()]}
+        return {"truth": self.describe_texts(targets)}
+
+    def describe_texts(self, texts: Tensor) -> list[str]:
+        return [self.describe_tokens([token for token in row if token >= 0]) for row in texts.tolist()]
 
     def describe_tokens(self, tokens: list[int]) -> str:
         """Return the first 200 tokens as a text, by ``decode``, or by their names; at most 200 characters."""

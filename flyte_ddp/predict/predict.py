@@ -31,6 +31,7 @@ from flyte_ddp.predict.prediction_batches import Batch, SavedModel, find_images,
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import class_colors, color_table, render_template, write_html
+from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent, join_first
 from flyte_ddp.user_code.source import explain_own_errors
@@ -136,8 +137,9 @@ class Predictor:
             outputs = self.model.compute_outputs(batch.inputs)
         undefined = find_undefined_rows(outputs, len(decoded))
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
+        targets = batch.targets[decoded] if isinstance(batch.targets, Tensor) else batch.targets
         answers = TableColumns()
-        for name, values in find_answers(self.model, outputs, undefined).items():
+        for name, values in find_answers(self.model, outputs, targets, undefined).items():
             cells: list[Any] = [""] * samples
             for place, value in zip(decoded, values, strict=True):
                 cells[place] = value
@@ -226,9 +228,10 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
     return file.relative_to(folder.parent).as_posix()
 
 
-def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
+def find_answers(model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_]) -> TableColumns:
     """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n]."""
-    given, where = {**model.objective.answers(outputs)}, model.sidecar.get("objective", "classification")
+    shown = outputs if targets is None else model.objective.hide_padding(outputs, targets)
+    given, where = {**model.objective.answers(shown)}, model.sidecar.get("objective", "classification")
     if not given:
         raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():

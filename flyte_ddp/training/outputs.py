@@ -289,7 +289,8 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
 
 
 def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Any]:
-    answers, truths, masks = objective.answers(outputs), objective.truths(targets), objective.masks(outputs)
+    answers = objective.answers(objective.hide_padding(outputs, targets))
+    truths, masks = objective.truths(targets), objective.masks(outputs)
     found: dict[str, Any] = {"columns": merge_columns(answers, truths)}
     found["score"] = np.array(answers.get("score", [np.nan] * samples), dtype=np.float32)
     if masks is not None:

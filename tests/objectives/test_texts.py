@@ -1,19 +1,24 @@
 """Texts of a language run: as the user's tokenizer joins them, with tokens by the second and the gradient's norm."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import leaf_tasks
 import numpy as np
 import pytest
 import torch
+from predictions import predict_rows
 from report_page import Page
 from torch import nn
-from training_runs import records_of, train_in, weights
+from training_runs import QUIET, records_of, train_in, train_on, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.run import Result
 
 HP = Hyperparameters(
@@ -68,3 +73,25 @@ def test_the_norm_in_the_metrics_is_the_gradients(tmp_path: Path) -> None:
     assert record["gradient_norm"] == pytest.approx(apart.norm().item() / 0.2, rel=1e-9)
     unclipped = train(tmp_path / "unclipped", replace(HP, max_steps=1, grad_clip_norm=0.0))
     assert not any("gradient_norm" in record for record in records_of(unclipped, "train"))
+
+
+@pytest.mark.parametrize("data", [leaf_tasks.texts, leaf_tasks.whole_texts])
+def test_a_texts_prediction_does_not_depend_on_the_others_of_its_batch(
+    data: Callable[[str], SampleArrays], tmp_path: Path
+) -> None:
+    """Neither the report's nor the table's: they end with the last token that counts, not with the padding."""
+    options = {"objective": {"shift": data is leaf_tasks.whole_texts}}
+    hp = replace(HP, collate="padded", model="leaf_tasks:Reader", options=json.dumps(options))
+    found = []
+    for size in (1, 7, 23):
+        folder = tmp_path / str(size)
+        run = train_on(folder, data(""), replace(hp, test_batch_size=size))
+        files = run.model, run.sidecar, folder / "table.csv"
+        table = predict_rows(*files, dataset=folder / "data", batch_size=size, settings=QUIET)
+        found.append([(row["prediction"], row["truth"]) for row in table])
+        with np.load(run.run_folder / "predictions.npz") as reported:
+            found.append([*zip(reported["prediction"], reported["truth"], strict=True)][: len(table)])
+    assert all(each == found[0] for each in found)
+    lengths = [len(targets) if (targets >= 0).any() else 0 for targets in data("").test_targets]
+    assert [len(prediction) for prediction, _ in found[0]] == lengths
+    assert max(lengths) > min(filter(None, lengths)), "some are padded"

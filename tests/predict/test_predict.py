@@ -296,6 +296,6 @@ def test_outputs_that_are_no_numbers_are_no_answer() -> None:
     undefined = find_undefined_rows(outputs, 3)
     assert undefined.tolist() == [False, True, False]
     model = SimpleNamespace(objective=Classification(Facts(("a", "b"))), sidecar={})
-    answers = find_answers(model, outputs, undefined)
+    answers = find_answers(model, outputs, None, undefined)
     assert answers["prediction"] == ["b", "", "a"]
     assert math.isnan(answers["score"][1])
