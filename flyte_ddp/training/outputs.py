@@ -271,6 +271,7 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(first, np.ndarray)
         else [value for part in parts for value in part[name]]
         for name, first in (parts[0].items() if parts else ())
+        if all(name in part for part in parts)  # numbers of padded samples have as many columns as their batch is long
     }
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from predictions import predict_rows
 from report_page import Page
-from torch import nn
-from training_runs import QUIET, records_of, train_in, train_on, weights
+from torch import Tensor, nn
+from training_runs import QUIET, notes, records_of, train_in, train_on, weights
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.objectives import Objective
 from flyte_ddp.run import Result
 
 HP = Hyperparameters(
@@ -95,3 +96,30 @@ def test_a_texts_prediction_does_not_depend_on_the_others_of_its_batch(
     lengths = [len(targets) if (targets >= 0).any() else 0 for targets in data("").test_targets]
     assert [len(prediction) for prediction, _ in found[0]] == lengths
     assert max(lengths) > min(filter(None, lengths)), "some are padded"
+
+
+class EachPlace(Objective):
+    """A number at each place of a series, without words for tables."""
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return (~targets.isnan()).float()
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[..., 0] - targets.nan_to_num()).square()
+
+
+def numbers(num_classes: int) -> nn.Module:
+    class Numbers(nn.Linear):
+        def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(values)
+
+    return Numbers(2, num_classes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_numbers_of_padded_samples_are_shown_as_far_as_all_batches_have_them(size: int, tmp_path: Path) -> None:
+    hp = replace(HP, collate="padded", model="test_texts:numbers", objective="test_texts:EachPlace", options="")
+    run = train_on(tmp_path, leaf_tasks.series(""), replace(hp, test_batch_size=size))
+    assert not [note for note in notes(run) if "could not describe" in note]
+    with np.load(run.run_folder / "predictions.npz") as reported:
+        assert "truth_0" in reported["number_columns"]
