@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DASK, ELASTIC, RAY, SPAWN, Launch, on
+from engines import AGENTS, DASK, LAUNCHERS, RAY, SPAWN, Launch, on
 from killed_ranks import call_and_kill
 from s3_server import S3Server, s3_server
 from torch.nn import functional
@@ -84,7 +84,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch) -> Cal
     return lambda function, *arguments: Case(function, arguments, tmp_path / "run", launch)
 
 
-@on(SPAWN, exhaustive=[ELASTIC, RAY, DASK])
+@on(SPAWN, without=[AGENTS])
 def test_tutorial(case: Callable[..., Case], tmp_path: Path) -> None:
     data = unpack_mnist_files("MNIST", None, tmp_path, COUNT)
     tutorial = case(train_mnist, HP, str(data))
@@ -117,7 +117,7 @@ def train_in_one_process(data: Path) -> tuple[dict[str, torch.Tensor], list[floa
     return net.state_dict(), accuracies
 
 
-@on(exhaustive=[SPAWN, ELASTIC, RAY])
+@on(without=[AGENTS, DASK])
 def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
     data = str(unpack_mnist_files("FashionMNIST", None, tmp_path, COUNT))
     losses = case(train_dist, data, 2, 12).run_killed()
@@ -125,7 +125,7 @@ def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-@on(exhaustive=[SPAWN, ELASTIC, RAY])
+@on(without=[AGENTS, DASK])
 def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     images = write_image_folder(tmp_path / "images", COUNT)
     pack_image_folder(str(images), tmp_path / "shards", per_shard=20, progress="off")
@@ -136,7 +136,7 @@ def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     assert_equal(wids.folder / "resnet.pt", tmp_path / "undisturbed/resnet.pt")
 
 
-@on(exhaustive=[SPAWN, ELASTIC, DASK])
+@on(without=[AGENTS, RAY])
 def test_transfer_learning_on_dask_and_s3(case: Callable[..., Case], bucket: S3Server, tmp_path, monkeypatch) -> None:
     write_image_folder(bucket.folder / "bucket" / tmp_path.name, COUNT)
     copies = bucket.folder / "bucket/results" / tmp_path.name
@@ -149,7 +149,8 @@ def test_transfer_learning_on_dask_and_s3(case: Callable[..., Case], bucket: S3S
     assert {each["rank"] for each in events} == {0, 1}
 
 
-@on(exhaustive=[SPAWN])
+@pytest.mark.exhaustive
+@on(SPAWN, without=LAUNCHERS)
 def test_a_gan(case: Callable[..., Case], tmp_path: Path) -> None:
     gan = case(gan_digits, 2)
     assert gan.run_killed(rank=0) == gan.run_undisturbed()

@@ -14,9 +14,10 @@ FRESH = "spawn, forks without torch as on GPUs"
 RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0"}
 
 
-def on(*names: str, exhaustive: Sequence[str] = LAUNCHERS) -> pytest.MarkDecorator:
-    """Parametrize a test with these launchers; with the other ``exhaustive`` ones only in ``make test-all``."""
-    repeated = [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive if name not in names]
+def on(*names: str, without: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test with these launchers; with all others, but for some, only in ``make test-all``."""
+    others = [name for name in LAUNCHERS if name not in (*names, *without)]
+    repeated = [pytest.param(name, marks=pytest.mark.exhaustive) for name in others]
     return pytest.mark.parametrize("launch", [*names, *repeated], indirect=True)
 
 

@@ -80,7 +80,7 @@ def test_a_rank_that_fails_is_named_and_the_next_run_has_the_weights_of_an_undis
     assert {(event["rank"], event["introduced"]) for event in events} == {(0, True), (1, True)}
 
 
-@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))  # spawn: test_faults.py
+@on(ELASTIC, without=[SPAWN])  # test_faults.py has it
 def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     """A rank hangs, so that the other sits in a collective, when the launcher gets SIGTERM."""
     trial.inject("hang")
@@ -91,7 +91,7 @@ def test_sigterm_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     nothing_is_left(trial)
 
 
-@on(SPAWN, exhaustive=(ELASTIC, RAY))  # with AGENTS it took too long, DASK was not tried
+@on(SPAWN, without=[AGENTS, DASK])  # with AGENTS it took too long, DASK was not tried
 def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial) -> None:
     kind = "hang" if launch is elastic.launch else "hang in C"  # where Elastic's cannot say more
     trial.inject(kind)

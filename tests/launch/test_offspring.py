@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import offspring_models
 import pytest
-from engines import AGENTS, ELASTIC, SPAWN, Launch, on
+from engines import DASK, RAY, SPAWN, Launch, on
 from faulty_runs import HP
 from processes import processes_with, wait_until
 from trials import Trial
@@ -74,7 +74,7 @@ def test_after_a_good_end(bystander: subprocess.Popen[bytes], trial: Trial) -> N
     assert bystander.poll() is None
 
 
-@on(SPAWN, exhaustive=(AGENTS, ELASTIC))
+@on(SPAWN, without=[DASK, RAY])
 def test_after_a_failure(launch: Launch, trial: Trial) -> None:
     trial.inject("ArithmeticError")
     with pytest.raises(RankError):

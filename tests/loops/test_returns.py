@@ -11,13 +11,13 @@ import own_functions
 import pytest
 import torch
 from cli import HELPERS
-from engines import AGENTS, RAY, SPAWN, Launch, Run, on
+from engines import DASK, ELASTIC, SPAWN, Launch, Run, on
 
 from flyte_ddp import RankError
 
 
 @pytest.mark.slow
-@on(SPAWN, exhaustive=(AGENTS, RAY))  # Dask's agents are the same; Elastic has torchrun's own
+@on(SPAWN, without=[DASK, ELASTIC])  # Dask's agents are those of AGENTS; Elastic has torchrun's own
 def test_ranks_find_their_place_and_torchruns_variables(launch: Launch, run: Run) -> None:
     found = run(own_functions.describe_place, launch=launch)
     assert [each["place"] for each in found] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]

@@ -12,7 +12,7 @@ from typing import Any
 import own_functions
 import pytest
 import torch
-from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, Run, on
+from engines import ELASTIC, SPAWN, Launch, Run, on
 from faulty_runs import when
 from interruptions import ended_before_each_change
 from processes import wait_until
@@ -59,7 +59,7 @@ def test_a_run_that_was_cut_off_goes_on(run: Run, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "own", "results", "report.html"}
 
 
-@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))  # spawn restarts no rank
+@on(ELASTIC, without=[SPAWN])  # which restarts no rank
 def test_an_engines_retry_goes_on_within_the_call(launch: Launch, run: Run, tmp_path: Path) -> None:
     marker = str(tmp_path / "marker")
     got = run(own_functions.train, 10, 4, marker=marker, launch=partial(launch, retries=1))
