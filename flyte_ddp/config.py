@@ -125,8 +125,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     class_weights: str = setting(
         "",
-        "Weights of the classes or labels in the loss (not for regression): numbers separated by commas, or balanced "
-        "(by the inverse of each class's training samples); empty: all 1.",
+        "Weights of the classes or labels in the loss (not for regression and language): numbers separated by commas, "
+        "or balanced (by the inverse of each class's training samples); empty: all 1.",
     )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import (
+    BUILT_IN,
     HIGHER,
     Classification,
     Facts,
@@ -20,6 +21,7 @@ from flyte_ddp.objectives import (
     Objective,
     Regression,
     Segmentation,
+    make_objective,
 )
 from flyte_ddp.release.checks import check_losses, compare_evaluations, compare_labels
 from flyte_ddp.release.evaluation import Evaluation
@@ -121,6 +123,11 @@ def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
     np.testing.assert_allclose(found.scores, N * found.score - (N - 1) * without, rtol=1e-9)
     assert found.score == found.measures[name]
     np.testing.assert_allclose(score_parts(objective, found.columns).mean(axis=1), found.scores)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_main_measures_of_built_in_objectives_need_no_calls(name: str) -> None:
+    assert not needs_calls(make_objective(name, Facts(LABELS, (3,)), {}))
 
 
 def test_scores_of_numbers_are_squared_errors() -> None:
