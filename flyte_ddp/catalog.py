@@ -32,7 +32,7 @@ SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "language": (),
 }
 OF_CLASSES = ("classification", "segmentation", "language")  # objectives of class numbers, whose number must be known
-OF_TEXTS = ("language",)  # objectives whose targets may have different lengths
+OF_LENGTHS = ("language",)  # objectives whose targets may have different lengths
 CODE_OPTIONS = {"language": "decode"}  # objectives with an option that names the user's own callable
 
 # Their measures, beside the loss; of classification those of OF_TWO_CLASSES need two.

@@ -72,7 +72,7 @@ def test_the_tables_have_all_objectives() -> None:
     settings = catalog.SETTINGS_OF_OBJECTIVES
     [field] = [field for field in dataclasses.fields(Hyperparameters) if field.name == "objective"]
     assert {*BUILT_IN} == {*settings} == {*catalog.MEASURES} == {*field.metadata["choices"]}
-    assert {*catalog.OF_CLASSES, *catalog.OF_TEXTS, *catalog.CODE_OPTIONS} <= {*settings}
+    assert {*catalog.OF_CLASSES, *catalog.OF_LENGTHS, *catalog.CODE_OPTIONS} <= {*settings}
     for name, objective in BUILT_IN.items():
         assert objective.takes == {*settings[name]}, name
 

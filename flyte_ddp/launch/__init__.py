@@ -1,4 +1,4 @@
-"""Launchers: single, spawn, elastic, ray and dask, one file each; default chooses between the first two.
+"""Launchers, one file each; default chooses between the two of one machine, single and spawn.
 
 ``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. The World is that of
 ``machine/resources.detect_world`` on one machine, else of the launcher's own ``find_world``. For what a launcher

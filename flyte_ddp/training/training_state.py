@@ -214,10 +214,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
     counted = hp.class_weights == "balanced" and not hp.sample
     counts = count_training_classes(data, training, len(classes)) if counted else ()
-    if targets is not None and targets.varies and ":" not in hp.objective and hp.objective not in catalog.OF_TEXTS:
+    if targets is not None and targets.varies and ":" not in hp.objective and hp.objective not in catalog.OF_LENGTHS:
         raise UserError(
             f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take "
-            f"{' or '.join(catalog.OF_TEXTS)}, or an objective of your own"
+            f"{' or '.join(catalog.OF_LENGTHS)}, or an objective of your own"
         )
     # What is not one number for each sample, of a known shape, is no class, whose shape is ().
     shape = (1,) if targets is None or targets.varies else targets.shape

@@ -3,6 +3,8 @@
 A launcher for another engine opens a rendezvous, has the engine call ``agent.run_agent`` once for each rank, where the
 rank is to run, with the rank's ticket, and calls ``Rendezvous.run_ranks``; tests/helpers/agents.py is a short example.
 
+- ``open_rendezvous`` gets the addresses at which the agents' hosts reach this one. Flyte's tasks know the engines that
+  ``pods/profiles.ENGINES`` lists.
 - An agent gets its ticket on stdin, which stays open: its end tells the agent that the engine has ended the task.
 - On RankEndedError the engine starts that agent again, up to ``launch``'s ``retries=`` times. ``check_engine`` raises
   UnreachableError when an agent will not come (again).
