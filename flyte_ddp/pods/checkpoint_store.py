@@ -178,7 +178,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest."""
+        """Verify and upload a checkpoint, in one try; keep this execution's 2 newest. FileNotFoundError without one."""
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
             header = checkpoint.read_checkpoint(this)
@@ -222,7 +222,8 @@ class CheckpointStore:
             old = [file for file in files if file.folder in done or now - file.time > self.days * 86_400]
             for first in range(0, len(old), DELETE_BATCH):
                 if time.monotonic() < deadline:
-                    storage.delete_files([file.address for file in old[first : first + DELETE_BATCH]])
+                    with suppress(UnavailableError):  # even if this fails in every pod, others are deleted
+                        storage.delete_files([file.address for file in old[first : first + DELETE_BATCH]])
 
 
 def list_run_files(folder: str) -> list[RunFile]:

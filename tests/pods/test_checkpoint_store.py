@@ -1,7 +1,7 @@
 """Checkpoints of attempts and executions in a real S3 server."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from kept_checkpoints import begun, names, write
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.pods import checkpoint_store
 from flyte_ddp.pods.checkpoint_store import DONE, SAVED, STARTED, CheckpointStore, parse_run_file
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import SLOTS, Checkpoint
@@ -131,7 +132,7 @@ def test_a_checkpoint_that_is_forbidden_or_replaced_meanwhile_does_not_count_as_
 
 
 def test_abandoned_files_are_deleted(store: CheckpointStore, base: Path, tmp_path, monkeypatch) -> None:
-    """An error of that is ignored."""
+    """An error of that is ignored, and keeps no others."""
     old, over, fresh = (base.parent / run / "execution" for run in ("old", "over", "fresh"))
     long_ago, lately = int(time.time()) - 15 * 86_400, int(time.time()) - 2 * 3600
     files = [(old, SAVED, long_ago), (over, DONE, lately), (over, SAVED, lately), (fresh, SAVED, lately)]
@@ -144,9 +145,19 @@ def test_abandoned_files_are_deleted(store: CheckpointStore, base: Path, tmp_pat
         patch.setattr(storage, "list_files", lambda _: 1 / 0)
         store.delete_abandoned_files(seconds=30)
     assert (old / f"{SAVED}-0-1-0-{long_ago}").exists()
-    store.delete_abandoned_files(seconds=30)
-    left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_run_file(str(path))}
-    assert left == {"fresh", "run"}
+    refusals, delete_files = iter([ForbiddenError("Access Denied")]), storage.delete_files
+
+    def refuse_once(addresses: Sequence[str]) -> None:
+        if refusal := next(refusals, None):
+            raise refusal
+        delete_files(addresses)
+
+    monkeypatch.setattr(checkpoint_store, "DELETE_BATCH", 1)
+    monkeypatch.setattr(storage, "delete_files", refuse_once)
+    for expected in ({"fresh", "old", "run"}, {"fresh", "run"}):
+        store.delete_abandoned_files(seconds=30)
+        left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_run_file(str(path))}
+        assert left == expected
     assert (old / "of somebody else").exists()
 
 
