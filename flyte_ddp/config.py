@@ -66,7 +66,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     bad_samples: int = setting(
         0,
         "For shards, streams and image folders: how many images, over all ranks, may be impossible to decode. Each is "
-        "replaced by the next image of its shard that can be decoded. A stream leaves out as many for each worker.",
+        "replaced by its shard's next image that can be decoded. A stream leaves out up to as many for each worker.",
         at_least=0,
     )
     validation_fraction: float = setting(

@@ -101,7 +101,8 @@ def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything
         raise UserError(
-            f"{name} or its arguments cannot be sent to ranks ({type(error).__name__}: {error}); make them there"
+            f"{name} or its arguments cannot be sent to ranks ({type(error).__name__}: {error}); make in the function "
+            "what cannot be pickled"
         ) from error
 
 

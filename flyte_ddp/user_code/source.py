@@ -56,7 +56,7 @@ def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
     if spec is not None and (before is None or before is spec) and old != digest:
         digested[path] = spec, old
         raise UserError(
-            f"module {module} has changed since this process used it: call importlib.reload({module}) or restart it"
+            f"module {module} has changed since it was used: call importlib.reload({module}), or restart the process"
         )
     digested[path] = spec, digest
 
