@@ -58,7 +58,7 @@ def run_training(
     ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder, and resumes
     from the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are
     complete. Waits at the end up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and
-    ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Then kills a single rank's children.
+    ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Kills a single rank's children at its end.
 
     By default the settings are those of the environment, and ``launch``, which finds capacity for the ranks, starts
     them and waits for them, is that of ``launch/single.py`` for one rank, in this process, or of ``launch/spawn.py``,

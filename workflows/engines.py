@@ -24,7 +24,7 @@ Args:
 def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
     """Return ENGINE_training_wf and its launch plans by name, for workflows/ENGINE_training.py.
 
-    Prints a note and returns nothing if the engine is not installed. ``place`` is its name in the description.
+    Prints a note and returns nothing if the engine is not installed. ``place``, in words, is what it trains on.
     """
     if not is_engine_installed(engine):
         return {}

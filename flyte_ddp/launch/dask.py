@@ -85,7 +85,10 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 
 
 def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
-    """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one."""
+    """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
+
+    ``hosts_to_come`` is how many workers the cluster will have; if it is 0, fewer workers than ranks are enough.
+    """
     wanted = max(1, request.num_ranks)
     if hosts_to_come:
         what = f"the Dask cluster has {hosts_to_come} workers"
@@ -193,7 +196,7 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
-    """Yield ``client``, else Dask's current client, else a new one, which is closed at the end."""
+    """Yield ``client``, Dask's current one, or a new one for the block; a local cluster gets ``num_ranks`` workers."""
     with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client

@@ -71,7 +71,10 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 
 
 def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
-    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each."""
+    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
+
+    Fewer ranks than requested are refused if the request is exact, or ``hosts_to_come`` is not 0.
+    """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]
@@ -79,9 +82,10 @@ def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -
         device = choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
         wanted, exact = request.num_ranks, request.exact or hosts_to_come > 0
         if device == "cuda":
-            total, each = sum(gpus), min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
-            what = f"the Ray cluster has {total} GPUs"
-            return World(capacity.clamp_ranks(wanted, total, what, total, exact=exact), device, each)
+            total = sum(gpus)
+            threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
+            num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} GPUs", total, exact=exact)
+            return World(num_ranks, device, threads)
         total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
         num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} CPUs", most, exact=exact)
         return World(num_ranks, device, cpus_per_rank(cpus, num_ranks))

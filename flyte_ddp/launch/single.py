@@ -61,7 +61,8 @@ def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
             main = threading.main_thread().ident
             with ending:
                 if not over and main is not None:
-                    # Like a second Ctrl-C, it raises KeyboardInterrupt also in a system call that waits.
+                    # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not
+                    # catch. It also interrupts a system call that waits.
                     signal.pthread_kill(main, signal.SIGINT)
 
     with catch_stop_signals() as stop:

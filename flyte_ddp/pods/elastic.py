@@ -15,7 +15,7 @@ from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
 MEET_VARIABLE = "FLYTE_DDP_MEET_SECONDS"  # how many seconds pods wait for each other
-WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in Elastic's workers
+WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in Elastic's workers: launch.elastic.RUN_ID, whose import takes longer
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 

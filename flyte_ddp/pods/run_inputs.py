@@ -36,7 +36,10 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
 def find_or_fetch_data_set(
     dataset: str, data_source: str, test_dataset: str, data_version: str = "", *, sample: str = ""
 ) -> Path:
-    """Return a data set's folder; if it is unusable, download and prepare the set, which may run the user's code."""
+    """Return a data set's folder; if it is unusable, download and prepare the set, which may run the user's code.
+
+    ``data_version`` is the folder's name; "" asks the data's origin for it.
+    """
     name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress
     with explain_own_errors(f"dataset={dataset!r}"):

@@ -77,7 +77,7 @@ class Checkpoint:
     time: float  # when it was written, in seconds since 1970
     identity: Identity
     metrics: bytes  # of metrics.jsonl up to this step
-    offset: int = 0  # of the state in the file, in bytes
+    offset: int = 0  # of the state in the file, in bytes; 0 until it is written
 
     def describe_resumption(self) -> str:
         when = datetime.fromtimestamp(self.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)

@@ -69,7 +69,8 @@ def run_body(
     """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
 
     ``raw_output`` is the prefix of a pod's files, "" in a local run. ``outputs`` are the types by name, and the name of
-    a declared tuple. ``literals``: upload the values and return their literals.
+    a declared tuple. ``literals``: upload the values and return their literals. Raises UnreachableError for Flyte's
+    recoverable exception.
     """
     from flytekit.bin.entrypoint import setup_execution
 

@@ -79,7 +79,7 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure, gathers the agents that the engine has restarted.
+        After a recoverable failure, gathers restarted agents. ``check_engine`` raises if an agent will not come.
         """
         failure: BaseException | None = None
         num_ranks = self.work.world.num_ranks
@@ -113,7 +113,7 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Fill ``group`` by rank from ``arrived``, within 300 s."""
+        """Fill ``group``; UnreachableError after 300 s, StoppedError on a stop, UserError for other library sources."""
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         while len(found) < num_ranks:
