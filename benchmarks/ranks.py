@@ -257,7 +257,7 @@ def train(hyperparameters: dict[str, Any], data: str, run: str) -> None:
     settings = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
     if "RANK" not in os.environ:
         run_training(hp, Path(data), folder, settings, threads=1)
-    elif os.environ["RANK"] == "0":
+    elif elastic.is_leader():
         run_training(hp, Path(data), folder, settings, launch=elastic.launch)
     else:
         elastic.follow()

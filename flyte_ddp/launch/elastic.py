@@ -51,8 +51,8 @@ def find_world(request: Request) -> World:
         return resources.detect_world(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
-        message = f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there are {num_ranks}"
-        print_to_stderr(message)
+        what = f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers"
+        print_to_stderr(f"{what}, so there will be {num_ranks}")
     gpus = resources.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
     device = resources.choose_device_type(request.backend, gpus >= on_this_host, lack)
@@ -149,7 +149,7 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host) -> Value | None:
     """Call ``lead`` in rank 0's worker, and return its value; in others :func:`follow`. All raise a run's error."""
     try:
-        if os.environ["RANK"] == "0":
+        if is_leader():
             return lead()
         follow(prepare)
     except BaseException as error:
@@ -168,6 +168,10 @@ def run_local_worker(work: Work, key: str) -> None:
         run_as_rank_0(rendezvous.resume_from_newest_checkpoint(work, why) if again else work)
 
     run_in_worker(lead)
+
+
+def is_leader() -> bool:
+    return os.environ["RANK"] == "0"
 
 
 def run_as_rank_0(work: Work) -> None:

@@ -10,7 +10,8 @@ from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
 
-def main(hp: str, data: str, folder: str) -> None:
+def main(hp: str, data: str, folder: str, like_a_task: str = "") -> None:
+    """Lead or follow as docs/launchers.md says, or as Flyte's tasks do, which also leave their error in a file."""
     connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
     elastic_link.UNWIND_SECONDS = (2.0, 3.0)  # not before Elastic's store counts a lost host's agent as gone, after 3 s
 
@@ -19,7 +20,12 @@ def main(hp: str, data: str, folder: str) -> None:
         settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
         run_training(Hyperparameters.from_json(hp), Path(data), Path(folder), settings, launch=elastic.launch)
 
-    elastic.run_in_worker(lead)
+    if like_a_task:
+        elastic.run_in_worker(lead)
+    elif elastic.is_leader():
+        lead()
+    else:
+        elastic.follow()
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ def test_one_host_is_lost(expected: Result, trial: Trial, tmp_path: Path) -> Non
 def test_the_host_of_rank_0_is_lost(trial: Trial, tmp_path: Path) -> None:
     """The other's worker leaves word that another try is worth it; Elastic's store is still there."""
     trial.inject("hang", rank=0)
-    arguments = ["--max-restarts", "0", str(SCRIPT), FAULTY.to_json(), str(trial.digits), str(trial.folder)]
+    given = [FAULTY.to_json(), str(trial.digits), str(trial.folder), "like a task"]
+    arguments = ["--max-restarts", "0", str(SCRIPT), *given]
     with two_hosts() as both:
         started = [
             start(host, trial, [*torchrun(host, both[1], "2"), *arguments], tmp_path / host.address) for host in both
