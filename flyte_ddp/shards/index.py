@@ -159,12 +159,12 @@ def shorten_repr(value: Any) -> str:
 def load_index_json(address: str) -> dict[str, Any]:
     """Read an index, in up to 4 tries, and return its JSON; raise UserError if it is not of wids' format."""
     try:
-        stored = storage.retry(address, storage.read_file)
+        content = json.loads(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
         where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
         raise failure.to_user_error(f"index {address}: cannot be read ({failure}); check {where}") from None
-    try:
-        content = json.loads(stored)
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise malformed_index_error(address, f"is not JSON ({error})") from None
     if not isinstance(content, dict) or not (content.get("shardlist") or content.get("datasets")):

@@ -164,6 +164,8 @@ def test_an_index_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"^index {path}: .*{said}.*$") as caught:
             read_index(str(path))
         assert len(caught.value.message) < 600
+    with pytest.raises(UserError, match=r"is not JSON .*null byte"):
+        read_index(f"{tmp_path}/a\0b")
 
 
 def test_an_index_that_is_not_there(tmp_path: Path, server: FileServer) -> None:
