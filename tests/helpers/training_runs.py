@@ -43,7 +43,7 @@ def refuse(folder: Path, arrays: SampleArrays, hp: Hyperparameters, words: str, 
     """Assert that training raises a sentence of the user's mistake; return the kinds of records that were written."""
     with pytest.raises(UserError, match=words) as caught:
         train_on(folder, arrays, replace(hp, **changes))
-    assert len(caught.value.message) < 350, "a line or two"
+    assert len(caught.value.message) < 300, "a line or two"
     assert "\n" not in caught.value.message
     metrics = folder / "run" / UNFINISHED / "metrics.jsonl"
     return {record["kind"] for record in read_records(metrics)} if metrics.exists() else set()

@@ -15,6 +15,7 @@ from flyte_ddp.machine.process import kill_process_trees
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.json_lines import read_records
 from flyte_ddp.tracking import wandb_run
 
 pytestmark = pytest.mark.slow
@@ -56,5 +57,8 @@ def test_the_weights_are_the_same_if_wandb_is_killed(
             single.launch(work)
 
         result = run_training(HP, digits, tmp_path / "run", ONLINE, launch=launch)
-    assert all(torch.equal(value, weights(result)[name]) for name, value in weights(without).items())
+    expected, found = weights(without), weights(result)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    kinds, expected_kinds = ([record["kind"] for record in read_records(run.metrics)] for run in (result, without))
+    assert kinds == expected_kinds
     assert losses(result) == losses(without)
