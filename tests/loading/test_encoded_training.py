@@ -69,7 +69,8 @@ def test_random_crops_do_not_depend_on_interruptions(shards: Path, tmp_path: Pat
     one = train(hp, tmp_path / "one")
     cut_off(lambda: train(hp, tmp_path / "cut"), 7)
     resumed = train(hp, tmp_path / "cut")
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
+    found = weights(resumed)
+    assert all(torch.equal(value, found[name]) for name, value in weights(one).items())
 
 
 @pytest.mark.exhaustive

@@ -46,7 +46,8 @@ def test_results_do_not_depend_on_ranks_processes_and_interruptions(tmp_path: Pa
     assert losses(train(HP, tmp_path / "two", loaders=1)) == pytest.approx(losses(one), abs=1e-9)
     cut_off(lambda: train(hp, tmp_path / "cut", loaders=1), len(losses(one)) - 1)
     resumed = train(hp, tmp_path / "cut", loaders=2)
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(one).items())
+    found = weights(resumed)
+    assert all(torch.equal(value, found[name]) for name, value in weights(one).items())
 
 
 def test_the_digest_of_a_set_on_demand_changes_with_what_is_known_of_it(tmp_path, monkeypatch) -> None:

@@ -51,7 +51,8 @@ def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_pat
     [end] = records_of(result, "end")
     assert end[f"test_{measure}"] == records_of(result, "evaluation")[best - 1][f"test_{measure}"]
     cut = train(replace(hp, max_steps=best * STEPS, keep="last"), tmp_path / "cut")
-    assert all(torch.equal(value, weights(cut)[name]) for name, value in weights(result).items())
+    found = weights(cut)
+    assert all(torch.equal(value, found[name]) for name, value in weights(result).items())
 
 
 def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(tmp_path, monkeypatch) -> None:

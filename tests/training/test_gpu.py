@@ -81,7 +81,8 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(train: Train, device: str, o
     cut_off(lambda: train(hp, checkpoint_seconds=1e-9), 20)
     retried = train(hp)
     assert resumed_steps(retried) == [0, 20]
-    assert all(torch.equal(value, weights(retried)[name]) for name, value in weights(expected).items())
+    found = weights(retried)
+    assert all(torch.equal(value, found[name]) for name, value in weights(expected).items())
     assert losses(retried) == losses(expected)
 
 
