@@ -58,7 +58,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         own=True,
     )
     shuffle_shards: int = setting(
-        16, "Shards from which ranks draw a batch: more mix better, fewer need less cache.", at_least=1, at_most=4096
+        16,
+        "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
+        at_least=1,
+        at_most=4096,
     )
     shuffle_buffer: int = setting(
         1000, "For streams: samples that each worker, and each rank, mix among.", at_least=1, at_most=10_000_000
@@ -213,7 +216,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     select_by: str = setting(
         "loss",
-        "What decides which evaluation of the validation split is best: loss, or a measure, such as accuracy.",
+        "What decides which evaluation of the validation split is best: loss, or one of the objective's measures.",
     )
     keep: str = setting(
         "last",
@@ -248,7 +251,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     channels_last: str = setting(
         "auto",
-        "Memory order of images and weights: on, off, or auto: on for the small CNNs, and for torchvision's on GPUs.",
+        "Memory order of images and weights: on, off, or auto: on for the two small CNNs, and for torchvision's models "
+        "on GPUs.",
         choices=("auto", "on", "off"),
     )
     compile: bool = setting(False, "Compile the model with torch.compile; pays off in long runs of large models only.")
