@@ -17,6 +17,7 @@ SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Hash a folder's files, a bucket's listing, or by HTTP SHA256SUMS, headers or the file; "" for "".
 
+    Leaves out hidden folders, the runs folder and ``__pycache__``.
     Raises UserError about ``hyperparameter`` if ``source`` is unreadable.
     """
     if not source:
@@ -79,8 +80,4 @@ def identify_http_content(source: str) -> str:
     entry = storage.stat_file(source)
     if entry.tag:
         return digest_lines(f"{entry.size} {entry.tag}")
-    digest = hashlib.sha256()
-    with storage.open_file(source) as file:
-        for chunk in file.chunks:
-            digest.update(chunk)
-    return digest.hexdigest()
+    return storage.hash_file(source)

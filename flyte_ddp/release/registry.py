@@ -92,14 +92,6 @@ def content_digest(content: Path | bytes) -> str:
     return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
-def hash_stored_file(address: str) -> str:
-    digest = hashlib.sha256()
-    with storage.open_file(address) as file:
-        for chunk in file.chunks:
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 class Version(NamedTuple):
     """A complete version, in one of its revisions."""
 
@@ -163,7 +155,7 @@ class Registry:
                 storage.retry(address, lambda to: storage.create_file(to, content))
             except storage.ExistsError:
                 # A try whose response was lost may have written it; so rivals must write different contents.
-                return self.read_file(address, hash_stored_file) == content_digest(content)
+                return self.read_file(address, storage.hash_file) == content_digest(content)
         return True
 
     def refuse_storage_that_overwrites(self) -> None:
@@ -313,7 +305,7 @@ class Registry:
         """Read all files of a version whole; UserError for the first that is missing or was altered."""
         for file, digest in version.files.items():
             address = self.file_address(version, file)
-            if self.read_file(address, hash_stored_file) != digest:
+            if self.read_file(address, storage.hash_file) != digest:
                 raise damaged_file_error(address)
 
     def read_version_file(self, version: Version, file: str) -> bytes:

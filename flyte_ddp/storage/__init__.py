@@ -69,6 +69,15 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     return content
 
 
+def hash_file(address: str) -> str:
+    """Return the SHA-256 (hex) of the file at an address, which is read in chunks."""
+    digest = hashlib.sha256()
+    with open_file(address) as opened:
+        for chunk in opened.chunks:
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def download_file(
     address: str, file: BinaryIO, *, digests: Sequence[str] = (), kind: str = "sha256", progress: Progress | None = None
 ) -> None:
@@ -78,7 +87,8 @@ def download_file(
     """
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
-    digest, remote = hashlib.new(kind, usedforsecurity=False), local_path(address) is None
+    digest = hashlib.new(kind, usedforsecurity=False)
+    remote = local_path(address) is None
     name = address.rpartition("/")[2]
     label = f"{name} from {address.removesuffix(name)}"
     with open_file(address) as opened:
