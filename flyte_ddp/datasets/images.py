@@ -40,12 +40,14 @@ def image_arrays(
     for side, pixels, given in (("train", train_images, train_labels), ("test", test_images, test_labels)):
         images[side] = require_images(f"{side}_images", pixels)
         labels[side] = convert_targets(f"{side}_labels", given, images[side], len(classes))
-    inputs = unify_sides("images", images["train"], images["test"])
-    targets = unify_sides("labels", labels["train"], labels["test"])
-    names, weights = normalize_class_names("classes", classes), convert_weights(sample_weights, len(inputs[0]))
+    train_inputs, test_inputs = unify_sides("images", images["train"], images["test"])
+    train_targets, test_targets = unify_sides("labels", labels["train"], labels["test"])
+    names = normalize_class_names("classes", classes)
+    weights = convert_weights(sample_weights, len(train_inputs))
     mean, std = channel_mean_and_std(images["train"])
-    sides = inputs[0], targets[0], inputs[1], targets[1]
-    return SampleArrays(name, *sides, names, sample_weights=weights, mean=mean, std=std)
+    return SampleArrays(
+        name, train_inputs, train_targets, test_inputs, test_targets, names, sample_weights=weights, mean=mean, std=std
+    )
 
 
 def require_images(name: str, values: Any) -> Images:

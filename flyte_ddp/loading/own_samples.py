@@ -58,7 +58,10 @@ class SampleLoader:
     prefetch_files: Callable[[Indices], None] | None = None  # as of a BatchSource
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
-        """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None."""
+        """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None.
+
+        A slow reader starts the reads at once, in other threads.
+        """
         raise NotImplementedError
 
     def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
@@ -204,7 +207,8 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
         wrong = wrong[wrong != IGNORED] if target.ndim else wrong
         if len(wrong):
             rule = f"must be 0..{kind.classes - 1} with {kind.classes} classes"
-            rule += f", or {IGNORED} for ignored pixels" if target.ndim else ""
+            if target.ndim:
+                rule += f", or {IGNORED} for ignored pixels"
             raise UserError(f"{own} returned {wrong[0]} as the target of {where}: {rule}")
     return target
 

@@ -216,7 +216,7 @@ def measure_leaves(
             labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
             labelled = find_unnamed(samples, values, classes)
-    return PartProfile(Compared(np.array(samples), labels, digests), counted, leaves, labelled, not_finite)
+    return PartProfile(Compared(np.array(samples, np.int64), labels, digests), counted, leaves, labelled, not_finite)
 
 
 def has_numbers(values: Values) -> bool:

@@ -148,7 +148,8 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
     # Own objectives of samples that are no images may need no classes; others say so when training begins.
     of_numbers = profile.targets in (LABELS, NUMBERS) or what == "inputs"
     names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
-    bad, undecodable = join_first(sorted(profile.bad)), profile.training.undecodable + profile.test.undecodable
+    bad = join_first(sorted(profile.bad))
+    undecodable = profile.training.undecodable + profile.test.undecodable
     if undecodable > hp.bad_samples:
         problem = f"{format_count(undecodable, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}"
         problems.append(f"{problem}: {bad}; fix or remove them, or raise bad_samples")
@@ -168,7 +169,8 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
             usable = "decodable " if what == "pixels" else ""
             problems.append(f"no {usable}{split} sample is of class {join_first(empty)}; {remedy}, or remove the class")
     normal = "; of few categories, or short texts, that is normal: raise {} in --policy" if what == "inputs" else ""
-    tests, samples = format_count(profile.test.samples, "test sample"), profile.training.samples + profile.test.samples
+    tests = format_count(profile.test.samples, "test sample")
+    samples = profile.training.samples + profile.test.samples
     if profile.duplicates > max_duplicates * profile.test.samples:
         problem = f"{profile.duplicates:,} of {tests} have the {what} of a training sample"
         limit = f"more than max_duplicates={max_duplicates:g} of them, such as {'; '.join(profile.duplicated)}"
