@@ -56,10 +56,11 @@ def fetch(
     one that cannot. Does not notice changed content of the same source: put the :func:`fingerprint` into the folder's
     name. Calls the code of a ``package.module:callable``, whose errors are not caught. Returns ``folder``, absolute.
 
-    ``dataset``, ``source``, ``test_dataset`` and ``sample`` are the hyperparameters of these names (``source``:
-    ``data_source``). Of ``shards:...``, ``stream:...`` and ``image_folder:...`` only the index or the list of files is
-    fetched, and a first sample; with ``sample`` that needs no image and no label. ``progress`` is auto, bar, lines or
-    off, on stderr. Raises a UserError for an unknown data set, unusable data, or a folder that holds something else or
+    ``dataset`` is a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
+    ``image_folder:...``, of which only the index or the list of files is fetched, and a first sample, which needs no
+    image and no label if ``sample`` is set. ``source`` is the hyperparameter ``data_source``; ``test_dataset`` and
+    ``sample`` are those of these names. ``progress`` is auto, bar, lines or off, on stderr. Creates missing parents of
+    ``folder``. Raises a UserError for an unknown data set, unusable data, or a folder that holds something else or
     cannot be written.
     """
     if progress not in MODES:

@@ -47,7 +47,10 @@ class LoadedLeaf:
     widened: bool = True  # whether whole numbers become int64, and floats fp32
 
     def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of ``samples``, ``rows`` where the values are; if ragged, padded and with a mask."""
+        """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest].
+
+        ``rows`` are the samples as a tensor where the values are.
+        """
         if self.ends is None:
             taken = take_rows(self.values, rows, self.device)
             return widen_type(taken) if self.widened else taken, None

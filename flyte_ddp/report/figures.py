@@ -51,8 +51,13 @@ class Picture:
     masks: Sequence[NDArray[Any]] = ()  # [H, W] each: the true classes of its pixels, if known, and the predicted ones
 
 
-def draw_svg(plot: Callable[[Any], str], x_label: str, place: tuple[float, ...], *, to_x: str, **options: Any) -> str:
-    """Call ``plot`` with matplotlib's axes at ``place``, for what y is; return an SVG element in the report's style."""
+def draw_svg(
+    plot: Callable[[Any], str], x_label: str, place: tuple[float, ...], *, label_word: str, **options: Any
+) -> str:
+    """Draw with ``plot(axes)``, which returns what y is; return an SVG element in the report's style.
+
+    ``place`` of the axes is left, bottom, width and height in parts of the figure.
+    """
     from matplotlib import style  # not before there is a chart, because that takes a second
     from matplotlib.figure import Figure
 
@@ -64,7 +69,7 @@ def draw_svg(plot: Callable[[Any], str], x_label: str, place: tuple[float, ...],
         y_label = plot(axes)
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
-        return export_svg(figure, f"{y_label} {to_x} {x_label}")
+        return export_svg(figure, f"{y_label} {label_word} {x_label}")
 
 
 def draw_line_chart(
@@ -107,7 +112,7 @@ def draw_line_chart(
         axes.yaxis.set_major_formatter("{x:,g}")
         return f"{y_label}, logarithmic"
 
-    return draw_svg(plot_lines, x_label, (0.125, 0.16, 0.855, 0.74), to_x="over")
+    return draw_svg(plot_lines, x_label, (0.125, 0.16, 0.855, 0.74), label_word="over")
 
 
 def export_svg(figure: "Figure", label: str) -> str:
@@ -226,8 +231,8 @@ PLOTS: dict[Any, Callable[[Any, Any], str]] = {Scatter: plot_scatter, Histogram:
 
 
 def draw_chart(section: Chart) -> str:
-    plot, place = PLOTS[type(section)], (0.125, 0.13, 0.855, 0.79)  # left, bottom, width, height in parts of the figure
-    return draw_svg(lambda axes: plot(axes, section), section.x_label, place, to_x="against", figsize=SIZE)
+    plot, place = PLOTS[type(section)], (0.125, 0.13, 0.855, 0.79)
+    return draw_svg(lambda axes: plot(axes, section), section.x_label, place, label_word="against", figsize=SIZE)
 
 
 def list_section_values(

@@ -71,7 +71,10 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
 
 
 def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
-    """Send a request, follow redirects, and return the last response, for the caller to close."""
+    """Send a request, follow redirects, and return the last response, for the caller to close.
+
+    Raises requests' errors, also after its time limits, and UnavailableError for a redirect that is refused.
+    """
     session = get_process_session(os.getpid())
     for _ in range(session.max_redirects + 1):
         try:

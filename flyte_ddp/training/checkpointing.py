@@ -57,7 +57,7 @@ class Checkpointer(CheckpointWriter):
         self.close()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return a CPU copy of the state after the last step; None if it is saved, or the step failed halfway."""
+        """Return, in any thread, a CPU copy of the state after the last step; None if saved, or failed halfway."""
         state, recorder, selection = self.state, self.recorder, self.state.selection
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         trained_in = dict.fromkeys((*self.trained_before, recorder.arithmetic))

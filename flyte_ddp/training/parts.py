@@ -94,7 +94,7 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
 def load_parts(
     state: TrainingState, parts: Sequence[RankSlice], samples: int
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
-    """Return a step's loaded slices, and the sum of the weights of all losses of all slices and ranks. Collective."""
+    """Return a step's slices, loaded, and the sum of all losses' weights on all ranks. With weights, collective."""
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
         return loading, samples  # with mixup, too: the two shares of a sample are 1 together

@@ -58,7 +58,10 @@ class TrainingState:
         initial_weights: Path | None,
         settings: Settings | None = None,
     ) -> None:
-        """Seed the generators of torch, Python and NumPy, open the data, and build all other objects. Collective."""
+        """Seed the generators of torch, Python and NumPy, open the data, and build all other objects. Collective.
+
+        Also sets torch's deterministic mode if ``hp.deterministic``.
+        """
         self.hp, self.hardware, self.data, self.settings = hp, hardware, data, settings or Settings()
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
