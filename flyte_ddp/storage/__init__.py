@@ -31,8 +31,8 @@ from flyte_ddp.storage.transfer import (
 
 __all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
 __all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
-__all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "list_files", "open_file"]
-__all__ += ["read_file", "retry", "stat_file", "write_file"]
+__all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "hash_file", "list_files"]
+__all__ += ["open_file", "read_file", "retry", "stat_file", "write_file"]
 
 
 def select_storage(address: str) -> Any:
