@@ -71,6 +71,7 @@ def run_training(
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
+    from flyte_ddp.report.page import write_html
     from flyte_ddp.tracking import wandb_run
     from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
 
@@ -107,7 +108,7 @@ def run_training(
                                 on_host="flyte_ddp.training.job:find_data_on_host",
                             )
                         )
-                    report.write_report(unfinished, run_folder.name)
+                    write_html(unfinished / "report.html", report.render_report(unfinished, run_folder.name))
                 except BaseException:
                     remove_outputs(unfinished)  # also files that killed ranks have written in part
                     raise

@@ -14,7 +14,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, list_section_values
-from flyte_ddp.report.page import Record, RunRecords, render_template, write_html
+from flyte_ddp.report.page import Record, RunRecords, render_template
 from flyte_ddp.text.formatting import format_measure, name_measure
 from flyte_ddp.text.sections import Section, decode_sections
 
@@ -93,11 +93,6 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
         return [""] * len(predictions["index"])
     names = predictions["names"].tolist()
     return [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in names]
-
-
-def write_report(run_folder: Path, name: str = "") -> Path:
-    """Write a run folder's report to ``report.html`` in it, and return the path; UserError if a file is unusable."""
-    return write_html(run_folder / "report.html", render_report(run_folder, name))
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
