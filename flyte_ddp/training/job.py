@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets import fetch, is_whole
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.errors import UserError
@@ -40,7 +40,7 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
         name = digest_lines([name, hp.dataset, hp.test_dataset])
     folder = work.settings.cache_folder / "prepared" / name
     with hold_lock(folder.parent, f"{name}.lock"):
-        if read_prepared_digest(folder, whole=True) != work.identity.data:
+        if not is_whole(folder) or read_prepared_digest(folder) != work.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
             if fetch_into is None:
                 kinds = {"test_dataset": hp.test_dataset, "sample": hp.sample}
@@ -55,11 +55,9 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
     return replace(work, arguments=replace(given, data=folder))
 
 
-def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:
-    """Return the digest stored with prepared data, or "" (with ``whole`` also if a file is missing or truncated)."""
+def read_prepared_digest(folder: Path) -> str:
+    """Return the digest stored with prepared data, or "" if there is none."""
     try:
-        if whole:
-            open_prepared(folder)
         return str(read_description(folder).get("digest", ""))
     except (UserError, OSError):
         return ""
