@@ -2,8 +2,7 @@
 
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -220,7 +219,7 @@ def evaluate_version(judgement: Judgement, version: str, manifest: str = "") -> 
     Raises a UserError if any of that fails, or an output is not finite.
     """
     challenger = judgement.model
-    with explain_model_errors(version):
+    try:
         with tempfile.TemporaryDirectory() as folder:
             files = download_version(judgement.registry, version, Path(folder), manifest)
             model = SavedModel(*files, challenger.settings, challenger.bad_samples)
@@ -229,20 +228,13 @@ def evaluate_version(judgement: Judgement, version: str, manifest: str = "") -> 
         model.objective = challenger.objective
         found = evaluate_split(model, judgement.split)
         found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
-        if not found.finite.all():
-            raise UserError("it answers with NaN or infinity")
-    return model, found
-
-
-@contextmanager
-def explain_model_errors(version: str) -> Iterator[None]:
-    """Turn exceptions of the block, but NOT_THE_MODELS, into a UserError: the version cannot be evaluated."""
-    try:
-        yield
     except NOT_THE_MODELS:
         raise
     except Exception as error:
         raise UserError(f"version {version[:12]} cannot be evaluated: {describe_model_error(error)}") from error
+    if not found.finite.all():
+        raise UserError(f"version {version[:12]} cannot be evaluated: it answers with NaN or infinity")
+    return model, found
 
 
 def describe_model_error(error: Exception) -> str:
