@@ -19,7 +19,7 @@ from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, order_test_split
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.graphs import ONNX, NotExportedError, ServedImages, ServedLeaves, write_onnx
 from flyte_ddp.export.onnx_process import OnnxProcess
-from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
+from flyte_ddp.loading.collate import MASK, PADDED, widen_type
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import Encoded, map_samples
 from flyte_ddp.loading.opening import open_image_reader, open_item_test_split
@@ -124,10 +124,10 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
     """Yield the test split's decodable images, uint8 [H, W, channels], not cropped nor resized; grey ones as RGB."""
     if not isinstance(data, EncodedSet):
-        items, seed = Items(data, "test"), int(model.trained.get("seed", 0))
+        items = Items(data, "test")
         for sample in range(data.test_samples):
             with keep_random_state():
-                pixels, _ = items.read_item(sample, seed, None)
+                pixels, _ = items.read_item(sample, model.seed, None)
             yield np.repeat(pixels, channels // pixels.shape[2], axis=2)
         return
 
@@ -147,14 +147,13 @@ def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Ite
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
     """Write the ONNX, and compare it with torch on the whole test split, running it in a new process."""
     on_cpu, _ = artifacts.load_model(*model.files)
-    collate, seed = str(model.trained.get("collate", STACKED)), int(model.trained.get("seed", 0))
-    test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), model.threads)
+    test, spec = open_item_test_split(data, model.collate, model.seed, torch.device("cpu"), model.threads)
     assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
     with closing(test.source):
         samples = test.order.samples(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
-        example, served = name_inputs(inputs, spec, collate), ServedLeaves(on_cpu, form_of(inputs)).eval()
-        outputs = write_onnx(served, example, choose_sizes(example, spec, collate, len(samples)), folder)
+        example, served = name_inputs(inputs, spec, model.collate), ServedLeaves(on_cpu, form_of(inputs)).eval()
+        outputs = write_onnx(served, example, choose_sizes(example, spec, model.collate, len(samples)), folder)
         row_bytes = sum(values.nbytes for values in outputs.values()) / len(samples)
 
         def compute_batches() -> Batches:
@@ -162,7 +161,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
                 if size > EXAMPLE and size * row_bytes > BATCH_BYTES:
                     continue
                 for _, batch in test.load_evaluation_batches(size, 0, 1):
-                    named = name_inputs(batch.inputs, spec, collate)
+                    named = name_inputs(batch.inputs, spec, model.collate)
                     with torch.no_grad():
                         yield named, served(named)
 

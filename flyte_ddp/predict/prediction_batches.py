@@ -49,6 +49,7 @@ class SavedModel:
         self.objective = objective_of_sidecar(self.sidecar)
         self.spec = artifacts.parse_input_spec(self.sidecar)
         self.trained: dict[str, Any] = self.sidecar.get("hyperparameters", {})  # with which hyperparameters
+        self.collate, self.seed = str(self.trained.get("collate", STACKED)), int(self.trained.get("seed", 0))
         self.bad_samples = int(self.trained.get("bad_samples", 0)) if bad_samples is None else bad_samples
         # Samples at a time: 500 images; of other inputs, which may be large, as many as in the training.
         evaluated = int(self.trained.get("test_batch_size", BATCH_SIZE))
@@ -139,21 +140,20 @@ def read_test_split(
     images count for the size of a batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises
     UserError for inputs that the model does not take, and for targets of other names than the model's.
     """
-    trained, names, spec = model.trained, [*data.classes], model.spec
+    names, spec = [*data.classes], model.spec
     images: EncodedSamples | None = None
     bad = BadSamples(model.bad_samples) if bad is None else bad
     if isinstance(data, EncodedSet):
         names = names or model.classes
         if not isinstance(spec, InputSpec) or spec.channels != 3 or spec.height != spec.width:
             raise model.unfit_data_error(f"dataset={data.name!r}: has colour images that become squares")
-        sample = str(trained.get("sample", ""))
+        sample = str(model.trained.get("sample", ""))
         split, images = open_encoded_test_split(
             data, spec, len(names), bad, sample=sample, device=model.device, settings=model.settings
         )
     else:
-        collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))
         like = spec if isinstance(spec, LeavesSpec) else None
-        split, found = open_item_test_split(data, collate, seed, model.device, model.threads, like=like)
+        split, found = open_item_test_split(data, model.collate, model.seed, model.device, model.threads, like=like)
         if not model.takes(found):
             what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
             raise model.unfit_data_error(f"data set {data.name!r} has {what}")
