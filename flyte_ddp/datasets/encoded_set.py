@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.catalog import IMAGENET, encoded_kind
 from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
@@ -30,8 +30,7 @@ class EncodedSet:
     digest: str  # SHA-256 (hex) of both sources
     train: ShardIndex | ImageList
     test: ShardIndex | ImageList | None
-    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # of ImageNet: torchvision's pretrained models expect it
-    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
+    mean, std = IMAGENET  # torchvision's pretrained models expect it
     pictures: ClassVar[bool] = True
 
     @property
