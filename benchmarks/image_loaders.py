@@ -33,7 +33,7 @@ from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import decode_image
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import Split
-from flyte_ddp.models.inputs import InputSpec, prepare_images
+from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.settings import Settings
 
 SIZE, WORKERS = 224, 2
@@ -78,7 +78,7 @@ class Fast:
 def normalised(batches: Iterable[Any]) -> Iterator[Tensor]:
     """Batches of uint8 images [n, 3, SIZE, SIZE] and labels as a model's input."""
     for images, _ in batches:
-        yield prepare_images(images.permute(0, 2, 3, 1), SPEC)
+        yield prepare_inputs(images.permute(0, 2, 3, 1), SPEC)
 
 
 def images_of(batches: Iterable[Any]) -> Iterator[Tensor]:
@@ -107,7 +107,7 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
         batches = training.order.batches(number, hp.batch_size)
         for samples in training.iterate_with_prefetch(batches, lambda batch: [batch], number, hp.batch_size):
             images = training.load_batch(samples, number).inputs
-            yield prepare_images(images, SPEC) if normalise else images
+            yield prepare_inputs(images, SPEC) if normalise else images
 
     return epoch
 

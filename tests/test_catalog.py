@@ -13,7 +13,7 @@ from flyte_ddp import catalog, datasets
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
-from flyte_ddp.models.inputs import InputSpec, prepare_images
+from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.objectives import BUILT_IN
 
 ALL = set(torchvision.models.list_models())
@@ -29,7 +29,7 @@ def images(channels: int, height: int, width: int) -> InputSpec:
 
 
 def spec_for(model: str, side: int, *, channels: int = 1, width: int | None = None) -> InputSpec:
-    return zoo.choose_input_spec(model, images(channels, side, width or side), size=0)
+    return zoo.choose_input_spec(model, images(channels, side, width or side), size=0, weights=None)
 
 
 def marked(names: list[str]) -> list[Any]:
@@ -102,7 +102,7 @@ def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:
     spec = spec_for("resnet18", 8)
     assert (spec.channels, spec.mean, spec.std) == (3, (0.5,) * 3, (0.5,) * 3)
     grey = torch.randint(0, 256, (2, 8, 8, 1), dtype=torch.uint8)
-    batch = prepare_images(grey, spec)
+    batch = prepare_inputs(grey, spec)
     assert torch.equal(batch, batch[:, :1].expand(2, 3, 8, 8))
     torch.testing.assert_close(batch[:, 0], (grey[..., 0] / 255 - 0.5) / 0.5)
     assert zoo.build_model("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)

@@ -19,9 +19,7 @@ MASK = "mask"  # name of the leaf that says where a padded input has values
 Samples = Sequence[tuple[Leaves, Leaves]]
 
 
-def batch_samples(
-    samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None = None
-) -> tuple[Leaves, Leaves]:
+def batch_samples(samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None) -> tuple[Leaves, Leaves]:
     """Return inputs and targets of samples as one batch; ``padded`` pads leaves along their first dimension.
 
     The mask of the input ``masked``, bool [n, longest], is true where the input has values.

@@ -42,9 +42,7 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
 
 
 @contextmanager
-def fetch_weights(
-    init_from: str, model: str, folder: Path, progress: Progress, mirror: str = ""
-) -> Iterator[Path | None]:
+def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, mirror: str) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``, in ``folder`` if it is downloaded; None if it is empty.
 
     Downloads torchvision's weights from ``mirror`` or their public address. Raises UserError if that fails.

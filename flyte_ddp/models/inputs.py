@@ -91,12 +91,7 @@ def prepare_inputs(
     return convert(inputs) if isinstance(inputs, Tensor) else tree_map(convert, inputs)  # much faster for one tensor
 
 
-def prepare_images(
-    images: Tensor,
-    spec: InputSpec,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> Tensor:
+def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
     """Return uint8 images [N, H, W, C] scaled, normalised, and as RGB if needed: a new tensor [N, C, height, width]."""
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)

@@ -17,9 +17,7 @@ from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.user_code.callables import load_callable, require_options, select_arguments
 
 
-def choose_input_spec(
-    model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None = None
-) -> InputSpec:
+def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:
     """Return a model's input for ``images``, resized to a square of ``size`` unless 0; UserError for an unfit size."""
     size = catalog.choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)

@@ -69,7 +69,7 @@ def loaded(
 
 
 def fetching(address: str, folder: Path) -> AbstractContextManager[Path | None]:
-    return fetch_weights(address, "small_cnn", folder, Progress("off"))
+    return fetch_weights(address, "small_cnn", folder, Progress("off"), mirror="")
 
 
 def state(**options: int) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import fetch_weights, load_initial_weights, torch_hub_folder
-from flyte_ddp.models.inputs import InputSpec, prepare_images
+from flyte_ddp.models.inputs import InputSpec, prepare_inputs
 from flyte_ddp.progress import Progress
 from flyte_ddp.run import Result
 from flyte_ddp.runs.identity import check_known_image_size, model_identity
@@ -94,7 +94,7 @@ def test_a_model_gets_the_images_that_torchvision_makes() -> None:
                 expected = GoogLeNet._transform_input(GoogLeNet(transform_input=True, init_weights=False), expected)
             spec = zoo.choose_input_spec(model, GREY, 0, weights)
             square = crop_to_square(pixels, spec.height, share=spec.crop_share)
-            torch.testing.assert_close(prepare_images(torch.from_numpy(square)[None], spec), expected)
+            torch.testing.assert_close(prepare_inputs(torch.from_numpy(square)[None], spec), expected)
             compared.add(model)
     assert len(compared) > 70
 
@@ -151,7 +151,7 @@ def test_a_model_computes_what_torchvisions_does(model: str, publish: Publish, s
     takes = get_model_weights(model)["DEFAULT"].transforms()
     inputs = torchvision.transforms.functional.normalize(images.permute(0, 3, 1, 2) / 255, takes.mean, takes.std)
     with torch.no_grad():
-        found, expected = ours.eval()(prepare_images(images, spec)), theirs.eval()(inputs)
+        found, expected = ours.eval()(prepare_inputs(images, spec)), theirs.eval()(inputs)
     assert expected.std() > 0
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=float(1e-4 * expected.abs().max()))
 
