@@ -61,7 +61,9 @@ def ray_address() -> Iterator[str]:
         command = [sys.executable, "-c", RAY_HEAD, short]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(command, env=environment, text=True, **pipes) as head:
-            yield head.stdout.readline().strip()
+            address = head.stdout.readline().strip()
+            assert address, "Ray's head has not started"
+            yield address
             import ray
 
             ray.shutdown()
