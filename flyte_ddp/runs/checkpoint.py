@@ -5,11 +5,10 @@ A file holds its SHA-256, a header (a line of JSON), the metrics so far, and the
 
 import hashlib
 import io
-import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -84,10 +83,9 @@ class Checkpoint:
         return f"going on after step {self.step:,}, saved {when}"
 
 
-def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
-    """Yield without end the next checkpoint's path: both files in turn, first the one that is not ``newest``."""
-    slots = reversed(SLOTS) if newest is not None and newest.name == SLOTS[0] else SLOTS
-    return itertools.cycle(folder / name for name in slots)
+def next_slot(folder: Path, newest: Path | None) -> Path:
+    """Return the path of the next checkpoint: of the two files the one that is not ``newest``."""
+    return folder / (SLOTS[1] if newest is not None and newest.name == SLOTS[0] else SLOTS[0])
 
 
 def write_checkpoint(checkpoint: Checkpoint, save: Callable[[Any], object]) -> Checkpoint:

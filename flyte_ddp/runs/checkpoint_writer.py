@@ -37,8 +37,6 @@ class CheckpointWriter:
     ) -> None:
         self.output_folder, self.identity, self.seconds = output_folder, identity, seconds
         self.newest = found
-        self.slots = checkpoint.alternate_slots(output_folder / checkpoint.FOLDER, found.path if found else None)
-        self.slot = next(self.slots)  # the older of the two files
         self.write_lock = threading.Lock()  # held while a snapshot is taken by the thread, and written
         self.changed = threading.Condition()  # of the attributes below, and newest
         self.waiting: Snapshot | None = None
@@ -123,6 +121,7 @@ class CheckpointWriter:
         with (self.output_folder / METRICS).open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
-        new = Checkpoint(self.slot, epoch, step, trained_in, time.time(), self.identity, metrics)
+        newest = self.newest.path if self.newest else None
+        path = checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest)
+        new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
         self.newest = checkpoint.write_checkpoint(new, lambda file: torch.save(snapshot.values, file))
-        self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two

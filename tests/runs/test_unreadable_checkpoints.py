@@ -153,10 +153,9 @@ def test_the_newest_step_is_known_without_reading_states(work: Path) -> None:
 @pytest.mark.parametrize("first", SLOTS)
 def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, first: str) -> None:
     """A user's function may save a step again, such as after its evaluation."""
-    before = write(tmp_path / FOLDER / first, 5) if first != SLOTS[0] else None
-    saves = checkpoint.alternate_slots(tmp_path / FOLDER, before)
+    newest = write(tmp_path / FOLDER / first, 5) if first != SLOTS[0] else None
     for metrics in (b"earlier\n", b"later\n"):
-        newest = write(next(saves), 5, metrics)
+        newest = write(checkpoint.next_slot(tmp_path / FOLDER, newest), 5, metrics)
     found = checkpoint.rewind_to_newest_checkpoint(tmp_path, IDENTITY)
     assert found is not None
     assert found.path == newest
