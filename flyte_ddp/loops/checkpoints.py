@@ -1,17 +1,14 @@
 """The states that a user's function saves, and when."""
 
-import copy
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine.device_copy import copy_to_cpu
+from flyte_ddp.machine.device_copy import copy_to_cpu, map_leaves
 from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity, read_saved_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
@@ -94,13 +91,7 @@ def find_types(value: Any) -> set[type]:
 
 def empty_tensors(value: Any) -> Any:
     """Return a copy of a value in which an empty tensor replaces each tensor: torch.save need not write their data."""
-    if isinstance(value, Tensor):
-        return torch.empty(0)
-    if type(value) in (dict, OrderedDict):
-        result = copy.copy(value)  # with ``_metadata``
-        result.update({key: empty_tensors(item) for key, item in value.items()})
-        return result
-    return type(value)(map(empty_tensors, value)) if type(value) in (list, tuple) else value
+    return map_leaves(value, lambda _: torch.empty(0), lambda other: other)
 
 
 def require_later_step(what: str, step: int, last: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +20,17 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def copy_to_cpu(value: Any) -> Any:
     """Return a deep copy of a value with its tensors on the CPU, detached; a state_dict keeps its ``_metadata``."""
+    return map_leaves(value, lambda leaf: leaf.detach().to("cpu", copy=True), copy.deepcopy)
+
+
+def map_leaves(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples: ``of_tensor`` of each tensor, ``of_other`` of anything else."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return of_tensor(value)
     if type(value) in (dict, OrderedDict):
         result = copy.copy(value)  # with ``_metadata``, which a new dict would not have
-        result.update({key: copy_to_cpu(item) for key, item in value.items()})
+        result.update({key: map_leaves(item, of_tensor, of_other) for key, item in value.items()})
         return result
     if type(value) in (list, tuple):
-        return type(value)(copy_to_cpu(item) for item in value)
-    return copy.deepcopy(value)
+        return type(value)(map_leaves(item, of_tensor, of_other) for item in value)
+    return of_other(value)
