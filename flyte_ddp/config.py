@@ -289,9 +289,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         contradictions.check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         catalog.find_weights(self.model, self.init_from)
         catalog.check_select_by(self.select_by, self.objective)
-        loading = {name: getattr(self, name) for name in ("augment", "sample", "collate", "sampling", "mixup")}
-        unfit = contradictions.explain_unfit_loading(self.dataset, **loading)
-        for contradiction in (*unfit, *find_contradictions(self)):
+        for contradiction in (*find_unfit_loading(self), *find_contradictions(self)):
             raise UserError(contradiction)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
@@ -317,6 +315,28 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             if name not in OPTIONS_OF:
                 raise unknown_name_error("options of", name, OPTIONS_OF)
         return found
+
+
+def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
+    """Yield a message for each loading field that does not fit the data set's kind."""
+    kind = catalog.encoded_kind(hp.dataset)
+    unfit = f"not for dataset={short_repr(hp.dataset)}"
+    if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
+        fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
+        yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
+    if ":" in hp.augment and kind == "stream":
+        yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
+    if hp.sample and ":" not in hp.sample:
+        yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
+    if hp.sample and kind not in ("shards", "image_folder"):
+        yield f"sample={hp.sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
+    if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
+        yield f"collate={hp.collate!r}: {unfit}, whose images have one size; leave it out"
+    if hp.sampling != "shuffled" and kind in ("shards", "stream"):
+        fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
+        yield f"sampling={hp.sampling!r}: {unfit}; {fix}"
+    if hp.mixup and kind == "stream":
+        yield f"mixup={hp.mixup:g}: a stream gives an image once, so that it is no other's partner; set mixup=0"
 
 
 def find_contradictions(hp: Hyperparameters) -> Iterator[str]:

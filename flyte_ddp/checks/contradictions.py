@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from flyte_ddp import catalog
-from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, short_repr
+from flyte_ddp.checks.fields import CheckedFields, short_repr
 from flyte_ddp.errors import UserError
 
 
@@ -52,27 +52,3 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
             f"batch_size={batch_size}: must be at least ranks x accumulation_steps = "
             f"{num_ranks} x {accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
         )
-
-
-def explain_unfit_loading(
-    dataset: str, *, augment: str, sample: str, collate: str, sampling: str, mixup: float
-) -> Iterator[str]:
-    """Yield a message for each loading field that does not fit the data set's kind."""
-    kind = catalog.encoded_kind(dataset)
-    unfit = f"not for dataset={short_repr(dataset)}"
-    if augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
-        fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
-        yield f"augment={augment!r}: {unfit}; choose {fitting}"
-    if ":" in augment and kind == "stream":
-        yield f"augment={augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
-    if sample and ":" not in sample:
-        yield f"sample={sample!r}: must have the form {OWN_CODE}"
-    if sample and kind not in ("shards", "image_folder"):
-        yield f"sample={sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
-    if collate != "stacked" and (kind or dataset in catalog.DATASETS):
-        yield f"collate={collate!r}: {unfit}, whose images have one size; leave it out"
-    if sampling != "shuffled" and kind in ("shards", "stream"):
-        fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
-        yield f"sampling={sampling!r}: {unfit}; {fix}"
-    if mixup and kind == "stream":
-        yield f"mixup={mixup:g}: a stream gives an image once, so that it is no other's partner; set mixup=0"
