@@ -75,20 +75,19 @@ def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -
 
     Fewer ranks than requested are refused if the request is exact, or ``hosts_to_come`` is not 0.
     """
-    with connected():
-        capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
-        resources = [node["Resources"] for node in list_rank_nodes()]
-        cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
-        device = choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
-        wanted, exact = request.num_ranks, request.exact or hosts_to_come > 0
-        if device == "cuda":
-            total = sum(gpus)
-            threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
-            num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} GPUs", total, exact=exact)
-            return World(num_ranks, device, threads)
-        total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
-        num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} CPUs", most, exact=exact)
-        return World(num_ranks, device, cpus_per_rank(cpus, num_ranks))
+    capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
+    resources = [node["Resources"] for node in list_rank_nodes()]
+    cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
+    device = choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
+    wanted, exact = request.num_ranks, request.exact or hosts_to_come > 0
+    if device == "cuda":
+        total = sum(gpus)
+        threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
+        num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} GPUs", total, exact=exact)
+        return World(num_ranks, device, threads)
+    total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
+    num_ranks = capacity.clamp_ranks(wanted, total, f"the Ray cluster has {total} CPUs", most, exact=exact)
+    return World(num_ranks, device, cpus_per_rank(cpus, num_ranks))
 
 
 def list_rank_nodes() -> list[dict[str, Any]]:
@@ -105,7 +104,7 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block, unless connected; UnreachableError if no cluster answers.
+    """Connect to Ray for the block, unless connected; UnreachableError if none answers, UserError for a scheme.
 
     Takes ``RAY_ADDRESS``, else this machine's cluster, else starts one for the block.
     """
@@ -116,14 +115,17 @@ def connected() -> Iterator[None]:
         yield
         return
     address = os.environ.get(ADDRESS) or None
+    if address and "://" in address:
+        raise UserError(
+            f"{ADDRESS}={address}: ranks connect to this process, which must be on a host of the cluster; give the "
+            "cluster's head as host:port, such as 10.0.0.1:6379"
+        )
     what = f"{ADDRESS}={address}" if address else "Ray on this machine"
     try:
         with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init replaces the handler
             try:
                 refuse_unanswered_address(address)
                 ray.init(address, include_dashboard=None if address else False)
-            except UserError:
-                raise
             except (OSError, ValueError) as error:
                 why = str(error).partition("\n")[0]
                 raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
@@ -133,14 +135,9 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Raise OSError unless a server accepts a connection within 10 s; UserError for an address with a scheme."""
+    """Raise OSError unless a server accepts a connection within 10 s."""
     from ray._private.services import canonicalize_bootstrap_address
 
-    if address and "://" in address:
-        raise UserError(
-            f"{ADDRESS}={address}: ranks connect to this process, which must be on a host of the cluster; give the "
-            "cluster's head as host:port, such as 10.0.0.1:6379"
-        )
     place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None is one
     if place is None:  # Ray would start a cluster on this machine
         return
