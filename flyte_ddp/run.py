@@ -113,17 +113,12 @@ def run_training(
                     remove_outputs(unfinished)  # also files that killed ranks have written in part
                     raise
         finally:  # also if Ctrl-C comes while wandb or the copy of the results is waited for
-            publish_complete_run(run_folder)
+            try:
+                publish_if_complete(run_folder)
+            except BaseException:
+                publish_if_complete(run_folder)  # completes a move that a Ctrl-C has interrupted
+                raise
         return read_result(run_folder)
-
-
-def publish_complete_run(run_folder: Path) -> None:
-    """Replace the earlier run's files by the complete new ones; after any exception try once more, then raise it."""
-    try:
-        publish_if_complete(run_folder)
-    except BaseException:
-        publish_if_complete(run_folder)
-        raise
 
 
 def read_result(folder: Path) -> Result:
