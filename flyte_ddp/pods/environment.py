@@ -42,10 +42,9 @@ def pod_environment() -> dict[str, str]:
 
 
 def training_environment() -> dict[str, str]:
-    """Return a training pod's variables; a setting in this process's environment replaces the value made here."""
+    """Return a training pod's own variables; a setting in this process's environment replaces the value made here."""
     grace = chosen_profile().grace_seconds
     return {
-        **pod_environment(),
         **cache_limit_variable(),
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),  # the rest is for ending the ranks, and uploading the checkpoint
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
