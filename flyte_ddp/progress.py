@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -17,13 +17,13 @@ MODES = ("auto", "bar", "lines", "off")  # auto: a bar if the stream is a termin
 
 
 class Progress:
-    """Shows the progress of counted steps, in one of MODES (auto, bar, lines, off), on ``stream`` (default stderr).
+    """Shows the progress of counted steps, in one of MODES (auto, bar, lines, off), on stderr.
 
     Turns itself off if the stream cannot be written to. For a bar replaces tqdm's lock in the whole process.
     """
 
-    def __init__(self, mode: str = "auto", stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self, mode: str = "auto") -> None:
+        self._stream = sys.stderr
         self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
         if self._mode == "bar":
             # tqdm's own lock is a semaphore shared between processes, which would stay behind when a rank is killed.
@@ -39,8 +39,8 @@ class Progress:
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
                 yield bar.update
         else:
-            amount = "size unknown" if total is None else format_size(total) if unit == "B" else f"{total:,} {unit}"
-            self.print_note(f"{label} ({amount})")
+            amount = None if total is None else f"{tqdm.format_sizeof(total)}B" if unit == "B" else f"{total:,} {unit}"
+            self.print_note(f"{label} ({amount or 'size unknown'})")
             yield lambda _: None
 
     def print_note(self, text: str) -> None:
@@ -60,29 +60,17 @@ class Progress:
             self._mode = "off"
 
 
-def format_size(number: int) -> str:
-    return f"{tqdm.format_sizeof(number)}B"
-
-
 class StepProgress(Progress):
     """Shows the newest values of a run's steps when they are due: without ``total_steps``, of a function of a user.
 
     A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
-    30 %: 12 in the first minute, 28 in the first hour. ``clock`` returns seconds from any start.
+    30 %: 12 in the first minute, 28 in the first hour.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        total_steps: int = 0,
-        steps_per_epoch: int = 1,
-        *,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(mode, stream)
+    def __init__(self, mode: str, total_steps: int = 0, steps_per_epoch: int = 1) -> None:
+        super().__init__(mode)
         self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
-        self._clock, self._start = clock, clock()
+        self._start = time.monotonic()
         self._next = 0.0  # when the next step is shown, in seconds from the start
         self._first: tuple[float, int] | None = None  # time of the first step, in seconds from the start, and itself
         self._last_step, self._is_shown = 0, True  # the last step, and whether it and its values were shown
@@ -126,7 +114,7 @@ class StepProgress(Progress):
                 self._bar.close()
 
     def _elapsed(self) -> float:
-        return self._clock() - self._start
+        return time.monotonic() - self._start
 
     def _show_last_step(self) -> None:
         now = self._elapsed()

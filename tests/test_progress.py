@@ -3,7 +3,10 @@
 import contextlib
 import io
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -21,13 +24,26 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(name="clock")
+def clock_of_progress(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("flyte_ddp.progress.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def start_progress(stream: TextIO, mode: str, *steps: int) -> StepProgress:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        return StepProgress(mode, *steps)
+
+
 def evaluation(epoch: int, step: int, **values: float) -> dict[str, Any]:
     return {"kind": "evaluation", "epoch": epoch, "step": step, "test_loss": 0.5, "test_accuracy": 0.875, **values}
 
 
-def test_the_first_lines_come_soon_and_then_ever_more_slowly() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = StepProgress("lines", 481, 481, stream=stream, clock=clock)
+def test_the_first_lines_come_soon_and_then_ever_more_slowly(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = start_progress(stream, "lines", 481, 481)
     times = []
     for step in range(1, 482):
         clock.now = 12345.0 + (step - 1) / 8
@@ -39,9 +55,9 @@ def test_the_first_lines_come_soon_and_then_ever_more_slowly() -> None:
     assert times == [0, 2, 4, 6, 8, 10.5, 13.75, 17.875, 23.25, 30.25, 39.375, 51.25]
 
 
-def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = StepProgress("lines", 1266, 422, stream=stream, clock=clock)
+def test_a_line_tells_where_the_run_is_and_when_it_ends(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = start_progress(stream, "lines", 1266, 422)
     clock.now += 10  # start-up, which must not count for the time that is left
     progress.show_step(20, {"loss": "loss 0.9012", "samples": "17,000 samples/s"})
     clock.now += 4
@@ -57,10 +73,11 @@ def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
     ]
 
 
+@pytest.mark.usefixtures("clock")
 def test_without_a_terminal_there_are_lines_or_nothing() -> None:
     for mode, lines in (("auto", 2), ("off", 0)):
         stream = io.StringIO()
-        progress = StepProgress(mode, 10, 5, stream=stream, clock=Clock())
+        progress = start_progress(stream, mode, 10, 5)
         assert progress.is_due() == (mode == "auto")
         progress.show_step(1, {"loss": 1.0})
         progress.print_evaluation(evaluation(1, 5))
@@ -81,9 +98,8 @@ def on_terminal(show: Callable[[TextIO], object]) -> str:
     return output.decode()
 
 
-def show_training(stream: TextIO) -> None:
-    clock = Clock()
-    progress = StepProgress("auto", 40, 20, stream=stream, clock=clock)
+def show_training(clock: Clock, stream: TextIO) -> None:
+    progress = start_progress(stream, "auto", 40, 20)
     for step in range(1, 41):
         clock.now += 0.02
         progress.show_step(step, {"loss": f"loss {1 / step:.4f}", "samples": "17,000 samples/s"})
@@ -92,8 +108,8 @@ def show_training(stream: TextIO) -> None:
     progress.close()
 
 
-def test_a_terminal_gets_a_bar_and_the_evaluations_above_it() -> None:
-    output = on_terminal(show_training)
+def test_a_terminal_gets_a_bar_and_the_evaluations_above_it(clock: Clock) -> None:
+    output = on_terminal(partial(show_training, clock))
     states = [part for part in output.split("\r") if "steps [" in part]
     assert "0/40 steps" in states[0]
     for words in ("40/40 steps", "epoch 2/2: 100%", "17,000 samples/s"):
@@ -104,9 +120,9 @@ def test_a_terminal_gets_a_bar_and_the_evaluations_above_it() -> None:
     assert output.endswith("\n")
 
 
-def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end() -> None:
-    stream, clock = io.StringIO(), Clock()
-    progress = StepProgress("lines", stream=stream, clock=clock)
+def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = start_progress(stream, "lines")
     clock.now += 10
     progress.show_step(1000, {"loss": 2.30258})
     clock.now += 1  # not due
@@ -141,7 +157,7 @@ class Closed(io.StringIO):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a half-made bar, until tqdm 4.70
 @pytest.mark.parametrize("mode", ["bar", "lines"])
 def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
-    progress = StepProgress(mode, 10, 5, stream=Closed())
+    progress = start_progress(Closed(), mode, 10, 5)
     for step in range(1, 11):
         progress.show_step(step, {"loss": 1.0})
     progress.print_evaluation(evaluation(1, 5))
