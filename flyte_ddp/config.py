@@ -7,12 +7,12 @@ heavy is imported: registration, command-line parsing and cache hits all pay for
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.checks import contradictions
 from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
 
@@ -282,11 +282,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
         if self.objective in catalog.SETTINGS_OF_OBJECTIVES:
-            contradictions.refuse_unused_settings(self, self.objective, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
+            refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
-        contradictions.check_class_weights(self.class_weights)
-        contradictions.refuse_own_code_of_torch(self)
-        contradictions.check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
+        check_class_weights(self.class_weights)
+        refuse_own_code_of_torch(self)
+        check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         catalog.find_weights(self.model, self.init_from)
         catalog.check_select_by(self.select_by, self.objective)
         for contradiction in (*find_unfit_loading(self), *find_contradictions(self)):
@@ -315,6 +315,51 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             if name not in OPTIONS_OF:
                 raise unknown_name_error("options of", name, OPTIONS_OF)
         return found
+
+
+def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
+    """Raise UserError for a setting of other objectives that is not at its default and not among those ``used``."""
+    some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
+    for field in dataclasses.fields(hp):
+        value = getattr(hp, field.name)
+        if field.name in some_use and field.name not in used and value != field.default:
+            raise UserError(
+                f"{field.name}={short_repr(value)}: objective={hp.objective!r} has no use for it; leave it out, or "
+                "choose another objective"
+            )
+
+
+def check_class_weights(text: str) -> None:
+    """Raise UserError unless ``text`` is empty, "balanced", or finite numbers >= 0, not all 0, separated by commas."""
+    if text in ("", "balanced"):
+        return
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = [-1.0]
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise UserError(
+            f"class_weights={short_repr(text)}: must be balanced, or numbers of at least 0 separated by commas, not "
+            "all 0"
+        )
+
+
+def refuse_own_code_of_torch(hp: Hyperparameters) -> None:
+    for field in dataclasses.fields(hp):
+        value = getattr(hp, field.name)
+        if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
+            raise UserError(
+                f"{field.name}={value!r}: is torch's own, and is called in another way here; write a function of your "
+                "own that returns it, or what it computes, and name that (docs/own-code.md)"
+            )
+
+
+def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -> None:
+    if batch_size < num_ranks * accumulation_steps:
+        raise UserError(
+            f"batch_size={batch_size}: must be at least ranks x accumulation_steps = "
+            f"{num_ranks} x {accumulation_steps}; raise batch_size, or lower num_ranks or accumulation_steps"
+        )
 
 
 def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:

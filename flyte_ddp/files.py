@@ -114,7 +114,8 @@ def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryI
     """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; yield the file, open for appending.
 
     Creates both if missing; the file stays. Waits without a limit while the lock is held, even by this thread; with
-    ``wait=False`` raises BlockingIOError instead. The kernel releases it when the process ends, whatever that forked.
+    ``wait=False`` raises BlockingIOError instead. The kernel releases the lock when the process ends, whatever the
+    process has forked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab", buffering=0) as file:

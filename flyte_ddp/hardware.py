@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
-from flyte_ddp.checks.contradictions import check_batch_size
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, check_batch_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.resources import Bf16, Request, World, bf16_support, choose_local_device_type, detect_world
 from flyte_ddp.settings import REQUESTED_GPUS
@@ -62,7 +61,7 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
 
 
 def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
-    """Return the Hardware of a run on these ranks, whose devices support bf16 that well; decide every ``auto``."""
+    """Return the Hardware of a run on these ranks; decide every ``auto``. ``bf16`` is the least support of a device."""
     device_type = world.device_type
     check_batch_size(hp.batch_size, hp.accumulation_steps, world.num_ranks)
     small = hp.model in catalog.SMALL_MODELS

@@ -29,7 +29,7 @@ class ElasticTrainingTask(ReplacedPodsTask):
     """The task type of :func:`train_on_elastic`, which is registered for ElasticTraining."""
 
     def _execute(self, **inputs: Any) -> Any:
-        """Train in workers of this machine; in a pod, start this node's workers and return rank 0's outputs."""
+        """Train in workers of this machine; in a pod, start its workers, show the report, return rank 0's outputs."""
         from flyte_ddp.launch import elastic
 
         version = inputs["run_version"]

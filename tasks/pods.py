@@ -73,7 +73,7 @@ def pod_options(
 ) -> dict[str, Any]:
     """Return the options that every task has, for a pod with these limits, and variables beside those of every pod.
 
-    Without ``requests`` it requests its limits, so that it is not evicted for memory. ``hours`` 0: FLYTE_DDP_HOURS.
+    Without ``requests`` the pod requests its limits, so as not to be evicted for memory. ``hours`` 0: FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),

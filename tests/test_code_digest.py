@@ -12,7 +12,7 @@ from flyte_ddp.user_code.digest import DECIDING, library_digest, list_python_fil
 
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
-    "checks/contradictions checks/fields config": "values of hyperparameters are in the key themselves",
+    "checks/fields config": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
     "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
     "text/credentials files lookahead machine/process": "how files, processes and threads are treated",
@@ -70,7 +70,7 @@ def test_what_results_depend_on_is_covered() -> None:
     """Each file that is imported by those that decide."""
     deciding = {path for name in DECIDING for path in list_python_files(LIBRARY / name)}
     imported = set()
-    for node in [node for path in deciding if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_bytes()))]:
+    for node in [node for path in deciding for node in ast.walk(ast.parse(path.read_bytes()))]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flyte_ddp"):
             modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             imported |= {LIBRARY.parent / f"{module.replace('.', '/')}.py" for module in modules}

@@ -54,14 +54,19 @@ def fetch(
 
     Does nothing if ``folder`` holds this data set of this source and can be opened (digests are not compared); replaces
     one that cannot. Does not notice changed content of the same source: put the :func:`fingerprint` into the folder's
-    name. Calls the code of a ``package.module:callable``, whose errors are not caught. Returns ``folder``, absolute.
+    name. Calls the code of a ``package.module:callable``, whose errors are not caught.
 
-    ``dataset`` is a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
-    ``image_folder:...``, of which only the index or the list of files is fetched, and a first sample, which needs no
-    image and no label if ``sample`` is set. ``source`` is the hyperparameter ``data_source``; ``test_dataset`` and
-    ``sample`` are those of these names. ``progress`` is auto, bar, lines or off, on stderr. Creates missing parents of
-    ``folder``. Raises a UserError for an unknown data set, unusable data, or a folder that holds something else or
-    cannot be written.
+    Args:
+        dataset: a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
+            ``image_folder:...``, of which only the index or the list of files is fetched, and a first sample.
+        source: the hyperparameter ``data_source``.
+        folder: destination; missing parents are created.
+        test_dataset: shards or folder of images to test on.
+        sample: the hyperparameter; if it is set, samples of shards need no image and no label.
+        progress: auto, bar, lines or off; printed to stderr.
+
+    Returns the absolute path of ``folder``. Raises a UserError for an unknown data set, unusable data, or a folder that
+    holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)

@@ -6,8 +6,7 @@ import pickle
 import shutil
 import struct
 import tarfile
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ class PublishedSet:
     """A published data set: its files with their digests, where to find them, and how to read them."""
 
     name: str
-    read_arrays: Callable[..., Arrays]  # reads the verified files, in the order of ``files``
-    files: Mapping[str, Sequence[str]]  # by name: allowed MD5 digests (hex), one for each compression in use
-    addresses: Sequence[str]  # directories that hold the files, tried in order after ``system_folder``
-    classes: Sequence[str]
+    files: Mapping[str, tuple[str, ...]]  # by name: allowed MD5 digests (hex), one for each compression in use
+    addresses: tuple[str, ...]  # directories that hold the files, tried in order after ``system_folder``
+    classes: tuple[str, ...]
+    read_arrays: Callable[[Path], Arrays]  # reads the verified files in a folder
     system_folder: str = ""  # where a system or Python package installs the files
 
     def fingerprint(self, source: str) -> str:
@@ -44,8 +43,7 @@ class PublishedSet:
         raw = workspace / "raw"
         raw.mkdir()
         used = [self.download_file(name, source, raw, progress) for name in self.files]
-        read = self.read_arrays(*(raw / name for name in self.files))
-        arrays = image_arrays(*read, classes=self.classes, name=self.name)
+        arrays = image_arrays(*self.read_arrays(raw), classes=self.classes, name=self.name)
         shutil.rmtree(raw)
         return arrays, " and ".join(dict.fromkeys(used))
 
@@ -69,36 +67,84 @@ class PublishedSet:
             raise failure.to_user_error(f"{what} ({failure}); {fix}") from None
 
 
+DIGITS_FILE = "digits.csv.gz"
 DIGITS_FOR_TRAINING = 1_500
+SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the import takes over a second
 
 
-def read_digits_file(file: Path) -> Arrays:
-    rows = np.loadtxt(file, delimiter=",", ndmin=2)  # 64 pixels and the label
+def read_digits_file(folder: Path) -> Arrays:
+    rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",", ndmin=2)  # 64 pixels and the label
     images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
     labels, first_test = rows[:, -1].astype(np.int64), DIGITS_FOR_TRAINING
     return images[:first_test], labels[:first_test], images[first_test:], labels[first_test:]
 
 
-def read_idx_files(*files: Path) -> Arrays:
+# 1,797 grey 8x8 images of handwritten digits (Alpaydin, Kaynak: UCI, 1998).
+DIGITS = PublishedSet(
+    name="digits",
+    files={DIGITS_FILE: ("9b335364a7bfd63947c7480a5bd51f2d",)},
+    addresses=(),
+    classes=tuple("0123456789"),
+    read_arrays=read_digits_file,
+    system_folder=str(Path(SKLEARN.origin).parent / "datasets/data") if SKLEARN and SKLEARN.origin else "",
+)
+
+IDX_FILES = tuple(f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def read_idx_files(folder: Path) -> Arrays:
     """Read a data set's four gzipped IDX files; return train images [N, H, W] and labels [N], then the test ones.
 
     IDX ("THE IDX FILE FORMAT", LeCun, Cortes, Burges): two zero bytes, the type of the values (8: unsigned bytes), the
     number of dimensions, each dimension as a big-endian uint32, then the values in C order.
     """
     arrays = []
-    for file in files:
-        content = gzip.decompress(file.read_bytes())
+    for name in IDX_FILES:
+        content = gzip.decompress((folder / name).read_bytes())
         shape = struct.unpack_from(f">{content[3]}I", content, 4)
         arrays.append(np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * len(shape)).reshape(shape))
     return arrays[0], arrays[1], arrays[2], arrays[3]
 
 
+# 60,000 and 10,000 grey 28x28 images of handwritten digits. Names, digests and addresses of this set and of the next
+# two are those of torchvision.datasets; a test compares them.
+MNIST = PublishedSet(
+    name="mnist",
+    files={
+        IDX_FILES[0]: ("f68b3c2dcbeaaa9fbdd348bbdeb94873",),
+        IDX_FILES[1]: ("d53e105ee54ea40749a09fcbcd1e9432",),
+        IDX_FILES[2]: ("9fb629c4189551a2d022fa330f9573f3",),
+        IDX_FILES[3]: ("ec29112dd5afa0611ce80d1b7f02629c",),
+    },
+    addresses=("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist"),
+    classes=tuple(f"{digit} - {word}" for digit, word in enumerate(WORDS)),
+    read_arrays=read_idx_files,
+)
+
+# The same of clothing (Xiao, Rasul, Vollgraf: arXiv 1708.07747). The second digest is that of Debian's copy, where the
+# gzip header lacks name and time of the original while the compressed data are the same bytes.
+FASHION_MNIST = PublishedSet(
+    name="fashion_mnist",
+    files={
+        IDX_FILES[0]: ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "cf8536b0aa1a6ac5fa3f23001093305c"),
+        IDX_FILES[1]: ("25c81989df183df01b3e8a0aad5dffbe", "10bea18fdb374794d4bb42e356e600c9"),
+        IDX_FILES[2]: ("bef4ecab320f06d8554ea6380940ec79", "f78720b4224f21cce2f2ccf2d7a94c9a"),
+        IDX_FILES[3]: ("bb300cfdad3c16e7a12a480ee83cd310", "0d30e22e447f3c33dab9ed536400ac01"),
+    },
+    addresses=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",),
+    classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    read_arrays=read_idx_files,
+    system_folder="/usr/share/datasets/fashion-mnist",  # Debian's package dataset-fashion-mnist
+)
+
+CIFAR10_FILE = "cifar-10-python.tar.gz"
 TRAIN_BATCHES, TEST_BATCH = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
 
 
-def read_cifar10_archive(file: Path) -> Arrays:
+def read_cifar10_archive(folder: Path) -> Arrays:
     images, labels = {}, {}
-    with tarfile.open(file, "r:gz") as archive:
+    with tarfile.open(folder / CIFAR10_FILE, "r:gz") as archive:
         for member in archive:
             name, content = member.name.rpartition("/")[2], archive.extractfile(member)
             if content is not None and name in (*TRAIN_BATCHES, TEST_BATCH):
@@ -111,15 +157,13 @@ def read_cifar10_archive(file: Path) -> Arrays:
     return train_images, train_labels, images[TEST_BATCH], labels[TEST_BATCH]
 
 
-READERS = {"digits": read_digits_file, "cifar10": read_cifar10_archive}
-SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the import takes over a second
+# 60,000 colour 32x32 images of ten kinds of things (Krizhevsky, "Learning Multiple Layers of Features").
+CIFAR10 = PublishedSet(
+    name="cifar10",
+    files={CIFAR10_FILE: ("c58f30108f718f92721af3b95e74349a",)},
+    addresses=("https://www.cs.toronto.edu/~kriz",),
+    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    read_arrays=read_cifar10_archive,
+)
 
-
-def read_published_sets() -> dict[str, PublishedSet]:
-    described = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-    if SKLEARN and SKLEARN.origin:
-        described["digits"]["system_folder"] = str(Path(SKLEARN.origin).parent / "datasets/data")
-    return {name: PublishedSet(name, READERS.get(name, read_idx_files), **each) for name, each in described.items()}
-
-
-DATASETS = read_published_sets()
+DATASETS: dict[str, PublishedSet] = {each.name: each for each in (DIGITS, MNIST, FASHION_MNIST, CIFAR10)}

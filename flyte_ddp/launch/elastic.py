@@ -147,7 +147,10 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 
 
 def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host) -> Value | None:
-    """Call ``lead`` in rank 0's worker, and return its value; in others :func:`follow`. All raise a run's error."""
+    """Call ``lead`` in rank 0's worker, and return its value; in other workers call :func:`follow`.
+
+    All workers raise the error of a failed run. They also pickle it, as Elastic would hand it on as text.
+    """
     try:
         if is_leader():
             return lead()

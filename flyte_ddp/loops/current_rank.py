@@ -81,7 +81,7 @@ class CurrentRank:
         """Save rank 0's state after a step, from which the next attempt goes on; other ranks' states are ignored.
 
         ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. A
-        thread writes a copy, unless the next one comes before. Raises UserError if the step goes back, or
+        thread writes a copy to disk, unless a later save comes first. Raises UserError if the step goes back, or
         torch.load(weights_only=True) would refuse the state.
         """
         if self.rank == 0:

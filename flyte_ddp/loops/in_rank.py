@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, constants, distributed_c10d  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_map
 
+from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.files import replace_file
 from flyte_ddp.launch.supervise.rank import NO_LIMIT, Rank
 from flyte_ddp.loops.call import RETURNED, Call
@@ -221,7 +222,7 @@ def wait_for_others(rank: Rank, store: Any) -> None:
         else:
             store.set(f"{DONE} {rank.info.rank}", "")
             waiting = f"rank 0 has not returned {timeout:g} s after rank 1; rank 1 waits without a limit"
-            notice = threading.Timer(timeout, print, [waiting], {"file": sys.stderr, "flush": True})
+            notice = threading.Timer(timeout, print_to_stderr, [waiting])
             notice.daemon = True
             if rank.info.rank == 1:
                 notice.start()

@@ -58,7 +58,8 @@ def run_ranks(
 
     Raises RankError with the traceback of the rank that failed first; StoppedError after SIGTERM, KeyboardInterrupt
     after Ctrl-C. Before these two ``due()`` is true, and the function has FLYTE_DDP_SAVE_SECONDS to save. Raises
-    UserError for what cannot be pickled, more ranks than GPUs, and a folder with another run or a checkpoint of one.
+    UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
+    other code or arguments.
     """
     given_ranks, num_ranks = num_ranks, 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:
@@ -154,7 +155,7 @@ def remove_saves(folder: Path) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write report.html, or print why it cannot be made, if the function has recorded anything or handed in results."""
+    """If the function has recorded anything or handed in results, write report.html, or print why that failed."""
     is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
     if not is_recorded and not (folder / results.FOLDER).exists():
         return

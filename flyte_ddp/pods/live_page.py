@@ -28,8 +28,8 @@ def publish_page_while_running(
 ) -> Iterator[None]:
     """Publish a pod's page ``title`` every 30 s during the block, and at its end; do nothing locally.
 
-    Of Elastic's pods that with rank 0 does it, and not its workers. ``render`` is called in a thread; until it has
-    returned a page, ``placeholder`` is published. Ignores errors; at the end waits up to 10 s.
+    Among Elastic's pods only the one with rank 0 publishes, and no worker does. ``render`` is called in a thread; until
+    it has returned a page, ``placeholder`` is published. Ignores errors; at the end waits up to 10 s.
     """
     if not is_in_pod() or not has_rank_0() or WORKER_VARIABLE in os.environ:
         yield

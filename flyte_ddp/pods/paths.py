@@ -46,7 +46,10 @@ def complete_interrupted_move(name: str) -> bool:
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder, with a new token if it is not ``complete``; in a pod only the name."""
+    """Return NAME@TOKEN for a local folder, whose token is new if none is in ``.tokens`` or it is not ``complete``.
+
+    In a pod returns the name alone.
+    """
     if is_in_pod():
         return name
     path = runs_folder() / ".tokens" / name.replace("/", "-")

@@ -22,10 +22,10 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.policy_check import group_by_slice
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, read_task, replay_promotions
 from flyte_ddp.release.scores import is_higher_better
+from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 

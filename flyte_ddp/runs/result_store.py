@@ -56,7 +56,7 @@ class Mirror:
     """Copies a folder to an address, the events first, which it fetches from there if the resumed run has none."""
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
-        """Write the address's events; UserError if it contains ``folder``, UnavailableError if it cannot be used."""
+        """Copy the events; UserError for an address that contains ``folder``, UnavailableError for one out of reach."""
         self.folder, self.address = folder, address
         self.versions: dict[str, object] = {}  # of the last copies, by file name
         self.failure = ""  # of the last round of copies

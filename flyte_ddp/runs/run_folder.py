@@ -125,7 +125,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_failure_details(error: BaseException, output_folder: Path) -> None:
-    """Give a KeyboardInterrupt its text, a RankError its step and the file of its details, or print these."""
+    """Complete a KeyboardInterrupt's text, or a RankError's step and file of details; print these if that fails."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
     if not isinstance(error, RankError):

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from flyte_ddp import catalog
-from flyte_ddp.checks.contradictions import refuse_unused_settings
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
 from flyte_ddp.errors import UserError, unknown_name_error
@@ -232,7 +231,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
         classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan, select_by=hp.select_by
     )
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
-    refuse_unused_settings(hp, hp.objective, objective.takes)
+    refuse_unused_settings(hp, objective.takes)
     if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
         raise UserError(reason)
     for side, stored in stored_targets.items():

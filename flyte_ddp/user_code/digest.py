@@ -19,7 +19,7 @@ DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/tar.py"),
     *("samples", "catalog.py", "machine/resources.py", "machine/device_copy.py", "hardware.py"),
-    *("torchvision_weights.json", "datasets/published.toml"),
+    "torchvision_weights.json",
 )
 PARSING = threading.Lock()
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none

@@ -143,6 +143,7 @@ def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterat
 def add_split(
     profile: DataProfile, split: str, parts: Iterable[PartProfile], name_of: Callable[[str, int], str]
 ) -> Compared:
+    """Add the parts of a split's samples to the profile; return what the samples are compared by."""
     compared = list[Compared]()
     counts: SplitProfile = getattr(profile, split)
     for part in parts:

@@ -96,7 +96,7 @@ class PodTask(RanksTask):
 
 
 def make_task(config: DDP, function: Function, options: dict[str, Any]) -> RanksTask:
-    """Return the task for a function and flytekit's options; UserError for those by which ranks cannot run."""
+    """Return the task for a function and flytekit's options; UserError for @dynamic, a missing extra, too few GPUs."""
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
         raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
     gpus = config.nodes * count_requested_gpus(take_resources(dict(options)))

@@ -8,6 +8,7 @@ from mnist_files import Tiny, tiny_files
 from surroundings import clean_surroundings  # noqa: F401 (a fixture)
 
 from flyte_ddp.datasets import DATASETS
+from flyte_ddp.datasets.published import MNIST
 
 
 @pytest.fixture
@@ -15,6 +16,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
     """A small data set that stands in the table under mnist, with no public address."""
     arrays, contents = tiny_files(seed=0)
     files = {name: (hashlib.md5(content).hexdigest(),) for name, content in contents.items()}
-    dataset = dataclasses.replace(DATASETS["mnist"], files=files, addresses=())
+    dataset = dataclasses.replace(MNIST, files=files, addresses=())
     monkeypatch.setitem(DATASETS, "mnist", dataset)
     return Tiny(dataset, arrays, contents)

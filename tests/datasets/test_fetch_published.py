@@ -22,23 +22,19 @@ from tars import header_of, tar_bytes
 from flyte_ddp import catalog
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.datasets.published import TEST_BATCH, TRAIN_BATCHES
+from flyte_ddp.datasets.published import CIFAR10, CIFAR10_FILE, FASHION_MNIST, MNIST, TEST_BATCH, TRAIN_BATCHES
 from flyte_ddp.errors import UserError
-
-CIFAR10 = DATASETS["cifar10"]
-[CIFAR10_FILE] = CIFAR10.files
 
 
 def test_the_tables_are_torchvisions() -> None:
     from torchvision import datasets
 
     assert tuple(DATASETS) == tuple(catalog.DATASETS)
-    for name, theirs in (("mnist", datasets.MNIST), ("fashion_mnist", datasets.FashionMNIST)):
-        ours = DATASETS[name]
-        assert [(file, known[0]) for file, known in ours.files.items()] == theirs.resources
+    for ours, theirs in ((MNIST, datasets.MNIST), (FASHION_MNIST, datasets.FashionMNIST)):
+        assert [(name, known[0]) for name, known in ours.files.items()] == theirs.resources
         assert [f"{address}/" for address in ours.addresses] == theirs.mirrors
         assert list(ours.classes) == theirs.classes
-    assert CIFAR10.files == {datasets.CIFAR10.filename: [datasets.CIFAR10.tgz_md5]}
+    assert CIFAR10.files == {datasets.CIFAR10.filename: (datasets.CIFAR10.tgz_md5,)}
     assert f"{CIFAR10.addresses[0]}/{datasets.CIFAR10.filename}" == datasets.CIFAR10.url
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from image_folders import write_files
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets import DATASETS, open_arrays
-from flyte_ddp.datasets.published import PublishedSet
+from flyte_ddp.datasets import open_arrays
+from flyte_ddp.datasets.published import MNIST, PublishedSet
 
-NAMES = tuple(DATASETS["mnist"].files)
+NAMES = tuple(MNIST.files)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.policy_check import group_by_slice
 from flyte_ddp.release.registry import read_task
+from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.statistics import compare_scores
 from flyte_ddp.release.verdict import Check
 
