@@ -103,7 +103,7 @@ CASES: dict[str, Callable[..., Case]] = {
 def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
     """Do the library's steps, with their records; yield each global batch's number of samples."""
     while True:
-        for batch in state.clock.steps(remaining_batches(state)):
+        for batch in state.clock.time_steps(remaining_batches(state)):
             train_step(state, recorder, batch)
             yield len(batch)
         state.epoch += 1

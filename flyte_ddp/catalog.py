@@ -23,7 +23,7 @@ IMAGES = (
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
-# Built-in objectives, each with the hyperparameters that some objectives use, and it does.
+# Built-in objectives, each with those hyperparameters that it uses and not every objective does.
 SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "classification": ("label_smoothing", "class_weights"),
     "multilabel": ("class_weights",),
@@ -31,11 +31,11 @@ SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "segmentation": ("class_weights",),
     "language": (),
 }
-OF_CLASSES = ("classification", "segmentation", "language")  # objectives of class numbers, whose number must be known
+OF_CLASSES = ("classification", "segmentation", "language")  # objectives that need to know the number of classes
 OF_LENGTHS = ("language",)  # objectives whose targets may have different lengths
 CODE_OPTIONS = {"language": "decode"}  # objectives with an option that names the user's own callable
 
-# Their measures, beside the loss; of classification those of OF_TWO_CLASSES need two.
+# Measures of the built-in objectives, beside the loss. In classification, OF_TWO_CLASSES need exactly two classes.
 OF_TWO_CLASSES = ("auroc", "average_precision")
 MEASURES: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "balanced_accuracy", "f1", *OF_TWO_CLASSES),
@@ -73,8 +73,8 @@ TORCHVISION_CLASSES = 1000  # of ImageNet, for which all weights were trained
 DEFAULT = "DEFAULT"  # torchvision's name for the best weights of a model: the first here
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and std of values in 0..1
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-# Mean and std of weights, by the start of their file's name, where they are not ImageNet's. torchvision gives Google's
-# two models images that are normalised by ImageNet's, and lets the models themselves change these to the halves.
+# Mean and std that are not IMAGENET, by the start of the weights' file name. torchvision gives Google's two models
+# images that are normalised by IMAGENET, and these models convert them to HALF.
 OTHERS = {"efficientnet_v2_l": HALF, "googlenet": HALF, "inception_v3": HALF}
 OTHERS |= {"vgg16_features": ((0.48235, 0.45882, 0.40784), (1 / 255,) * 3)}
 
@@ -97,12 +97,12 @@ class PretrainedWeights:
 
     @property
     def digest_start(self) -> str:
-        """The first 8 digits or more of the file's SHA-256 (hex), which its name ends with."""
+        """The first digits (8 or more, hex) of the file's SHA-256, from the end of the file's name."""
         return self.file.removesuffix(".pth").rpartition("-")[2]
 
 
 def encoded_kind(dataset: str) -> str:
-    """Return "shards", "stream" or "image_folder" for a data set's name that begins so, with an address; else ""."""
+    """Return "shards", "stream" or "image_folder" if ``dataset`` is that word, a colon and an address; else ""."""
     kind, _, address = dataset.partition(":")
     return kind if kind in ENCODED_KINDS and address else ""
 
@@ -122,12 +122,12 @@ def check_image_size(model: str, height: int, width: int) -> None:
 
 
 def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
-    """Return the side of a model's images in pixels: ``image_size``, or if 0 that of the weights, or 0."""
+    """Return the side of a model's images in pixels: ``image_size`` if not 0, else the weights' side, else 0."""
     return image_size or (weights.side if weights else 0)
 
 
 def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
-    """Return the weights that ``torchvision:NAME`` stands for with this model; None for any other ``init_from``."""
+    """Return the model's weights ``torchvision:NAME``; None for another ``init_from``; UserError for a wrong name."""
     if not init_from.startswith(TORCHVISION_PREFIX):
         return None
     if model not in TORCHVISION_MODELS:
@@ -146,7 +146,7 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
 
 
 def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
-    """Raise UserError if a built-in objective of ``classes`` has no measure ``select_by``; own ones need ranks."""
+    """Raise UserError unless a built-in objective of ``classes`` has the measure ``select_by``; accept own ones."""
     if objective in MEASURES:
         unfit = OF_TWO_CLASSES if objective == "classification" and classes > 2 else ()
         choices = ["loss", *(name for name in MEASURES[objective] if name not in unfit)]

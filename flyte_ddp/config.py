@@ -285,7 +285,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
-        refuse_own_code_of_torch(self)
+        refuse_callables_of_torch(self)
         check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         catalog.find_weights(self.model, self.init_from)
         catalog.check_select_by(self.select_by, self.objective)
@@ -293,7 +293,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise UserError(contradiction)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
-        """Return the user's own ``package.module:callable`` in use, but for fields ``left_out``, each once."""
+        """Return each of the user's own ``package.module:callable`` once, but not those of the fields ``left_out``."""
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
         if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in left_out:
@@ -318,7 +318,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
 
 def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
-    """Raise UserError for a setting of other objectives that is not at its default and not among those ``used``."""
+    """Raise UserError for a setting of other objectives that is not at its default; ``used`` are this objective's."""
     some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
@@ -344,7 +344,7 @@ def check_class_weights(text: str) -> None:
         )
 
 
-def refuse_own_code_of_torch(hp: Hyperparameters) -> None:
+def refuse_callables_of_torch(hp: Hyperparameters) -> None:
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
         if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":

@@ -102,7 +102,7 @@ def print_to_stderr(text: str) -> None:
 
 
 def shorten_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is below it, else unchanged."""
+    """Return a path relative to the working directory if the path is below that, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

@@ -55,11 +55,11 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
-    """Turn an OSError of the block, which only writes ``path``, into a UserError that names two fixes."""
+    """Turn an OSError of the block, which only writes ``path``, into a UserError with two fixes: one is ``other``."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # When a write fails, torch.save may raise a RuntimeError about the position whose context is the OSError.
+        # torch.save may raise a RuntimeError about the file's position when a write fails; the OSError is its context.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -96,12 +96,12 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Return the files below a folder, ordered; leave out folders that vanish meanwhile, for which rglob may raise."""
+    """Return the files below a folder, sorted; leave out folders that vanish meanwhile, where rglob may raise."""
     return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, time of change in ns and size, of which a change of the file changes one; None without a file."""
+    """Return inode, time of change (ns) and size, at least one of which differs after a change; None without a file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -124,12 +124,12 @@ def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryI
         try:
             yield file
         finally:
-            if not file.closed:  # as in a fork
+            if not file.closed:  # close_inherited_locks has closed it in a fork
                 unlock_file(file.fileno())
 
 
 def close_inherited_locks() -> None:
-    """Close the files that this process's parent has locked: they stay locked while a process has them open."""
+    """Close, in a forked child, the files that its parent locks: a lock lasts while any process has the file open."""
     for file in list(held):
         file.close()
 

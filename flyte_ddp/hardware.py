@@ -1,6 +1,7 @@
 """Choose a training's backend, gradient strategy, precision and memory order for the ranks that a machine can have.
 
-Every ``auto`` of the hyperparameters is decided here, never by timings, which would make results unrepeatable.
+Every ``auto`` of the hyperparameters is decided here, never by timings, which would make results unrepeatable. A choice
+that the ranks cannot have raises UserError.
 """
 
 import os
@@ -61,12 +62,12 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
 
 
 def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
-    """Return the Hardware of a run on these ranks; decide every ``auto``. ``bf16`` is the least support of a device."""
+    """Return the Hardware of a run on these ranks, without ``auto``; ``bf16`` is the least support among devices."""
     device_type = world.device_type
     check_batch_size(hp.batch_size, hp.accumulation_steps, world.num_ranks)
     small = hp.model in catalog.SMALL_MODELS
     # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
-    faster_in_order = small or (device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS)
+    is_channels_last_faster = small or (device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS)
     precision = hp.precision
     if precision == "auto":
         precision = "bf16" if bf16 is Bf16.FASTER and (device_type == "cuda" or small) else "fp32"
@@ -75,9 +76,9 @@ def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
             f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
             "use precision='fp32' or 'auto'"
         )
-    in_order = hp.channels_last == "on" or (hp.channels_last == "auto" and faster_in_order)
+    channels_last = hp.channels_last == "on" or (hp.channels_last == "auto" and is_channels_last_faster)
     strategy = choose_strategy(hp, world)
-    return Hardware(**vars(world), strategy=strategy, precision=precision, channels_last=in_order)
+    return Hardware(**vars(world), strategy=strategy, precision=precision, channels_last=channels_last)
 
 
 def choose_strategy(hp: Hyperparameters, world: World) -> str:

@@ -61,10 +61,10 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Shows the newest values of a run's steps when they are due: without ``total_steps``, of a function of a user.
+    """Shows the step and the newest values of a run when they are due; ``total_steps`` is 0 for a user's function.
 
-    A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
-    30 %: 12 in the first minute, 28 in the first hour.
+    A bar is renewed every 0.1 s. Lines come at once, then every two seconds, and later whenever the elapsed time has
+    grown by 30 %: 12 in the first minute, 28 in the first hour.
     """
 
     def __init__(self, mode: str, total_steps: int = 0, steps_per_epoch: int = 1) -> None:
@@ -72,7 +72,7 @@ class StepProgress(Progress):
         self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         self._start = time.monotonic()
         self._next = 0.0  # when the next step is shown, in seconds from the start
-        self._first: tuple[float, int] | None = None  # time of the first step, in seconds from the start, and itself
+        self._first: tuple[float, int] | None = None  # seconds from the start to the first step, and its number
         self._last_step, self._is_shown = 0, True  # the last step, and whether it and its values were shown
         self._values: dict[str, float | str] = {}  # the newest of each name
         self._bar: Any = None
@@ -82,9 +82,9 @@ class StepProgress(Progress):
         return self._mode != "off" and self._elapsed() >= self._next
 
     def show_step(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Store a step, from 1, and values by name, shown as "name 0.41", or as they are if texts; show them if due.
+        """Store a step, from 1, and its values by name; show them if due: numbers as "name 0.41", texts as they are.
 
-        Of values of earlier steps the newest of each name are shown, up to SHOWN_VALUES (6).
+        Each name keeps its newest value, also from an earlier step; at most SHOWN_VALUES (6) names are shown.
         """
         if self._mode == "off":
             return
@@ -102,7 +102,7 @@ class StepProgress(Progress):
                 shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
                 rest = "" if measure == "loss" else f" (loss {shown[1]})"
                 results.append(f"{split} {name_measure(measure)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
-        self._is_shown = self._is_shown or self._mode == "lines"
+        self._is_shown = self._is_shown or self._mode == "lines"  # a line of the note names the step
         self.print_note(f"{self._describe_place(record['step'])}: {', '.join(results)}")
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Let users' code hand in intermediate results, files and events, while it trains in any rank.
 
 A rank writes them into ``results/`` of the run folder; on a host that does not see the folder it sends them to the
-launcher, which does. runs/result_store.py copies them elsewhere.
+launcher, which writes them. runs/result_store.py copies them elsewhere.
 """
 
 import json
@@ -78,7 +78,7 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
-def in_pieces(send: Deliver) -> Deliver:
+def split_into_pieces(send: Deliver) -> Deliver:
     """Return a function that hands events to ``send``, and results as pieces for :meth:`ResultWriter.write_file`."""
     sending = threading.Lock()  # no piece of another result may come between
 
@@ -103,7 +103,7 @@ class ResultWriter:
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a file ("result": as :meth:`write_file`) or an event ("event": record); any thread may call this."""
+        """Write a file (kind "result": see :meth:`write_file`) or append an event (its ``record``), in any thread."""
         try:
             if kind == "result":
                 self.write_file(**values)
@@ -117,7 +117,7 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:
-        """Write a whole file, or a piece of the one file that comes in pieces; a failure drops that file's others."""
+        """Write a whole file, or the next piece of a file that comes in pieces; a failed piece drops the whole file."""
         require_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

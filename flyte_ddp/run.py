@@ -17,10 +17,10 @@ from flyte_ddp.runs.run_folder import (
     METRICS,
     REPORT,
     hold_run_folder,
-    prepare_folder,
+    prepare_unfinished,
     publish_if_complete,
     remove_outputs,
-    resume_run,
+    rewind_run,
 )
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, read_settings
@@ -30,7 +30,7 @@ from flyte_ddp.settings import Settings, read_settings
 class Result:
     """The folder of a finished run, the paths of its files, and its measures on the test set.
 
-    The main measure is that of ``select_by``, or the objective's first one, such as accuracy; the loss if it has none.
+    The main measure is the one that ``select_by`` names, else the objective's first, such as accuracy, else the loss.
     A measure that is not defined, such as the AUROC without a positive sample, is NaN.
     """
 
@@ -60,9 +60,9 @@ def run_training(
     complete. Waits at the end up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and
     ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Kills a single rank's children at its end.
 
-    By default the settings are those of the environment, and ``launch``, which finds capacity for the ranks, starts
-    them and waits for them, is that of ``launch/single.py`` for one rank, in this process, or of ``launch/spawn.py``,
-    in processes of their own. ``threads`` are each rank's CPU threads; 0: its share of the cores. They decide rounding.
+    By default the settings are those of the environment. ``launch`` finds capacity for the ranks, starts them and waits
+    for them: by default in this process for one rank (``launch/single.py``), else in processes of their own
+    (``launch/spawn.py``). ``threads`` are each rank's CPU threads; 0: its share of the cores. They change rounding.
 
     Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
     failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
@@ -82,14 +82,14 @@ def run_training(
     for warning in check_prepared_set(data, hp):
         progress.print_note(warning)
     with hold_run_folder(run_folder):
-        unfinished = prepare_folder(run_folder)
+        unfinished = prepare_unfinished(run_folder)
         identity = checkpoint_identity(hp, data)
         try:
             with (
-                resume_run(unfinished, identity, settings, run_folder.name) as found,
+                rewind_run(unfinished, identity, settings, run_folder.name) as checkpoint,
                 wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
             ):
-                init_from = hp.init_from if found is None else ""
+                init_from = hp.init_from if checkpoint is None else ""
                 try:
                     with initial_weights.fetch_weights(
                         init_from, hp.model, unfinished, progress, settings.weights_source
@@ -102,13 +102,14 @@ def run_training(
                                 output_folder=unfinished,
                                 identity=identity,
                                 settings=settings,
-                                checkpoint=found,
+                                checkpoint=checkpoint,
                                 files={INITIAL_WEIGHTS: weights} if weights else {},
                                 own_code=hp.own_code(),
                                 on_host="flyte_ddp.training.job:find_data_on_host",
                             )
                         )
-                    write_html(unfinished / "report.html", report.render_report(unfinished, run_folder.name))
+                    # The last file: it marks the run as complete.
+                    write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
                 except BaseException:
                     remove_outputs(unfinished)  # also files that killed ranks have written in part
                     raise
@@ -131,5 +132,5 @@ def read_result(folder: Path) -> Result:
     }
     history = next(values for name, values in found.items() if name.startswith("epoch_"))
     history = [math.nan if value is None else float(value) for value in history]
-    value = next(iter(measures.values()))
-    return Result(folder, history, value, model, sidecar, metrics, report, measures)
+    main = next(iter(measures.values()))
+    return Result(folder, history, main, model, sidecar, metrics, report, measures)

@@ -21,7 +21,7 @@ class Variable(NamedTuple):
     """A variable of the environment."""
 
     name: str
-    where: str  # HERE: local runs only; REGISTRATION: only then; else these pods get its value, and local runs read it
+    where: str  # who reads it; HERE: local runs only; REGISTRATION: registration only; else these pods and local runs
     default: str  # where it is not set; in parentheses: what is done then
     meaning: str  # in Markdown
 
@@ -56,7 +56,7 @@ class Settings:
     wandb_timeout: float = 30.0
     cache_folder: Path = field(default_factory=lambda: runs_folder() / "cache")
     cache_bytes: int | None = None  # None: no limit
-    loaders: int = 0  # threads or processes; 0: one for each core of the rank, beside a GPU but one
+    loaders: int = 0  # threads or processes; 0: one for each core of the rank, less one beside a GPU
     results_copy: str = ""
     weights_source: str = ""  # folder or address with torchvision's files of weights; empty: torchvision's own
     wandb_run_id: str = field(default="", kw_only=True)

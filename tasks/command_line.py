@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def set_up_command() -> None:
         context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
-        environment.check_registration()
+        environment.check_settings_for_pods()
     if is_remote:
         from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
@@ -139,8 +139,14 @@ def is_engine_installed(name: str) -> bool:
 def unfit_path_error(error: Exception) -> UserError | None:
     """Return the error for an option whose path flytekit cannot take; None if the exception has another cause."""
     found = re.match(r"Failed argument '(\w+)'", str(error)) if isinstance(error, TypeTransformerFailedError) else None
-    words = [word for option, word in pairwise(sys.argv) if found and option == f"--{found[1]}"]
+    words = [word for option, word in list_options() if found and option == f"--{found[1]}"]
     return UserError(f"--{found[1]} {words[0]!r}: is no such file or folder; see --help") if found and words else None
+
+
+def list_options() -> Iterator[tuple[str, str]]:
+    """Return each pair of neighbouring words of the command line, where ``--option=value`` is two words."""
+    split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
+    return pairwise(chain.from_iterable(split))
 
 
 def input_file_error(error: Exception) -> UserError | None:
@@ -150,7 +156,7 @@ def input_file_error(error: Exception) -> UserError | None:
     """
     if not isinstance(error, (OSError, UnicodeDecodeError, yaml.YAMLError)):
         return None
-    for option, word in pairwise(sys.argv):
+    for option, word in list_options():
         if option in FILE_OPTIONS and not word.lstrip().startswith(("{", "[", "'")):
             try:
                 yaml.safe_load(Path(word).read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ class ElasticTrainingTask(ReplacedPodsTask):
     """The task type of :func:`train_on_elastic`, which is registered for ElasticTraining."""
 
     def _execute(self, **inputs: Any) -> Any:
-        """Train in workers of this machine; in a pod, start its workers, show the report, return rank 0's outputs."""
+        """Train in workers of this machine; in a pod, start workers, show the report, return rank 0's outputs."""
         from flyte_ddp.launch import elastic
 
         version = inputs["run_version"]
@@ -61,7 +61,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
     prepare = partial(find_data_on_host, fetch_into=partial(download_data, data))
-    # Workers run it in pods alone. There the plugin takes rank 0's result, of which _execute makes outputs.
+    # Only workers in pods run this function; the plugin takes rank 0's result, of which _execute makes outputs.
     return elastic.run_in_worker(run, prepare)  # type: ignore[arg-type, return-value]
 
 

@@ -1,6 +1,6 @@
 """The decorator of our Flyte tasks, and types of their outputs.
 
-With python-magic installed, flytekit accepts only bare pickles as PythonPickledFile. This module replaces its
+With python-magic installed, flytekit accepts only bare pickles as PythonPickledFile. This module replaces flytekit's
 transformer by one that also accepts torch's zip format; import the type from here.
 """
 
@@ -30,7 +30,7 @@ def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def make_task(function: Callable[..., Any]) -> Any:
         @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:  # not by the decorator of a context manager: Elastic pickles it
+        def run(*args: Any, **kwargs: Any) -> Any:  # no decorator made of a context manager: Elastic pickles it
             with translate_errors_for_flyte():
                 return function(*args, **kwargs)
 

@@ -37,7 +37,7 @@ def data_pod() -> dict[str, Any]:
 
 
 def prediction_pod() -> dict[str, Any]:
-    """Return the options of a task that applies a model: one GPU and its share of the profile, else the whole."""
+    """Return the options of a task that applies a model: one GPU and its share of the profile, else all of it."""
     profile = chosen_profile()
     variables = environment.cache_limit_variable() | environment.registered_settings(REGISTRY_PODS)
     variables[REQUESTED_GPUS] = str(min(1, profile.gpus))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
@@ -111,10 +111,9 @@ def judge_files(
     from flyte_ddp.release.page import write_page
 
     resources.check_expected_gpus(resources.count_gpus())
-    counts = profile is not None
     with paths.make_dated_folder("verdicts") as folder:
-        exports, settings = folder if counts else None, read_settings()
-        judgement = judge_challenger(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
+        counted: dict[str, Any] = {"may_promote": True, "exports": folder} if profile else {"may_promote": False}
+        judgement = judge_challenger(*model, data, registry, policy, settings=read_settings(), **counted)
         page = write_page(judgement, registry.name, folder / "verdict.html")
         if profile is not None:
             (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
@@ -129,7 +128,7 @@ def announce_champion(registry: Registry, entry: Entry) -> Released:
 
 
 def announce_release(released: Released) -> Released:
-    """Print the outcome in a local run."""
+    """Return the outcome; in a local run print it, too."""
     if not is_in_pod():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

@@ -25,8 +25,8 @@ def pack_shards(
 ) -> FlyteDirectory:
     """Pack images into shards with an index: a folder of class/name.jpg, or a data set by its name.
 
-    Give as source the folder or the name; the split (train or test) is of a name. The seed mixes the images. Returns a
-    folder with the shards and the index NAME.json.
+    The source is either; the split (train or test) is for a name only. The seed mixes the images. Returns a folder with
+    the shards and the index NAME.json.
     """
     from flyte_ddp.datasets.packing import pack_source
 

@@ -50,7 +50,7 @@ def train_in_run_folder(
     if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
         print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
         return read_result(folder)
-    with (
+    with (  # none of the three does anything outside pods
         publish_report_while_training(PLATFORM, folder),
         upload_unsent_wandb(PLATFORM, folder),
         sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,

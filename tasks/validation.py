@@ -58,7 +58,7 @@ def validate_dataset(
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
     registry = Registry(registry_address(), model_name)
-    # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
+    # A registry that cannot be written to, or whose log has a gap, must be noticed before training.
     registry.refuse_storage_that_overwrites()
     history = registry.read_log()
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []

@@ -33,8 +33,8 @@ from torch import nn
 from flyte_ddp.errors import CollectiveError
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
 from flyte_ddp.launch.supervise.link import classify_failure
-from flyte_ddp.loops.in_rank import default_group_timeout, stores_apart
-from flyte_ddp.machine.process import list_helpers
+from flyte_ddp.loops.in_rank import default_group_timeout, separate_group_stores
+from flyte_ddp.machine.process import list_helper_pids
 from flyte_ddp.parallel import distributed
 from flyte_ddp.pods.elastic import publish_address_each_time
 from flytekitplugins.ddp.inputs import share_downloads
@@ -84,7 +84,7 @@ def test_groups_that_meet_by_env_do_so_in_stores_apart(monkeypatch: pytest.Monke
     store = dist.TCPStore(HERE, 0, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": store.port}.items():
         monkeypatch.setenv(name, str(value))
-    with stores_apart():
+    with separate_group_stores():
         first, second = (next(iter(dist.rendezvous("env://")))[0] for _ in range(2))
     first.set("address", "of the first group")
     assert first.check(["address"])
@@ -139,7 +139,7 @@ def test_errors_of_gloo_are_known_by_their_text() -> None:
 @pytest.mark.canary
 def test_pythons_own_helper_is_spared() -> None:
     resource_tracker.ensure_running()
-    assert len(list_helpers()) == 1
+    assert len(list_helper_pids()) == 1
 
 
 MAIN = """

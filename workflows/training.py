@@ -24,7 +24,7 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     Args:
         hp: What to train, on which data, and how. Fields that are left out have their defaults.
     """
-    checked = check_inputs(hp=hp)
+    checked = check_inputs(hp=hp)  # fetches the data set, too
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
 

@@ -1,4 +1,4 @@
-"""Columns of tables: each becomes numbers, or is named in an error; and the row and column of a missing number."""
+"""Convert the columns of tables to numbers; name row and column of what is missing or no number."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +16,7 @@ OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """Return ``array``, made of the user's ``given``, as numbers; UserError that names a column of texts or dates."""
     if array.ndim in (1, 2) and array.dtype.kind == "O":
         array = convert_objects(name, given, array)
     require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))
@@ -32,12 +33,12 @@ def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
                 raise UserError(f"{name}: {where} {what}, and must be numbers; {FIXES[kind]}")
     try:
         return np.array(columns[0]) if array.ndim == 1 else np.array(columns, dtype=float).T
-    except (TypeError, ValueError):  # of lists, say
+    except (TypeError, ValueError):  # such as for lists
         return array
 
 
 def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
-    """Return the first sample with NaN or infinity, and the place of that in values; None if all are finite."""
+    """Return the first sample with NaN or infinity, and the indices of that number; None if all numbers are finite."""
     if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
         return None
     at = [*map(int, np.unravel_index((~np.isfinite(values)).argmax(), values.shape))]

@@ -29,12 +29,12 @@ class CustomSet:
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a name by the callable's name and code, and address and content of ``source``; import nothing."""
+        """Return a text that changes with the callable's name or code, or ``source`` or its content; import nothing."""
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:
-        """Call the user's callable with ``source``; return checked data and the call as text. Its errors go through."""
+        """Call the user's callable with ``source``, passing on errors; return checked data, and the call as text."""
         del workspace  # the user's code chooses its own place for downloads
         result = call_seeded(load_callable(self.spec), source)
         called = f"{self.spec}({source!r})"
@@ -73,7 +73,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
 
 
 def has_images(set_name: str, samples: Any) -> bool:
-    """Return whether the first item of a map-style data set, which is read, is a pair with a picture."""
+    """Read the first item of a map-style set; return whether it is a pair with a picture; UserError for no such set."""
     require_samples(set_name, samples)
     item = samples[0]
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -83,7 +83,7 @@ def has_images(set_name: str, samples: Any) -> bool:
 
 
 def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictures: bool) -> tuple[Leaves, Leaves]:
-    """Return inputs (pictures: one array) and targets, each leaf a list of the samples' values; UserError if unfit."""
+    """Read all items; return inputs (pictures: one array) and targets, leaves as value lists; UserError if unfit."""
     pairs, images = list[tuple[Leaves, Leaves]](), np.empty(0, np.uint8)
     names = [f"{set_name}: item {index}" for index in range(require_samples(set_name, samples))]
     with progress.track(set_name, len(names), "samples") as advance:

@@ -15,10 +15,10 @@ SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
-    """Hash a folder's files, a bucket's listing, or by HTTP SHA256SUMS, headers or the file; "" for "".
+    """Return a digest of a file, a folder, a bucket's listing or a web server's answer; "" without a source.
 
-    Leaves out hidden folders, the runs folder and ``__pycache__``.
-    Raises UserError about ``hyperparameter`` if ``source`` is unreadable.
+    Asks a web server for SHA256SUMS, then for the file's tag; downloads the file if there is neither. Raises UserError
+    about ``hyperparameter`` if ``source`` is unreadable.
     """
     if not source:
         return ""
@@ -48,7 +48,7 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
 def list_data_files(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, but none of the runs folder, of ``__pycache__`` and of hidden folders.
 
-    A run writes there, so with them no run would be the same as the one before. Follows links to files only.
+    These change with each run, so that no run would be the same as the one before. Follows links to files only.
     """
     runs = runs_folder().resolve()
     for parent, folders, names in os.walk(folder):

@@ -20,7 +20,7 @@ SPLIT_NAMES = {"train", "training", "test", "testing", "val", "valid", "validati
 
 @dataclass(frozen=True, eq=False)
 class ImageList:
-    """The images below an address in the order of their names, with the classes in the order of theirs."""
+    """The images below an address, and their classes, both in the order of their names."""
 
     address: str
     classes: tuple[str, ...]
@@ -72,14 +72,14 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List images below ``address``, whose first folder is the class; UserError if unlistable, or a class has none."""
+    """List the images below ``address`` in folders of their classes; UserError if unlistable, or a class has none."""
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     if not images:
         problem = f"has no images in folders of their classes among its {len(files):,} files"
         raise UserError(f"{where}: {problem}; it must hold class/name.jpg")
     folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name})
-    class_of = {name: normalize_class_names(where, [name])[0] for name in folders}  # those that look alike are one
+    class_of = {name: normalize_class_names(where, [name])[0] for name in folders}  # one class for names equal in NFC
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:

@@ -35,7 +35,7 @@ class OnDemandSet(StoredSet):
     """A prepared data set whose folder holds the description alone: each process calls the user's function again."""
 
     name: str  # the ``package.module:callable``
-    source: str  # the hyperparameter ``data_source``, with which it is called
+    source: str  # the hyperparameter ``data_source``, given to the callable
     train_samples: int
     test_samples: int
     classes: tuple[str, ...]
@@ -45,7 +45,7 @@ class OnDemandSet(StoredSet):
 
     @cached_property
     def sets(self) -> OnDemand:
-        """What the user's function returns, called at the first use in this process; UserError for another length."""
+        """What the user's function returns, called at the first use in this process; UserError if lengths changed."""
         found = call_seeded(load_callable(self.name), self.source)
         if not isinstance(found, OnDemand):
             raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")

@@ -99,7 +99,7 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     """Raise UserError for a prepared data set that cannot be trained on; return notes for the user."""
     data = open_prepared(folder)
     targets = find_training_targets(data)
-    of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
+    of_numbers = targets is not None and targets.dtype.kind == "f"  # numbers to predict, or several labels
     refuse_unfit_settings(data, hp)
     if not isinstance(data, EncodedSet):
         of_numbers = of_numbers or hp.objective not in OF_CLASSES
@@ -206,7 +206,7 @@ def count_training_classes(data: PreparedSet, training: Order, classes: int) -> 
 
 
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:
-    """Return the data set's class names, or 0..num_classes-1 as texts; UserError unless they fit ``num_classes``."""
+    """Return the set's class names, or 0..num_classes-1; UserError for a mismatch, or none unless ``of_numbers``."""
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))

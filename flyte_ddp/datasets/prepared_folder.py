@@ -20,7 +20,7 @@ FORMAT = {"format": 3}  # version of prepared folders; raise it when the same so
 
 
 class StoredSet:
-    """Base class of data sets whose folder holds what they know of themselves."""
+    """Base class of data sets that a prepared folder stores: arrays, if any, and a description."""
 
     name: str
     classes: tuple[str, ...]
@@ -47,7 +47,7 @@ def arrays_sha256(data: StoredSet, start: str = "") -> str:
 
 
 def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write a data set into an existing folder, ``dataset.json`` last; ``origin`` are more entries of that."""
+    """Write a data set into an existing folder, ``dataset.json`` last; ``origin`` are further entries of that file."""
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
@@ -69,6 +69,7 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
+    """Write a contiguous array as an ``.npy`` file."""
     with atomic_write(path) as file:  # numpy.save's error for a full disk has no errno
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
@@ -84,6 +85,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield a folder's description, and the fields of all stored sets; UserError for damage met in the block."""
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
         weights = read_array(folder, f"{WEIGHTS}.npy") if description["weighted"] else None

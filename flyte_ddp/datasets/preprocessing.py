@@ -18,7 +18,7 @@ def pack_preprocessing(
 ) -> dict[str, Any]:
     """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON; {} if the first two are None.
 
-    Raises UserError for what cannot be pickled, ``preprocessing`` without ``prepare``, and a ``prepare`` of no module.
+    Raises UserError for what cannot be pickled, a missing ``prepare``, and one that no module defines.
     """
     if prepare is None:
         if preprocessing is None:

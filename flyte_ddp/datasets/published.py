@@ -40,6 +40,7 @@ class PublishedSet:
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays, str]:
+        """Download, verify and read the files, using ``workspace``; return arrays, and where the files came from."""
         raw = workspace / "raw"
         raw.mkdir()
         used = [self.download_file(name, source, raw, progress) for name in self.files]

@@ -75,7 +75,7 @@ class SampleArrays(StoredSet):
     classes: tuple[str, ...] = ()
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
-    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: the first such sample
+    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: first sample with NaN or inf
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
     preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
@@ -162,7 +162,7 @@ def arrays(
             raise UserError(f"{side}: {rule}, got {type(given).__name__}")
         inputs, targets, named = (*given, None)[:3]
         parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named)
-        parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets))
+        parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
         train_part, test_part = f"train_{kind}", f"test_{kind}"
@@ -179,21 +179,21 @@ def arrays(
     return SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted, sample_weights=weights)
 
 
-def convert_inputs(where: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+def convert_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return inputs as arrays or Ragged, and ids as texts; UserError if empty, not finite, or of unequal lengths."""
-    name = f"{where}inputs"
-    stored = store_leaves(name, inputs)
+    name = f"{prefix}inputs"
+    stored = convert_leaves(name, inputs)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
     ids = None if given_ids is None else np.array([*map(convert_id, given_ids)])
-    require_one_length({name: stored, f"{where}ids": ids})
+    require_one_length({name: stored, f"{prefix}ids": ids})
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
-        where = f"{name}[{key!r}]" if key else name
+        leaf_name = f"{name}[{key!r}]" if key else name
         if isinstance(leaf, Ragged):
-            columns.require_finite(where, leaf.values, None, ids, leaf.ends)
+            columns.require_finite(leaf_name, leaf.values, None, ids, leaf.ends)
         else:
-            columns.require_finite(where, leaf, given[key], ids)
+            columns.require_finite(leaf_name, leaf, given[key], ids)
     return stored, ids
 
 
@@ -201,14 +201,14 @@ def convert_id(given: Any) -> str:
     return given.decode(errors="backslashreplace") if isinstance(given, bytes) else str(given)
 
 
-def store_leaves(name: str, leaves: Any) -> Leaves:
+def convert_leaves(name: str, leaves: Any) -> Leaves:
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
             raise UserError(f"{name}: has no array; give at least one")
-        named = {key: store_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
+        named = {key: convert_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
         return restore_leaves(form_of(leaves), named)
-    return None if leaves is None else store_leaf(name, leaves)
+    return None if leaves is None else convert_leaf(name, leaves)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
@@ -217,23 +217,23 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
 
 
-def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
+def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
     values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
     try:
         array = require_array(name, values)
     except UserError:
         if not isinstance(values, list):
             raise
-        # Of arrays of different shapes.
+        # A list of arrays of different shapes.
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
-        return store_ragged(name, samples)
+        return convert_ragged(name, samples)
     array = columns.convert_columns(name, values, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
-    return np.ascontiguousarray(store_values(name, array))
+    return np.ascontiguousarray(convert_values(name, array))
 
 
-def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
+def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
     for place, sample in enumerate(samples):
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
         if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
@@ -241,10 +241,10 @@ def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
             raise UserError(f"{name}: {problem}; only the first dimension may differ")
     # An empty list is an array of floats, and must not make floats of the others' whole numbers.
     values = np.concatenate([sample for sample in samples if len(sample)] or samples)
-    return Ragged(store_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
+    return Ragged(convert_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
 
 
-def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
+def convert_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
     try:
         with np.errstate(over="raise"):
             return values.astype(stored_type(values.dtype), copy=False)
@@ -270,7 +270,7 @@ def require_one_length(parts: Mapping[str, Leaves]) -> None:
 
 
 def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]:
-    """Return both sides' leaves, each of one type, and ragged in both or neither."""
+    """Return both sides' leaves with equal types, ragged in both or neither; UserError for unequal forms or shapes."""
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
@@ -291,7 +291,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
         common = stored_type(np.result_type(*(each.dtype for each in pair)))
         for side, each in zip(unified, pair, strict=True):
             if ragged:
-                ends = np.arange(1, len(each) + 1, dtype=np.int64) * (each.shape[1] or 0)
+                ends = np.arange(1, len(each) + 1, dtype=np.int64) * (each.shape[1] or 0)  # unused if Ragged
                 whole = each if isinstance(each, Ragged) else Ragged(each.reshape(-1, *each.shape[2:]), ends)
                 side[name] = Ragged(whole.values.astype(common, copy=False), whole.ends)
             else:
@@ -307,7 +307,7 @@ def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> Non
 
 
 def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
-    """Return ``values`` as float64 [samples], None for None; UserError unless all are finite, >= 0, one above 0."""
+    """Return ``values`` as float64 [samples], None for None; UserError unless finite, at least 0, and not all 0."""
     if values is None:
         return None
     weights = require_array("sample_weights", values)

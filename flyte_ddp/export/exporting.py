@@ -32,10 +32,10 @@ from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.samples.leaves import Leaves, form_of
 
-BATCH_SIZES = (1, 7, 64)  # of several, as a graph may have taken the size of a batch for a constant
+BATCH_SIZES = (1, 7, 64)  # several, as a graph may have taken the size of a batch for a constant
 EXAMPLE = 7  # samples of the batch that exporters follow through the model
-MOST_BYTES = 2**28  # of an image that is repeated
-BATCH_BYTES = 2**30  # of the outputs of a batch of more samples than that: a text's may have 50,000 for each token
+MOST_BYTES = 2**28  # of a batch that repeats an image
+BATCH_BYTES = 2**30  # of the outputs of more than EXAMPLE samples: a text may have 50,000 for each token
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the outputs' range; a GPU's convolutions are in TF32, of 10 bits
 ROUNDING = 1e-5  # of the largest number of an output: float32 cannot be compared more exactly, however small the range
 
@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that is allowed; known when all samples are."""
+        """The largest difference that is allowed; final when all batches are added."""
         largest = max(abs(self.lowest), abs(self.highest))
         return TOLERANCE[self.device] * (self.highest - self.lowest) + ROUNDING * largest
 
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
-    """Export a model, and return the comparison of the output that is furthest from torch's for its range.
+    """Export a model, and return the comparison of the output that is furthest from torch's relative to its range.
 
     Writes ``model.onnx`` into an existing folder if the comparison passes. Raises UnreachableError if the storage of
     the test split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other
@@ -92,7 +92,7 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
-            line = next((line for line in lines if "to be a constant" in line), lines[0])  # of a size that must not be
+            line = next((line for line in lines if "to be a constant" in line), lines[0])  # names a size that must vary
             raise NotExportedError(f"{type(cause).__name__}: {line[:200]}") from error
     return found
 
@@ -110,8 +110,8 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
                 yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu()
 
     def make_batches() -> Batches:
-        """Yield each image alone, of its own size, with its logits, and the first repeated in the other BATCH_SIZES."""
-        images = read_test_images(model, data, served.channels)
+        """Yield each image alone, of its own size, with its logits; the first also in the other BATCH_SIZES."""
+        images = iterate_test_images(model, data, served.channels)
         for place, (image, row) in enumerate(zip(images, compute_logits(), strict=True)):
             sizes = [size for size in BATCH_SIZES if size * image.nbytes <= MOST_BYTES] if place == 0 else []
             for size in sizes or BATCH_SIZES[:1]:
@@ -121,7 +121,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
     return compare_outputs(folder / ONNX, make_batches(), model.device.type)
 
 
-def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
+def iterate_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
     """Yield the test split's decodable images, uint8 [H, W, channels], not cropped nor resized; grey ones as RGB."""
     if not isinstance(data, EncodedSet):
         items = Items(data, "test")
@@ -140,7 +140,7 @@ def read_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Ite
     order, threads = order_test_split(data), model.threads
     samples = order.samples(slice(0, len(order)))
     with closing(open_image_reader(data.test_source, model.settings)) as images:
-        decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # ahead, of images that are large
+        decoded = map_samples(images, samples, threads, decode_or_none, 2 * threads)  # few ahead: images may be large
         yield from (image for image in decoded if image is not None)
 
 
@@ -169,7 +169,7 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
 
 
 def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
-    """Run the ONNX at ``path`` on all batches in a new process, and compare each output with torch's on ``device``."""
+    """Run the ONNX on all batches in a new process; return the worst output's comparison with torch's on ``device``."""
     found = defaultdict[str, Comparison](lambda: Comparison(device))
     with OnnxProcess(path, count_cores()) as onnx:
         for inputs, of_torch in batches:
@@ -182,7 +182,7 @@ def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
 def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
     """Return the leaves of a batch by name, as float32, int64 or bool; NotExportedError if they are no tensors.
 
-    A dict has its keys. One leaf is called ``inputs``, the leaves of a tuple ``inputs_0``, ``inputs_1``, ...; a padded
+    Names are a dict's keys. One leaf is ``inputs``, the leaves of a tuple ``inputs_0``, ``inputs_1``, ...; a padded
     batch's last one is ``mask``. ``spec`` describes one sample.
     """
     if isinstance(inputs, Mapping):
@@ -202,13 +202,13 @@ def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> 
     """Return which dimensions of a batch's leaves differ between batches, each with a size for the exporter."""
     number = Dim("n", min=1)
     names = named if spec.form != "dict" else (name for name, _ in spec.leaves)
-    shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # the mask comes last
+    shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # without the mask, the last one
     sizes = dict[str, dict[int, Any]]()
     for name, leaf in named.items():
         if ":" in collate:
             others = dict.fromkeys(range(leaf.dim()), Dim.AUTO)
         else:
-            lengths = shapes.get(name, (None,))  # the mask has the lengths of the leaves
+            lengths = shapes.get(name, (None,))  # the mask is [n, length]
             others = {place: Dim.DYNAMIC for place, length in enumerate(lengths, 1) if length is None}
         sizes[name] = others | ({0: number} if leaf.shape[:1] == (samples,) else {})
     return sizes

@@ -1,4 +1,4 @@
-"""The module that is exported, of images with its preprocessing, and its graph as ONNX, by torch's exporters."""
+"""Write models as ONNX by torch's exporters; a model of images is exported with its preprocessing."""
 
 import dataclasses
 import io
@@ -33,8 +33,8 @@ def write_onnx(
     """Write ``model.onnx`` into a folder, and return the module's outputs for the example.
 
     ``module``, in evaluation mode, takes and returns tensors by name. ``sizes`` are the ``torch.export.Dim`` of each
-    dimension of other sizes than the example's. Exporters take sizes of 0 and 1 for constants, and their exceptions go
-    through. Raises NotExportedError without the extra ``export``, for a module without outputs, and for LSTM or GRU
+    dimension whose size may differ from the example's. Exporters take sizes of 0 and 1 for constants. Their exceptions
+    go through. Raises NotExportedError without the extra ``export``, for a module without outputs, and for LSTM or GRU
     layers that this torch cannot export at any length. Silences loggers, warnings and stderr of the process meanwhile.
     """
     try:
@@ -49,7 +49,7 @@ def write_onnx(
             raise NotExportedError("its outputs hold no tensor of floats by name")
         try:
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
-        except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
+        except Exception:  # code such as len(images), which makes a number of a size, needs strict=True
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,), strict=True)
         written: Any = torch.onnx.export(
             program, (), dynamo=True, input_names=[*example], output_names=[*outputs], verbose=False
@@ -60,7 +60,7 @@ def write_onnx(
 
 @contextmanager
 def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
-    """Have torch export LSTM and GRU layers for any length in the block: without its private patches for one only."""
+    """Export LSTM and GRU layers for any length in the block, by torch's private patches; else NotExportedError."""
     try:
         from torch.export import _patches
 
@@ -83,7 +83,7 @@ def silence_torch() -> Iterator[None]:
     # Exporters try several ways, and log a traceback for each failure.
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs
+    nothing = logging.Filter("none of torch's loggers")  # passes only records of a logger of that name
     for handler in handlers:
         handler.addFilter(nothing)
     try:
@@ -141,7 +141,7 @@ def name_outputs(outputs: Any) -> dict[str, Tensor]:
     """Return the floating-point tensors among a model's outputs by name, as float32.
 
     A tensor is called ``outputs``, those of a tuple ``outputs_0``, ``outputs_1``, ...; those of a dict or a dataclass
-    have their names there. Of another object returns ``logits``.
+    have their names there. Of any other object only ``logits`` is taken.
     """
     if isinstance(outputs, Tensor):
         named: Mapping[Any, Any] = {"outputs": outputs}
@@ -167,8 +167,8 @@ def middle_square_side(shorter: Any, share: float) -> Any:
     for a size that is not known yet (torch's SymInt).
     """
     part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
-    doubled = 2 * part * shorter + whole  # by 2 * whole: the side, of which halves are rounded up
-    # 1 for a half that is rounded up to an odd number, else 0: then this is 2 * whole times an odd number.
+    doubled = 2 * part * shorter + whole  # divided by 2 * whole: the side, halves rounded up
+    # 1 if a half was rounded up to an odd number (``doubled`` is then an odd multiple of 2 * whole), else 0.
     is_odd_half = (doubled - 2 * whole) // (4 * whole) - (doubled - 2 * whole - 1) // (4 * whole)
     return torch.sym_max(doubled // (2 * whole) - is_odd_half, 1)
 

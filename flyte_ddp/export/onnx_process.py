@@ -14,7 +14,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class OnnxProcess:
-    """A process that runs the ONNX ``model`` on CPU ``threads``; it starts at once, and is killed with the context."""
+    """A process that runs the ONNX ``model`` on CPU ``threads``: starts at once, and is killed as the context ends."""
 
     def __init__(self, model: Path, threads: int) -> None:
         command = [sys.executable, "-I", __file__, str(model), str(threads)]

@@ -9,7 +9,7 @@ POLL_SECONDS = 0.5
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait up to ``seconds`` until ``count_hosts()`` is at least ``wanted``, and print each change of the count."""
+    """Wait until ``count_hosts()`` is at least ``wanted``, printing each change; UnreachableError after ``seconds``."""
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
         if found != printed:
@@ -26,7 +26,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks`` (0: ``most``), but at most ``capacity``; if fewer, print so or raise UserError."""
+    """Return ``num_ranks`` (0: ``most``), at most ``capacity``; if fewer, print it, or if ``exact`` raise UserError."""
     if capacity < 1:
         raise UserError(f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait for some")
     if num_ranks > capacity:

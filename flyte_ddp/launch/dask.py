@@ -37,7 +37,7 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
 
     Waits up to the work's limit for workers: ``hosts_to_come`` of them, or as many as there are ranks. After a failure
     Dask restarts tasks up to ``retries`` times. A lost worker ends the run, because its rank may run on no other.
-    Without ``client`` uses Dask's current one, DASK_SCHEDULER_ADDRESS, or a new local cluster. May run fewer ranks.
+    Without ``client`` uses Dask's current client, DASK_SCHEDULER_ADDRESS, or a new local cluster. May run fewer ranks.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -57,14 +57,14 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
                 workers = choose_workers(descriptions, num_ranks)
                 devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
                 files = sources.pack_sources(*work.own_code)
-                run = pickle_by_value(agent.run_agent)
+                run = wrap_by_value(agent.run_agent)
                 tasks = []
                 for rank, worker in enumerate(workers):
                     ticket = rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank], work.function))
                     with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                         folder = descriptions[worker]["local_directory"]
                         tasks.append(delayed(run, pure=False)(ticket.to_stdin(), files, folder))
-                # All at once: if two runs start together, no worker gets ranks of both in different orders.
+                # All at once: else two runs that start together might each wait for a worker that the other one has.
                 with translate_cluster_errors(cluster):
                     futures = cluster.compute(tasks, optimize_graph=False)
                 rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, describe_workers(cluster)))
@@ -87,7 +87,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
     """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
 
-    ``hosts_to_come`` is how many workers the cluster will have; if it is 0, fewer workers than ranks are enough.
+    Waits up to ``seconds`` for ``hosts_to_come`` workers (0: for a worker for each rank, but fewer will do).
     """
     wanted = max(1, request.num_ranks)
     if hosts_to_come:
@@ -131,9 +131,9 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
 
 
 def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
-    """Return each worker's GPU number among the GPUs that it sees; ``visible`` is its CUDA_VISIBLE_DEVICES by address.
+    """Return the number of each worker's GPU among those that it sees; ``visible``: CUDA_VISIBLE_DEVICES by address.
 
-    Workers of one host with equal values get 0, 1, 2. dask-cuda gives each another list, so each gets 0.
+    Workers of one host with equal values get 0, 1, 2. dask-cuda sets a different value for each, so each gets 0.
     """
     numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
     return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
@@ -159,12 +159,13 @@ def describe_workers(client: Any) -> dict[str, Any]:
 
 
 def run_on_workers(client: Any, function: Callable[..., Any], *arguments: Any, workers: list[str] | None = None) -> Any:
+    """Return the function's results by worker's address; without ``workers`` call it on all of them."""
     with translate_cluster_errors(client):
-        return client.run(pickle_by_value(function), *arguments, workers=workers)
+        return client.run(wrap_by_value(function), *arguments, workers=workers)
 
 
-def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this library, with those it calls, for workers without the library or with another release."""
+def wrap_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of this library, with what it calls, for workers without the library or with another release."""
     import cloudpickle  # type: ignore[import-untyped]
 
     library = sys.modules["flyte_ddp"]
@@ -196,7 +197,7 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
-    """Yield ``client``, Dask's current one, or a new one for the block; a local cluster gets ``num_ranks`` workers."""
+    """Yield ``client``, Dask's current one, or for the block a new one to DASK_SCHEDULER_ADDRESS or a local cluster."""
     with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client

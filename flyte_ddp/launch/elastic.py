@@ -42,7 +42,7 @@ LOOPBACK = "127.0.0.1"
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
 Value = TypeVar("Value")
-Prepare = Callable[[Work], Work]  # returns rank 0's work for this host, as after fetching data
+Prepare = Callable[[Work], Work]  # adapts rank 0's work to this host, such as by fetching the data
 
 
 def find_world(request: Request) -> World:
@@ -60,9 +60,9 @@ def find_world(request: Request) -> World:
 
 
 def launch(work: Work, *, retries: int = 0) -> None:
-    """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
+    """Do the work as rank 0 if this process is Elastic's worker for it; else start workers here, one for each rank.
 
-    After a failure Elastic restarts all new workers up to ``retries`` times. Kills at the end what this thread started.
+    After a failure Elastic restarts all of them up to ``retries`` times. At the end kills what this thread started.
     """
     work = work.choose_world(find_world)
     if RUN_ID in os.environ:
@@ -127,7 +127,7 @@ def restore_process_state() -> Iterator[None]:
 
 
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
-    """Return the exception of the worker that failed first, or an error that says how the worker ended.
+    """Return the exception of the worker that failed first in a ChildFailedError, or an error that says how it ended.
 
     ``memory_kills`` is the count of out-of-memory kills before the workers started.
     """
@@ -135,7 +135,7 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     if first.exitcode < 0:
         out_of_memory = process.count_out_of_memory_kills() > memory_kills
         return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
-    if not Path(first.error_file).exists():  # Elastic has nothing to say of it but how to get tracebacks
+    if not Path(first.error_file).exists():  # then Elastic's message only says how to get tracebacks
         return RankError(f"rank {rank} ended with exit code {first.exitcode} before it had finished")
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
@@ -149,7 +149,7 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host) -> Value | None:
     """Call ``lead`` in rank 0's worker, and return its value; in other workers call :func:`follow`.
 
-    All workers raise the error of a failed run. They also pickle it, as Elastic would hand it on as text.
+    All workers raise the error of a failed run. They also pickle it, because Elastic hands it on as text alone.
     """
     try:
         if is_leader():
@@ -162,13 +162,13 @@ def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_
 
 
 def run_local_worker(work: Work, key: str) -> None:
-    """Do this Elastic worker's part of a run; put the run's secret into its environment."""
+    """Do this Elastic worker's part of a run; put the run's secret, ``key``, into the environment."""
     os.environ[KEY_VARIABLE] = key
 
     def lead() -> None:
         again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
         why = "Elastic has started all ranks again"
-        run_as_rank_0(rendezvous.resume_from_newest_checkpoint(work, why) if again else work)
+        run_as_rank_0(rendezvous.rewind_work(work, why) if again else work)
 
     run_in_worker(lead)
 
@@ -179,8 +179,8 @@ def is_leader() -> bool:
 
 def run_as_rank_0(work: Work) -> None:
     """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run."""
-    store, info = join_group(work.settings.timeout)
-    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
+    store, info = connect_to_elastic(work.settings.timeout)
+    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # no other host needs to reach this one
     hosts = (LOOPBACK,) if alone else host_addresses()
 
     def supervise() -> None:
@@ -201,8 +201,8 @@ def run_as_rank_0(work: Work) -> None:
 
 
 def follow(prepare: Prepare = Work.prepare_on_host) -> None:
-    """Connect to rank 0 within an hour, and do its work as another rank; raise the error of a failed run."""
-    store, info = join_group(RANK_0_SECONDS)
+    """Connect to rank 0, for up to an hour, and do the run's work as another rank; raise the error of a failed run."""
+    store, info = connect_to_elastic(RANK_0_SECONDS)
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
@@ -211,7 +211,7 @@ def follow(prepare: Prepare = Work.prepare_on_host) -> None:
                 try:
                     pipe = connection.connect_to_launcher(ticket, folder)
                 except (OSError, EOFError, AuthenticationError):
-                    pass  # the ticket is of the run before a restart, which the store has outlived
+                    pass  # a ticket of before a restart stays in the store until rank 0 sets a new one
                 else:
                     run_worker_rank(ticket, pipe, folder, prepare)
                     return
@@ -222,7 +222,8 @@ def follow(prepare: Prepare = Work.prepare_on_host) -> None:
     )
 
 
-def join_group(timeout: float) -> tuple[Any, RankInfo]:
+def connect_to_elastic(timeout: float) -> tuple[Any, RankInfo]:
+    """Return a client of Elastic's store, after a wait of up to ``timeout`` seconds for it, and this rank's place."""
     from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
 
     info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
@@ -230,12 +231,12 @@ def join_group(timeout: float) -> tuple[Any, RankInfo]:
 
 
 def shared_secret() -> bytes:
-    return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()  # the run id is also in Elastic's open store
+    return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()  # Elastic's open store shows the run id, too
 
 
 def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
     hosts, port, output_folder, mark = json.loads(text)
-    # Ranks reach MASTER_ADDR, because the store is there. If it is not rank 0's host, nobody there knows the key.
+    # Ranks reach MASTER_ADDR, as the store is there. If that is not rank 0's host, no program there can prove the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
     key = rendezvous.derive_key(shared_secret(), mark)
     return connection.JoinTicket(info, reachable, port, key, Path(output_folder), mark)
@@ -256,7 +257,7 @@ def run_worker_rank(
         raise lost_rank_0_error() from None
     set_network_interface(host)
     link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
-    # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
+    # Elastic sends SIGTERM as soon as another worker has failed. That must not end this process before its descendants.
     with call_on_signals(SIGNALS, lambda: link.send("stop")), process.kill_new_descendants_at_end():
         try:
             run_rank(prepare(work), ticket.info, link.offer_saving, link)

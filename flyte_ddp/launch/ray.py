@@ -50,8 +50,8 @@ def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
                     tasks.append(task.remote(rendezvous.make_ticket(info).to_stdin()))
                 rendezvous.run_ranks(lambda: raise_if_task_failed(tasks))
         finally:
-            # Agents have no launcher any more, so they kill what their ranks have started, and end. Ray must not kill
-            # them before, as it does by force. Tasks that are left then have not started, or wait for a retry.
+            # The agents have lost their launcher: they kill what their ranks have started, and end. Until then no
+            # force, which would kill the agents first. Tasks that are left have not started, or wait for a retry.
             with suppress(Exception):  # a cluster that is gone must not hide the run's error
                 for force in (False, True):
                     for task in tasks:
@@ -73,7 +73,7 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
     """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
 
-    Fewer ranks than requested are refused if the request is exact, or ``hosts_to_come`` is not 0.
+    Waits up to ``seconds`` for ``hosts_to_come`` nodes. With these, or an exact request, fewer ranks are a UserError.
     """
     capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
     resources = [node["Resources"] for node in list_rank_nodes()]
@@ -98,15 +98,15 @@ def list_rank_nodes() -> list[dict[str, Any]]:
 
 
 def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
-    """Return the largest number of CPUs that each rank can have on hosts with these numbers of CPUs."""
+    """Return the most CPUs that each rank can have on hosts with so many ``cpus``, in all at least ``num_ranks``."""
     return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block, unless connected; UnreachableError if none answers, UserError for a scheme.
+    """Connect to Ray for the block, unless connected; UnreachableError if no cluster answers, UserError for a URL.
 
-    Takes ``RAY_ADDRESS``, else this machine's cluster, else starts one for the block.
+    Connects to ``RAY_ADDRESS``, else this machine's cluster, else starts one for the block.
     """
     with require_extra("ray"):
         import ray
@@ -135,10 +135,10 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Raise OSError unless a server accepts a connection within 10 s."""
+    """Raise OSError if a cluster's head accepts no connection within 10 s; do nothing if no address is found."""
     from ray._private.services import canonicalize_bootstrap_address
 
-    place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None is one
+    place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None: this machine's cluster
     if place is None:  # Ray would start a cluster on this machine
         return
     host, _, port = place.rpartition(":")

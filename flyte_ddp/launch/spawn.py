@@ -36,5 +36,5 @@ def launch(work: Work) -> None:
             for info in infos:
                 rank_handle.start_process(group, info)
         for handle in group:
-            handle.send_work(work)
+            handle.send_work(work)  # leaves in supervise_ranks, when the rank says that it is ready
         supervise_ranks(group, stop, work.settings)

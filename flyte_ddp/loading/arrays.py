@@ -30,7 +30,7 @@ def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
 def augment_batch(
     images: Tensor, targets: Tensor, samples: Indices, *, kind: str, seed: int, epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """Augment images [n, H, W, C], and with them masks [n, H, W], whose uncovered pixels become 255 (ignored)."""
+    """Return augmented images [n, H, W, C] and targets; masks [n, H, W] move alike, 255 (ignored) where uncovered."""
     augment = partial(augment_images, kind=kind, seed=seed, epoch=epoch, samples=samples)
     if targets.dim() == 3:
         targets = augment(targets[..., None], fill=IGNORED)[..., 0]
@@ -39,17 +39,17 @@ def augment_batch(
 
 @dataclass(frozen=True)
 class LoadedLeaf:
-    """A leaf of all samples, on the device or the CPU; if it is ragged, with the ends of the samples on the host."""
+    """A leaf of all samples, on the device or the CPU; a ragged leaf also has the samples' ends, on the host."""
 
     values: Tensor  # [N, ...]; of a ragged leaf [sum of the lengths, ...]
-    device: torch.device
+    device: torch.device  # where batches go
     ends: NDArray[np.int64] | None = None  # [N]
     widened: bool = True  # whether whole numbers become int64, and floats fp32
 
     def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
         """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest].
 
-        ``rows`` are the samples as a tensor where the values are.
+        ``rows`` are ``samples`` as a tensor where the values are; ``kind``, "inputs" or "targets", chooses the padding.
         """
         if self.ends is None:
             taken = take_rows(self.values, rows, self.device)
@@ -60,10 +60,10 @@ class LoadedLeaf:
         places = np.arange(int((ends - starts).max(initial=0)))
         filled = places < (ends - starts)[:, None]
         mask = copy_to_device(torch.from_numpy(filled), self.device)
-        of_values = torch.from_numpy(np.where(filled, starts[:, None] + places, 0))
-        of_values = copy_to_device(of_values, self.values.device)
-        taken = take_rows(self.values, of_values.flatten(), self.device)
-        taken = widen_type(taken.view(*of_values.shape, *self.values.shape[1:]))
+        positions = torch.from_numpy(np.where(filled, starts[:, None] + places, 0))
+        positions = copy_to_device(positions, self.values.device)
+        taken = take_rows(self.values, positions.flatten(), self.device)
+        taken = widen_type(taken.view(*positions.shape, *self.values.shape[1:]))
         hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
         dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
         return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask
@@ -71,7 +71,7 @@ class LoadedLeaf:
 
 @dataclass(frozen=True)
 class ArrayBatches(BatchSource):
-    """Source of batches of arrays: copied from tensors on the device, or on the CPU. Pictures may be augmented."""
+    """Source of batches that are copied out of arrays on the device or the CPU. Pictures may be augmented."""
 
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
@@ -83,7 +83,7 @@ class ArrayBatches(BatchSource):
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
         rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
-        masks: list[Tensor | None] = []
+        masks: list[Tensor | None] = []  # of the inputs' leaves, in their order
 
         def take(leaf: LoadedLeaf) -> Tensor:
             values, mask = leaf.take_samples(samples, rows, "inputs")
@@ -105,7 +105,7 @@ class ArrayBatches(BatchSource):
 def open_array_batches(
     device: torch.device, data: SampleArrays, side: str, *, masked: str | None, augment: str, seed: int
 ) -> ArrayBatches:
-    """Open the side "train" or "test" of arrays; pictures and their targets keep their types."""
+    """Open the side "train" or "test", copied to a GPU that has room; pictures and their targets keep their types."""
     inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
@@ -127,5 +127,5 @@ def choose_store(device: torch.device, needed: int) -> torch.device:
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
+        warnings.simplefilter("ignore")  # torch warns that mapped memory is read-only; nothing writes to it
         return torch.from_numpy(array).to(device)

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     samples: int
     image_bytes: int  # that are reserved for each image
-    dtype: str  # of the targets; a dtype takes three times as long to pickle
+    dtype: str  # of the targets, as text: an np.dtype takes three times as long to pickle
     shape: tuple[int, ...]  # of one target
 
     @property
@@ -30,12 +30,13 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         targets_bytes = self.samples * math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
-        return self.start_of_targets + max(1, targets_bytes)
+        return self.start_of_targets + max(1, targets_bytes)  # an empty file cannot be mapped
 
-    def targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
+    def view_targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
         return np.ndarray((self.samples, *self.shape), self.dtype, memory, self.start_of_targets)
 
-    def images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    def view_images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Return a view of the images in the batch's memory, each of ``shape`` [H, W, C]."""
         rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)
         return rows[:, : math.prod(shape)].reshape(self.samples, *shape)
 
@@ -45,12 +46,12 @@ class BatchMemory:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("flyte-ddp")  # not in /dev/shm, which has 64 MB in a container
-        weakref.finalize(self, os.close, self.file)  # a process may train many times
+        weakref.finalize(self, os.close, self.file)  # a process that trains many times must not run out of files
         self.path = f"/proc/{os.getpid()}/fd/{self.file}"
         self.memory: mmap.mmap | None = None
 
     def resize(self, size: int) -> NDArray[np.uint8]:
-        """Return all of the memory, of ``size`` bytes or more. Call it while no batch is in it."""
+        """Grow the memory to at least ``size`` bytes, and return all of it. Call it while no batch is in the memory."""
         if self.memory is None or len(self.memory) < size:
             os.ftruncate(self.file, size)
             self.memory = mmap.mmap(self.file, size)
@@ -58,7 +59,7 @@ class BatchMemory:
 
 
 def write_tree(path: str, tree: Any) -> tuple[int, int]:
-    """Overwrite the memory at ``path``, growing it, with all of ``tree``; return the place for :func:`read_tree`."""
+    """Write a pickled tree over the memory at ``path``, grown if needed; return the place for :func:`read_tree`."""
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)
     contents = [buffer.raw() for buffer in buffers]
@@ -78,7 +79,7 @@ def write_tree(path: str, tree: Any) -> tuple[int, int]:
 
 
 def read_tree(memory: NDArray[np.uint8], place: tuple[int, int]) -> Any:
-    """Return the tree that :func:`write_tree` has written; its arrays are in the memory, which they keep in use."""
+    """Return the tree that :func:`write_tree` wrote; the tree's arrays are views, and keep the memory in use."""
     pickled, places = pickle.loads(memory[slice(*place)].data)
     return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 

@@ -20,16 +20,16 @@ Samples = Sequence[tuple[Leaves, Leaves]]
 
 
 def batch_samples(samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of samples as one batch; ``padded`` pads leaves along their first dimension.
+    """Return samples as one batch; ``padded`` pads leaves along dimension 0; UserError if leaves do not fit together.
 
-    The mask of the input ``masked``, bool [n, longest], is true where the input has values.
+    A mask, bool [n, longest], true where the padded input ``masked`` has values, is added to the inputs.
     """
     masks = list[Tensor]()
 
     def join_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         dtype, shape = wide_type(leaves), leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
-            if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:
+            if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:  # padded: all but the first dimension
                 what = f"the {kind} {name!r}" if name else f"the {kind}"
                 fix = "only the first dimension may differ; set a collate of your own"
                 fix = fix if padded else "set collate='padded', or a function of your own"
@@ -60,6 +60,7 @@ def batch_samples(samples: Samples, names: Sequence[str], *, padded: bool, maske
 
 
 def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    # Only of leaves with values: an empty list is an array of floats, and must not make floats of the others.
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
@@ -72,12 +73,12 @@ def widen_type(values: Tensor) -> Tensor:
 
 
 def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
-    """Return the padding of a leaf: 0 for inputs; for targets, which must not count, -100, NaN or False."""
+    """Return a leaf's padding: 0 for inputs; for targets, by type, -100 or NaN (to be ignored), or False."""
     return 0 if kind == "inputs" else {"b": False, "f": float("nan")}.get(dtype_kind, IGNORED_TOKEN)
 
 
 def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:
-    """Return inputs with the mask as one more leaf: the last of a tuple, or ``mask`` of a dict, unless it has one."""
+    """Return inputs with the mask as one more leaf: last in a tuple, or ``mask`` in a dict that has no such name."""
     if form_of(inputs) == "dict":
         return {MASK: mask, **inputs}
     return (*inputs, mask) if form_of(inputs) == "tuple" else (inputs, mask)

@@ -70,7 +70,7 @@ def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
 
 
 def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
-    """Return the part of a mask [H, W, ...] that :func:`resize_crop` takes of its image, by nearest pixels."""
+    """Crop, resize (nearest pixels) and mirror a mask [H, W, ...] as :func:`resize_crop` does its image."""
     rows = crop.top + ((np.arange(size) + 0.5) * crop.height / size).astype(np.int64)
     columns = crop.left + ((np.arange(size) + 0.5) * crop.width / size).astype(np.int64)
     return mask[rows[:, None], columns[::-1] if crop.mirrored else columns]

@@ -76,10 +76,8 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged.
-
-    Reads 16 bits whatever the entry's type, and no XMP, as torchcodec does and Pillow's ``exif_transpose`` does not.
-    """
+    """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged."""
+    # Reads 16 bits whatever the entry's type, and no XMP: as torchcodec, and unlike Pillow's exif_transpose.
     exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     try:
         order = {b"II*\0": "<", b"MM\0*": ">"}[exif[:4]]

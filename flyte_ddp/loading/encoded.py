@@ -34,7 +34,7 @@ class Encoded:
     key: str = ""  # the name within the data set
     # For users' own decoding, in place of content and label: the members by their extensions, and ``__key__``.
     members: Mapping[str, Any] | None = None
-    copy: str = ""  # for errors: in brackets, the cached file that it was read from
+    copy: str = ""  # for errors: where the content is cached, in brackets
 
 
 class ImageReader:
@@ -53,7 +53,7 @@ class ImageReader:
         """Start to fetch the files that hold these samples."""
 
     def skip_read(self, samples: Indices) -> None:
-        """Note that another process has read these samples: files behind theirs may be fetched."""
+        """Note that another process has read these samples, so that later files may be fetched."""
 
     def close(self) -> None:
         """Cancel what was started, and close files."""
@@ -91,7 +91,7 @@ class ShardImages(ImageReader):
 
 
 class FileReader(ImageReader):
-    """Reads the images of an ImageList, with ``members`` as samples of one member, by 32 threads if they are remote."""
+    """Reads the images of an ImageList, remote ones in 32 threads; with ``members`` each as a sample of one member."""
 
     def __init__(self, images: ImageList, *, members: bool = False) -> None:
         self.images, self.members = images, members
@@ -125,6 +125,7 @@ class BadSamples:
     names: dict[str, str] = field(default_factory=dict)  # reason by name
 
     def add_sample(self, name: str, reason: str) -> None:
+        """Record a sample; raise UserError if there are more than ``allowed``."""
         self.names[name] = reason
         if (count := len(self.names)) > self.allowed:
             more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
@@ -134,7 +135,7 @@ class BadSamples:
 def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Yield ``use(number, encoded image)`` of each sample in order, called in threads for up to ``ahead`` at a time."""
+    """Yield ``use(sample, encoded image)`` of each sample in order, called in threads up to ``ahead`` samples ahead."""
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
         for place, sample in enumerate(samples.tolist()):

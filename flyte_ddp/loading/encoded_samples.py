@@ -20,8 +20,8 @@ from flyte_ddp.loading.own_samples import (
     Sample,
     SampleLoader,
     augment_sample,
-    convert_target,
-    target_spec,
+    derive_target_spec,
+    require_target,
 )
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.models.inputs import EVALUATION_SHARE
@@ -33,11 +33,11 @@ from flyte_ddp.order.sampling import Indices
 class EncodedSamples(SampleLoader):
     """Samples of shards or files, as squares in colour. A sample that cannot be decoded is replaced by another one.
 
-    Several threads may load samples without the user's own code.
+    Without the user's own code, several threads may load samples.
     """
 
     reader: ImageReader
-    orders: Sequence[SampleOrder]  # of the splits that the reader's samples make up, without common samples
+    orders: Sequence[SampleOrder]  # of the splits of the reader's samples; a sample is in one split only
     bad: BadSamples
     _: KW_ONLY
     size: int  # side of the squares, in pixels
@@ -47,13 +47,13 @@ class EncodedSamples(SampleLoader):
     seed: int = 0  # of the random parts
     decode: OwnFunction | None = None  # returns image and target of a sample's members; None: an image file and a class
     augment: OwnFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
-    like: TargetSpec | None = None  # None: of ``decode`` the targets are like that of the first sample of ``orders``
+    like: TargetSpec | None = None  # of the targets; None: with ``decode``, that of the first sample, read at once
 
     def __post_init__(self) -> None:
         self.sizes = ((self.size, self.size, 3),)
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
-        self.reported = 0  # how many undecodable and replaced samples the rank knows
+        self.reported = 0  # how many undecodable and replaced samples the rank has been told of
         self.targets = self.like or self.find_target_spec()
 
     def find_target_spec(self) -> TargetSpec:
@@ -64,9 +64,10 @@ class EncodedSamples(SampleLoader):
             image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first), None)
         where = f"sample {name!r}"
         _, target = self.fit_to_square(image, target, None, where)
-        return target_spec(self.decode, target, self.classes, where)
+        return derive_target_spec(self.decode, target, self.classes, where)
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+        """Start to read the samples, and return a function for each that decodes and crops it."""
         draws: Iterable[Any] = itertools.repeat(None)
         if self.crop == "resized_crop" and epoch is not None:
             draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
@@ -84,7 +85,7 @@ class EncodedSamples(SampleLoader):
         elif self.decode is None:
             return loaded._replace(image=cropping.crop_to_square(image, self.size, draws, self.share))
         image, target = self.fit_to_square(loaded.image, loaded.target, draws, where)
-        return Sample(image, convert_target(self.augment or self.decode, target, self.targets, where), name)
+        return Sample(image, require_target(self.augment or self.decode, target, self.targets, where), name)
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
         """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
@@ -96,13 +97,14 @@ class EncodedSamples(SampleLoader):
             return *loaded, encoded.key
         self.replaced.add(sample)
         others = next(found for order in self.orders if sample in (found := order.substitutes(sample)))
-        place = int(np.searchsorted(others, sample))  # they are ascending
+        place = int(np.searchsorted(others, sample))  # substitutes() are ascending
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_record(other, self.reader.read_sample(other), epoch):
                 return *loaded, encoded.key
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
+        """Return image and target; record a sample that cannot be decoded, and return None; UserError if too many."""
         if encoded.name in self.bad.names:
             return None
         try:
@@ -112,7 +114,7 @@ class EncodedSamples(SampleLoader):
             return None
 
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
-        """Return image, of any size, and target; own code's errors are DecodingErrors if allowed, else OwnCodeError."""
+        """Return image (any size) and target; own code's OwnCodeError becomes a DecodingError if ``bad.allowed``."""
         own = self.decode
         if own is None:
             label = require_valid_label(encoded, self.classes)
@@ -132,7 +134,7 @@ class EncodedSamples(SampleLoader):
     def fit_to_square(
         self, image: Pixels, target: NDArray[Any], draws: NDArray[np.float64] | None, where: str
     ) -> tuple[Pixels, NDArray[Any]]:
-        """Return an image of own code as a square in colour, whole or a part, and a target cropped alike."""
+        """Return own code's image as a square in colour; crop a target of the image's height and width alike."""
         if image.shape[2] == 1:
             image = image.repeat(3, axis=2)
         if image.shape[2] != 3:

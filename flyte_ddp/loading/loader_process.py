@@ -19,16 +19,16 @@ from flyte_ddp.machine import process
 
 NAME = "loader process"
 MOST_CHARACTERS = 20_000  # of a traceback
-KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; the first is the most that glibc allows
+KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; glibc allows no larger blocks
 
 
 class Call(NamedTuple):
-    """A call of a loader's method by one process."""
+    """A call of a loader's method, which one loader process runs."""
 
-    loader: int  # its number
+    loader: int  # position among the rank's loaders
     method: str
     arguments: tuple[Any, ...]
-    path: str = ""  # of memory that the result is written into, and that may grow; empty: the answer is the result
+    path: str = ""  # of memory to write the result into; the answer is then its place there; empty: the result
 
     def run(self, loader: Any) -> Any:
         result = getattr(loader, self.method)(*self.arguments)
@@ -36,10 +36,10 @@ class Call(NamedTuple):
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
-    """Fork a loader process for each of the pipes; send their numbers and exit codes by ``exits``, until all ended."""
+    """Fork a loader process for each pipe; send each one's number and exit code by ``exits``; wait for all to end."""
     process.die_with_parent()
     process.set_process_name(NAME)
-    # Before the forks, because most users' pipelines need it.
+    # Imported before the forks, which then share it: most users' pipelines need it.
     import torchvision.transforms.v2  # noqa: F401
 
     gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
@@ -64,9 +64,9 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
 
 
 def run_loader_process(pipe: Connection) -> None:
-    """Receive the pickled loaders, then calls; answer each, maybe by its error, until the rank and its pipe end."""
+    """Receive the pickled loaders, then calls; send the result or error of each call, until the rank ends."""
     torch.set_num_threads(1)
-    # What an item frees the next one allocates again, without page faults; large blocks still go back to the kernel.
+    # Keep freed memory for the next item, which saves page faults; larger blocks still go back to the kernel.
     process.set_malloc_option(process.M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
     process.set_malloc_option(process.M_TRIM_THRESHOLD, KEPT_BYTES)
     loaders: Sequence[Any] | None = None
@@ -86,11 +86,11 @@ def run_loader_process(pipe: Connection) -> None:
 
 
 def tensor_to_array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
+    return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value  # NumPy has none
 
 
 def portable_error(error: BaseException) -> Exception:
-    """Return an error that can be sent to the rank: of the same type if that is the library's, else a RuntimeError."""
+    """Return an error that can be sent to the rank: of the same type if flyte_ddp defines that, else a RuntimeError."""
     if type(error).__module__.startswith("flyte_ddp."):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]

@@ -47,7 +47,7 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open this rank's training, validation and test split; ``close`` ends the threads and processes that load."""
+    """Open this rank's splits; start the threads or processes that load, which ``close`` of the result ends."""
     orders = order_splits(data, hp)
     orders["training"] = order_training(data, orders["training"], hp.sampling)
     # Beside a GPU the rank's own thread, which starts the GPU's work, has a core of its own.
@@ -66,23 +66,23 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
-    """Open this rank's splits of encoded images; import the user's sample and augment; start threads or processes."""
+    """Open this rank's splits of encoded images; import the user's functions; start threads or processes that load."""
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
-    side = choose_side(hp.image_size, weights) or ENCODED_SIDE
+    size = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
-    streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
+    shuffle_streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
     decode, augment = import_own_loading(hp)
-    options: dict[str, Any] = {"size": side, "share": share, "seed": hp.seed, "classes": classes, "decode": decode}
+    options: dict[str, Any] = {"size": size, "share": share, "seed": hp.seed, "classes": classes, "decode": decode}
     bad, members = BadSamples(hp.bad_samples), decode is not None
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    reader = open_image_reader(data.train, settings, streams, members=members)
+    reader = open_image_reader(data.train, settings, shuffle_streams, members=members)
     crop = "none" if augment else hp.augment
     loaders = [EncodedSamples(reader, in_train, bad, **options, augment=augment, crop=crop)]
     targets = loaders[0].targets
     if data.test is not None:
-        reader = open_image_reader(data.test, settings, streams, members=members)
+        reader = open_image_reader(data.test, settings, shuffle_streams, members=members)
         loaders.append(EncodedSamples(reader, [orders["test"]], bad, **options, like=targets))
     pool = start_pool(loaders, threads, device)
     sources = [WorkerImages(loader, pool, device) for loader in loaders]
@@ -97,7 +97,7 @@ def open_encoded_splits(
         stream = RankStream(shard_reader, loader, rank(), threads, hp.shuffle_buffer)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         training = Split(StreamImages(stream, device), StreamOrder(samples))
-    inputs = InputSpec(3, side, side, data.mean, data.std)
+    inputs = InputSpec(3, size, size, data.mean, data.std)
     return Splits(training, validation, Split(sources[-1], orders["test"]), inputs, targets)
 
 
@@ -111,7 +111,7 @@ def open_encoded_test_split(
     device: torch.device,
     settings: Settings,
 ) -> tuple[Split, EncodedSamples]:
-    """Open the test split of encoded images; return it and its loader, whose ``replaced`` grows; UserError if empty."""
+    """Open the test split, with its pool; return split and loader, which records ``replaced``; UserError if empty."""
     order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")
@@ -125,7 +125,7 @@ def open_encoded_test_split(
 
 
 def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.device) -> ImagePool | None:
-    """Start processes for the user's own code, or beside a GPU, else threads; None: own code, not on Linux."""
+    """Start processes for own code, or beside a GPU, else threads; outside Linux return None for own code."""
     own = any(loader.decode or loader.augment for loader in loaders)
     if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
         return make_pool(loaders, number)
@@ -133,13 +133,13 @@ def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.dev
 
 
 def open_image_reader(
-    source: ShardIndex | ImageList, settings: Settings, streams: int = 16, *, members: bool = False
+    source: ShardIndex | ImageList, settings: Settings, shuffle_streams: int = 16, *, members: bool = False
 ) -> ImageReader:
-    """Return a reader of image files, or of shards: of images and labels, or of all ``members``. Reads nothing yet."""
+    """Make a reader of image files or shards, which with ``members`` gives a sample's files, not image and label."""
     if isinstance(source, ImageList):
         return FileReader(source, members=members)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-    reader = ShardReader(source, cache, most_open=2 * streams, most_ahead=streams)
+    reader = ShardReader(source, cache, most_open=2 * shuffle_streams, most_ahead=shuffle_streams)
     return ShardImages(reader, members=members)
 
 
@@ -176,7 +176,7 @@ def open_item_test_split(
 
 def open_sources(
     data: ItemSet,
-    sides: Mapping[str, OwnFunction | None],
+    sides: Mapping[str, OwnFunction | None],  # by side, its own augmentation
     facts: ItemFacts,
     device: torch.device,
     workers: int,
@@ -186,7 +186,7 @@ def open_sources(
     crop: str = "none",
     image_size: int = 0,
 ) -> tuple[dict[str, BatchSource], dict[str, BatchSource]]:
-    """Return the sources of arrays, and those that processes load by the user's code, such as a side's augmentation."""
+    """Return two dicts of sources by side: of arrays, and of processes, started here, that run the user's code."""
     direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
     for side, augment in sides.items():
         if isinstance(data, SampleArrays) and ":" not in collate:

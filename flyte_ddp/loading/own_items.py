@@ -23,10 +23,10 @@ from flyte_ddp.loading.own_samples import (
     Sample,
     SampleLoader,
     augment_sample,
-    convert_target,
+    derive_target_spec,
     find_seeded_transforms,
+    require_target,
     seed_for,
-    target_spec,
 )
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
@@ -61,7 +61,7 @@ class Items:
         return samples, seeded
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of an item; own code's picture as uint8 [H, W, C], its generators seeded."""
+        """Return an item's inputs and targets (a picture: uint8 [H, W, C]); seed the global generators for own code."""
         if isinstance(self.data, SampleArrays):
             sides = (getattr(self.data, f"{self.side}_{kind}") for kind in ("inputs", "targets"))
             inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in sides)
@@ -99,6 +99,7 @@ class ItemLoader:
         self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
+        """Return these samples as one collated batch, augmented for an ``epoch`` of training, not for None."""
         names = [f"{self.items.side} sample {sample}" for sample in self.items.name_samples(samples) or samples]
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
@@ -109,7 +110,7 @@ class ItemLoader:
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
         own.seed(self.seed, epoch or 0, samples[0])
-        # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found, a list a tuple.
+        # Lists become tuples, and other mappings, such as a tokenizer's, dicts, in which tree_leaves() finds tensors.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
         inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in returned)
         if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
@@ -123,7 +124,7 @@ class ItemLoader:
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:
-            # What the user's code changes in place would stay changed in a set that holds its samples in memory.
+            # Copies: else own code's changes in place would stay in a set that holds its samples in memory.
             inputs, targets = (map_leaves(copy_leaf, side) for side in (inputs, targets))
         if augment is None or epoch is None:
             return inputs, targets
@@ -136,7 +137,7 @@ class ItemImages(SampleLoader):
     """Images of one side, "train" or "test", of a data set, whose items are pairs of pixels and a target."""
 
     items: Items
-    spec: InputSpec  # of all images as the data set has them
+    spec: InputSpec  # of all images before augmentation
     targets: TargetSpec
     seed: int
     _: KW_ONLY
@@ -163,7 +164,7 @@ class ItemImages(SampleLoader):
             found = f"{own} returned {list(loaded.image.shape)} as the image of {where}"
             fix = "give all images one size and one mode, such as by resize and convert('RGB')"
             raise UserError(f"{found}: must be {sizes}; {fix}")
-        return Sample(loaded.image, convert_target(own, loaded.target, self.targets, where), "")
+        return Sample(loaded.image, require_target(own, loaded.target, self.targets, where), "")
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -181,7 +182,7 @@ class ItemFacts(NamedTuple):
 def describe_items(
     data: ItemSet, side: str, order: Order, collate: str, seed: int, *, like: LeavesSpec | None = None, classes: int = 0
 ) -> ItemFacts:
-    """Return a data set's facts, inputs ordered ``like``; read up to 16 samples if own code makes them."""
+    """Return what a side's samples share, inputs in the order of ``like``; read up to 16 samples made by own code."""
     if data.pictures:
         return describe_images(data, side, order, seed, classes)
     if isinstance(data, SampleArrays) and ":" not in collate:
@@ -199,16 +200,16 @@ def describe_items(
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
             raise UserError(f"collate='stacked': {problem}; set 'padded', or a function of your own")
     inputs = inputs if like is None else inputs.in_order_of(like)
-    trained = {} if like is None else dict(like.leaves)  # a few new samples may happen to have one length
+    trained = {} if like is None else dict(like.leaves)  # goes first: a few new samples may by chance have one length
     shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))
-    return ItemFacts(inputs, single_target_spec(targets), masked if collate == PADDED else None)
+    return ItemFacts(inputs, spec_of_single_target(targets), masked if collate == PADDED else None)
 
 
 def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
-    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand."""
+    """Return size and normalisation of images, and their targets' type; read the first picture of a set on demand."""
     if isinstance(data, SampleArrays):
         _, height, width, channels = data.train_inputs.shape
         targets = TargetSpec(data.train_targets.dtype, data.train_targets.shape[1:], len(data.classes))
@@ -219,7 +220,7 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
     height, width, channels = pixels.shape
     mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
     classes = len(data.classes) or num_classes
-    targets = target_spec(f"dataset={data.name!r}", target, classes, f"{side} sample {first}")
+    targets = derive_target_spec(f"dataset={data.name!r}", target, classes, f"{side} sample {first}")
     return ItemFacts(InputSpec(channels, height, width, mean, std), targets)
 
 
@@ -233,6 +234,7 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
+    """Return one spec for those of several batches: sizes that differ are None, a type is float if any is."""
     joined = dict[str, LeafSpec]()
     for name, first in specs[0].leaves:
         found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]
@@ -242,7 +244,7 @@ def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
     return LeavesSpec(specs[0].form, (*joined.items(),))
 
 
-def single_target_spec(targets: LeavesSpec) -> TargetSpec | None:
+def spec_of_single_target(targets: LeavesSpec) -> TargetSpec | None:
     [(_, leaf)] = targets.leaves if targets.form == "leaf" else [("", OTHER)]
     if leaf.dtype == OTHER.dtype:
         return None

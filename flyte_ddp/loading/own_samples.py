@@ -47,18 +47,18 @@ class Loaded(NamedTuple):
 
     names: list[str]
     shape: tuple[int, ...]  # of the images
-    report: Any = None  # of the SampleLoader
+    report: Any = None  # what SampleLoader.take_report() returned
 
 
 class SampleLoader:
     """Base class of what loads single samples, in one process. It can be pickled before it is first used."""
 
     targets: TargetSpec
-    sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
-    prefetch_files: Callable[[Indices], None] | None = None  # as of a BatchSource
+    sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have; all of one batch have the same
+    prefetch_files: Callable[[Indices], None] | None = None  # as in BatchSource
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
-        """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None.
+        """Return a function for each sample that loads the sample; an ``epoch`` of training augments, None does not.
 
         A slow reader starts the reads at once, in other threads.
         """
@@ -79,7 +79,7 @@ class SampleLoader:
         """Return what this process has found since the last call, such as damaged samples; None: nothing."""
 
     def add_report(self, report: Any) -> None:
-        """Add what :meth:`take_report` has returned in another process."""
+        """Add what :meth:`take_report` has returned in another process; UserError for too many bad samples."""
 
     def close(self) -> None:
         """Close files."""
@@ -87,7 +87,7 @@ class SampleLoader:
 
 def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
     """Call ``loads``, and write their images and targets into a batch's memory, from the place ``first`` on."""
-    targets, names = layout.targets(memory), []
+    targets, names = layout.view_targets(memory), []
     shapes = set[tuple[int, ...]]()
     for place, load in enumerate(loads, first):
         image, targets[place], name = load()
@@ -108,6 +108,7 @@ def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
 
 
 def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape that all ``shapes``, one or more, have in common; UserError if they differ."""
     if len({*shapes}) > 1:
         found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
         raise UserError(f"augment: images of one batch are {found}; return images of one size")
@@ -115,7 +116,7 @@ def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
-    """Seed this process's generators (Python, NumPy, torch) and ``transforms`` for one sample and ``purpose``."""
+    """Seed the generators of Python, NumPy and torch, and ``transforms``, for a sample; ``purpose``: up to 16 bytes."""
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     bits = int.from_bytes(hashed, "little")
@@ -127,7 +128,7 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
     """Return the objects with ``set_random_seed`` among ``own``, its attributes, and the variables that its code uses.
 
-    Variables are globals and a closure's. What these contain is not looked at. ``method`` is the code of an object.
+    Variables are globals and a closure's; their contents are not searched. The code of an object is its ``method``.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method
@@ -166,7 +167,7 @@ class OwnFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the user's function and return its pair, else UserError; OwnCodeError if the call fails on ``where``."""
+        """Return the pair that the user's function returns; UserError for another result, OwnCodeError for an error."""
         function = self.load()
         try:
             returned = function(*arguments)
@@ -177,7 +178,7 @@ class OwnFunction:
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:
-        """Call the function for the sample ``name`` and return its image and target; UserError if these are none."""
+        """Return image and target that the function returns for the sample ``name``; UserError if they are unfit."""
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
         what = f"{self}: the image of {name}"
         refuse_masked(what, image)
@@ -196,8 +197,8 @@ def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int]
     return Sample(changed.image, changed.target, loaded.name)
 
 
-def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
-    """Return ``target``, which ``own`` returned; raise UserError if shape, type or classes are not those of others."""
+def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
+    """Return ``target``, made by ``own``, unchanged; UserError if shape, type or class numbers do not fit ``kind``."""
     allowed = "biuf" if kind.dtype.kind == "f" else "biu"
     if target.shape != kind.shape or target.dtype.kind not in allowed:
         rule = f"must be {kind.dtype} {list(kind.shape)}, as those of other samples are"
@@ -213,8 +214,8 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
     return target
 
 
-def target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
-    """Return what all targets are, given one: a class int64 [], a mask [H, W, ...] uint8 or int64, or float32."""
+def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
+    """Return what all targets share, given one: class int64 [], mask uint8 or int64 [H, W, ...], or float32."""
     if target.dtype.kind not in "biuf":
         rule = "must be a number, or an array of them"
         raise UserError(f"{own} returned {target.dtype} as the target of {where}: {rule}")

@@ -31,7 +31,7 @@ class TargetSpec(NamedTuple):
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    classes: int = 0  # whole numbers must be below it; 0: there is no limit
+    classes: int = 0  # whole numbers must be below this; 0: there is no limit
     varies: bool = False  # whether the first dimension has another length in each sample
 
 
@@ -40,7 +40,7 @@ class BatchSource:
 
     batches_ahead = 0  # how many batches to prefetch
     loaders = 0  # processes or threads that load for this rank; 0: the rank itself
-    # Starts to fetch the files that hold samples, which will be loaded later; None: no whole files are fetched.
+    # Starts to fetch the files of samples that will be loaded later; None: no whole files are fetched.
     prefetch_files: Callable[[Indices], None] | None = None
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:

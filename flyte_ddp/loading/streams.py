@@ -79,7 +79,7 @@ class StreamImages(BatchSource):
         """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
         A call with the same ``samples`` as the last one returns the last batch again. The first call starts the
-        workers. Waits for them without a timeout; raises their UserError, and ends them after any error.
+        workers. Waits for the workers without a timeout; raises a worker's UserError; any error ends the workers.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -120,7 +120,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
         partial(order_worker_shards, stream),
         partial(read_shard_samples, stream),
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
-        partial(decode_samples, stream),
+        partial(decode_and_crop, stream),
         wds.filters.batched(WORKER_BATCH, partial=False),
         forward_error_as_value,
     )
@@ -144,10 +144,8 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
 
 
 def return_batch_unchanged(batch: Any) -> Any:
-    """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe.
-
-    A DataLoader's default sends tensors by ``/dev/shm``. If that is full (64 MB), a rank waits for its batch for ever.
-    """
+    """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe."""
+    # A DataLoader's default sends tensors by /dev/shm. If that is full (64 MB), a rank waits for its batch for ever.
     return batch
 
 
@@ -157,6 +155,7 @@ def prepare_worker(_: int) -> None:
 
 
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
+    """Yield (pass, shard) without end: all of this worker's shards in each pass, in a new order."""
     number, workers = worker_number_and_count()
     shards = range(number, len(stream.reader.index.shards), workers)
     for passes in itertools.count() if shards else ():
@@ -179,10 +178,11 @@ def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) ->
             yield passes, stream.loader.reader.read_sample(sample)
 
 
-def decode_samples(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
+def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
+    """Yield each sample's square and label; record and skip bad samples; UserError after a whole pass of bad ones."""
     loader, failures_in_a_row = stream.loader, 0
     number, workers = worker_number_and_count()
-    # More failures in a row than this only a whole pass of bad samples can cause.
+    # A longer row of failures means that no sample of this worker is good.
     most = int(stream.reader.index.counts[number::workers].sum()) + stream.shuffle_buffer
     for passes, encoded in samples:
         if (loaded := loader.decode_or_record(0, encoded, None)) is None:

@@ -30,10 +30,11 @@ class WorkerSource(BatchSource):
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.loaders = pool, device, pool.number if pool else 0
-        # What :meth:`submit_batch` has returned of batches that processes are loading, by epoch and samples.
+        # Of each batch that the pool is loading, by epoch and samples: what :meth:`submit_batch` has returned.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
     def submit_batch(self, pool: Any, samples: Indices, epoch: int | None) -> Any:
+        """Start to load a batch in ``pool``; return what :meth:`load_batch` needs to get the batch."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
@@ -42,7 +43,7 @@ class WorkerSource(BatchSource):
             self.pending[key] = self.submit_batch(self.pool, samples, epoch)
 
     def take_pending(self, samples: Indices, epoch: int | None) -> Any:
-        self.prefetch_batch(samples, epoch)
+        self.prefetch_batch(samples, epoch)  # no effect if done before
         return self.pending.pop((epoch, samples.tobytes()))
 
     def close(self) -> None:
@@ -53,7 +54,7 @@ class WorkerSource(BatchSource):
 
 
 class WorkerImages(WorkerSource):
-    """Source of samples of images: each process or thread loads a part of each batch."""
+    """Source of batches of images: each process or thread loads a part of each batch."""
 
     batches_ahead = 2  # enough to keep the pool busy while load_batch() waits for a batch
 
@@ -67,7 +68,7 @@ class WorkerImages(WorkerSource):
         self.prefetch_files = loader.prefetch_files
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        layout = self.layout(samples)
+        layout = self.make_layout(samples)
         if self.pool is None:
             memory = np.empty(layout.size, np.uint8)
             with keep_random_state():
@@ -79,8 +80,8 @@ class WorkerImages(WorkerSource):
                 if each.report is not None:
                     self.loader.add_report(each.report)
             self.loader.skip_read(samples)
-        images = layout.images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
-        targets = layout.targets(memory)
+        images = layout.view_images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
+        targets = layout.view_targets(memory)
         if self.check_targets is not None:
             names = [name for each in loaded for name in each.names]
             named = [name or str(sample) for sample, name in zip(samples.tolist(), names, strict=True)]
@@ -90,12 +91,12 @@ class WorkerImages(WorkerSource):
             inputs, labels = augment_batch(inputs, labels, samples, kind=self.crop, seed=self.seed, epoch=epoch)
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
 
-    def layout(self, samples: Indices) -> Layout:
+    def make_layout(self, samples: Indices) -> Layout:
         kind = self.loader.targets
         return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype.str, kind.shape)
 
     def submit_batch(self, pool: ImagePool, samples: Indices, epoch: int | None) -> Any:
-        return pool.start_images(self.loader, samples, epoch, self.layout(samples))
+        return pool.start_images(self.loader, samples, epoch, self.make_layout(samples))
 
     def bad_samples(self) -> frozenset[str]:
         return self.loader.bad_samples()

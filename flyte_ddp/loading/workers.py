@@ -1,7 +1,7 @@
 """Load batches ahead of training: in processes that run the user's own code, or in threads of the rank.
 
 A batch does not depend on which process loads which sample, nor on how many there are: the rank numbers the tasks, and
-each sample has a place and a seed of its own. Processes are on Linux only; elsewhere the rank runs such code itself.
+each sample has a place and a seed of its own. Processes are on Linux only; elsewhere the rank runs the user's code.
 """
 
 import errno
@@ -36,8 +36,8 @@ from flyte_ddp.order.sampling import Indices
 
 POSSIBLE = sys.platform == "linux"
 END_SECONDS = 5.0  # that a killed process may take to end
-# Samples of one task of images at most. A task or its answer must fit into the buffers of a pipe: else both sides might
-# wait for each other for ever. The answer has names; that of a whole batch is short.
+# Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
+# else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
 MOST_SAMPLES = 256
 SAMPLES_A_TASK = 8  # of threads, at most; enough to make the cost of a task itself small
 
@@ -63,7 +63,7 @@ class LoaderPool:
         self.loaders, self.number = loaders, workers
         self.answers: dict[int, Any] = {}  # by the number of the call
         self.numbers = itertools.count()
-        # All are kept, because a loader process knows a memory by its path, which must never be another one's.
+        # All are kept: a loader process knows a memory by its path, which must never become another memory's.
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
@@ -82,14 +82,14 @@ class LoaderPool:
         self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
     def submit(self, call: Call) -> int:
-        """Give a call to the process that has the fewest, and return the call's number."""
+        """Send a call to the least busy process; return the call's number; RuntimeError if a process has ended."""
         number, worker = next(self.numbers), min(self.workers.values(), key=lambda each: each.tasks)
         try:
             if not self.started:
                 self.started, content = True, pickle_with_mapped_files(self.loaders)
                 for each in self.workers.values():
                     each.pipe.send_bytes(content)
-            # A process that waits until an answer is read would not read its tasks.
+            # Take answers first: a process that waits until its answer is taken reads no tasks.
             self.receive(wait=False)
             worker.pipe.send_bytes(pickle.dumps((number, call)))  # as send() does, in less of the rank's time
         except OSError:
@@ -100,9 +100,10 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
+        """Start to load a batch of images; return its memory, and the tasks to wait for by :meth:`wait_for_images`."""
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
-        tasks_in_all = 2 * self.number if self.number > 1 else 1  # two balance what samples take among several
+        tasks_in_all = 2 * self.number if self.number > 1 else 1  # two each balance slow and fast samples
         size = max(1, min(-(-len(samples) // tasks_in_all), MOST_SAMPLES))
         numbers, place = samples.tolist(), self.loaders.index(loader)
         tasks = [
@@ -156,14 +157,14 @@ class LoaderPool:
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
-        """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
+        """Return the array of a memory, at least ``size`` bytes; the memory is free again once the array is dropped."""
         with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
             whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
-        """Return an error with the exit code of a process; wait up to 5 s for it, and for each that ended before."""
+        """Return an error that says how a process ended; wait up to 5 s for each exit code until the process's own."""
         who, code = "a loader process", None
         with suppress(EOFError, OSError):
             while code is None and self.exits[0].poll(END_SECONDS):
@@ -230,14 +231,14 @@ def explain_limits(what: str, setting: str) -> Iterator[None]:
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
-    server.kill()
+    server.kill()  # the loader processes die with it
     server.join(END_SECONDS)
     for pipe in pipes:
         pipe.close()
 
 
 def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
-    """Return a pool of loader processes; None without loaders, and where the rank must load: not on Linux."""
+    """Start loader processes; return None without loaders, and outside Linux, where the rank must load."""
     return LoaderPool(loaders, workers) if POSSIBLE and loaders else None
 
 

@@ -24,7 +24,7 @@ RETURNED = "returned.pickle"  # what rank 0 has returned: in the run's folder, u
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments, pickled, so that only ranks need to import what they need: a Work's arguments."""
+    """A pickled function with its arguments; ranks alone unpickle it and import its modules. A Work's ``arguments``."""
 
     name: str  # of the function, for people
     payload: bytes  # cloudpickle's, of function, positional and keyword arguments
@@ -33,7 +33,7 @@ class Call:
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
 
     def load(self) -> partial[Any]:
-        """Unpickle the call, which imports modules, and return the function with its arguments; call it without any."""
+        """Unpickle the call, which imports modules; return the function to call without any further argument."""
         function, args, kwargs = cloudpickle.loads(self.payload)
         return partial(function, *args, **kwargs)
 
@@ -41,7 +41,7 @@ class Call:
 def describe_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], taken: Collection[str] = ()
 ) -> Call:
-    """Pickle a call and return it: by name what its module has under its name, else by value.
+    """Return the call, pickled: functions and classes by name if their module has them by that name, else by value.
 
     ``taken`` are run_ranks' own keywords. Raises UserError for unfit arguments, and for what cannot be sent to ranks.
     """
@@ -54,15 +54,15 @@ def describe_call(
     name = function_name(function)
     try:
         signature = inspect.signature(function)
-        waiting = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments
-        both = [key for key in taken if key in waiting]
-        arguments = {} if both else signature.bind(*args, **kwargs).arguments
+        unfilled = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments
+        clashing = [key for key in taken if key in unfilled]
+        arguments = {} if clashing else signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}; give the arguments that it takes") from None
-    if both:
+    if clashing:
         raise UserError(
-            f"{name}: {both[0]}= goes to run_ranks, and the function has a parameter of that name, too; give the "
-            f"function its own by position, or run functools.partial(function, {both[0]}=...)"
+            f"{name}: {clashing[0]}= goes to run_ranks, and the function has a parameter of that name, too; give the "
+            f"function its own by position, or run functools.partial(function, {clashing[0]}=...)"
         )
     code, own_code = digest_code(function)
     payload = pickle_call(name, function, *args, **kwargs)
@@ -180,7 +180,7 @@ def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
     the working directory first on ``sys.path``.
     """
     module, _, name = function_name(function).partition(":")
-    name = name.partition(".")[0].strip("<>")  # only the module counts, and a lambda's name is none
+    name = name.partition(".")[0].strip("<>")  # only the module counts, but "<lambda>" is no valid name
     if module != "__main__":
         spec = f"{module}:{name}"
         return user_source.user_source_digest(spec), (spec,)

@@ -39,7 +39,7 @@ class Checkpoints(CheckpointWriter):
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Copy a state to the CPU for the thread to write; UserError for an earlier step or unfit state."""
         self.used = True
-        require_later_step("save", step, self.last_step)
+        refuse_earlier_step("save", step, self.last_step)
         if not isinstance(state, Mapping):
             raise UserError(f"save: the state is a {type(state).__name__}; give a dict, such as {{'model': ...}}")
         new_types = find_types(state) - self.checked_types
@@ -55,11 +55,11 @@ class Checkpoints(CheckpointWriter):
         self.last_step, self.last_time = step, time.monotonic()
         self.put(copied)
 
-    def save_now(self, seconds: float) -> int:
+    def save_last(self, seconds: float) -> int:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
         Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
-        if it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
+        if the function has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
@@ -74,7 +74,7 @@ class Checkpoints(CheckpointWriter):
         return self.newest_step
 
     def load(self) -> dict[str, Any] | None:
-        """Wait for the last save, and read it from disk; before any, read the one resumed from, or return None."""
+        """Wait until the last save is written; return the newest checkpoint's state from disk, or None without one."""
         self.used = True
         self.wait_until_written()
         if self.newest is None:
@@ -94,7 +94,7 @@ def empty_tensors(value: Any) -> Any:
     return map_leaves(value, lambda _: torch.empty(0), lambda other: other)
 
 
-def require_later_step(what: str, step: int, last: int) -> None:
+def refuse_earlier_step(what: str, step: int, last: int) -> None:
     if type(step) is not int or step < 0:
         raise UserError(f"{what}: step={step!r} must be a whole number from 0 on: the steps that are done")
     if step < last:

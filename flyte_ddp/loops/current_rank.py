@@ -61,7 +61,7 @@ class CurrentRank:
     def load(self) -> dict[str, Any] | None:
         """Return what :meth:`save` got last in an earlier attempt, on the CPU; None without any.
 
-        All ranks must call it equally often, and wait for all, up to the run's time limit. Raises UserError after a
+        All ranks must call it equally often; rank 0 waits for all, up to the run's time limit. Raises UserError after a
         save in this attempt, unless there is one rank: that gets its last state.
         """
         if self._has_saved and self.world_size > 1:

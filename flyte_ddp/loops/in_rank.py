@@ -40,8 +40,8 @@ def run_function(rank: Rank) -> None:
     with (
         torchrun_variables(rank, store.port),
         default_group_timeout(rank.work.settings.timeout),
-        stores_apart(),
-        offered(rank, store) as current,
+        separate_group_stores(),
+        provide_current_rank(rank, store) as current,
         own_process_group(rank),
     ):
         function = call.load()
@@ -58,8 +58,8 @@ def run_function(rank: Rank) -> None:
 
 
 @contextmanager
-def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
-    """Let :func:`current_rank` return this rank in the block, and write the state that was saved last at its end."""
+def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
+    """Make this rank the block's :func:`current_rank`, record the run's start, and at the end write the last save."""
     work, info, settings = rank.work, rank.info, rank.work.settings
     checkpoints = Checkpoints(work.output_folder, work.identity, work.checkpoint, settings.checkpoint_seconds)
     is_leader = info.rank == 0
@@ -76,13 +76,13 @@ def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
         join=lambda: rank.join_by(PrefixStore(f"join {next(joins)}", store)),
         store=store if info.world_size > 1 else None,
     )
-    joins = itertools.count()  # a group after the first finds a part of the store without the first one's addresses
+    joins = itertools.count()  # each group has its own part of the store, without addresses of earlier groups
     before = set_current_rank(current)
     try:
         if records is not None:
             records.start(describe_run(rank, device))
             records.progress.print_note(f"ranks: {info.world_size}, nodes: {work.world.num_nodes}")
-        rank.offer_saving(checkpoints.save_now)
+        rank.offer_saving(checkpoints.save_last)
         yield current
     finally:
         set_current_rank(before)
@@ -105,15 +105,15 @@ def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def own_process_group(rank: Rank) -> Iterator[None]:
-    """Destroy the process group that the block has made; if it raises only where the process goes on, as launcher."""
-    before, hook = dist.is_initialized(), sys.excepthook  # torch's own hook prints the rank before each line
+    """Destroy the process group that the block has made; after an exception only in a launcher's own process."""
+    before, hook = dist.is_initialized(), sys.excepthook  # a group sets torch's, which prints the rank before each line
     failed = True
     try:
         yield
         failed = False
     finally:
         sys.excepthook = hook
-        # A failed rank must report first: without their connections to it others fail, too, and a GPU's may hang.
+        # A failed rank must report first, before others fail without its connections; on GPUs destroying may hang, too.
         if dist.is_initialized() and not before and (not failed or rank.link is None):
             dist.destroy_process_group()
 
@@ -148,7 +148,7 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.pop(AGENT_STORE, None)  # with it torch would wait in vain for a store at another port
     try:
-        with own_accelerator():
+        with reset_own_accelerator():
             yield
     finally:
         for name, value in before.items():
@@ -158,12 +158,12 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def stores_apart() -> Iterator[None]:
-    """Give each process group that meets by ``env://`` in the block a part of its own of the store.
+def separate_group_stores() -> Iterator[None]:
+    """Patch torch so that each process group that meets by ``env://`` in the block has its own keys in the store.
 
     Else a second group, after the first was destroyed, would find the first one's addresses.
     """
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # torch hides it by a function
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # ``rendezvous`` is a function, too
     meet, numbers = handlers["env"], itertools.count()
 
     def meet_apart(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
@@ -178,8 +178,8 @@ def stores_apart() -> Iterator[None]:
 
 
 @contextmanager
-def own_accelerator() -> Iterator[None]:
-    """Let Accelerate forget the ranks that it finds in the block; it keeps what it finds first in a process."""
+def reset_own_accelerator() -> Iterator[None]:
+    """Reset Accelerate after the block, unless it was in use before: it keeps the ranks that it finds first."""
     module = "accelerate.state"
     knew = module in sys.modules and bool(sys.modules[module].PartialState._shared_state)
     try:
@@ -209,7 +209,7 @@ def write_returned(value: Any, path: Path) -> None:
 
 
 def wait_for_others(rank: Rank, store: Any) -> None:
-    """Wait until every rank has reached this call, because rank 0's process serves the store that all use."""
+    """Wait until all ranks call this, rank 0 up to the time limit, others without: rank 0 serves the common store."""
     others, timeout = range(1, rank.info.world_size), rank.work.settings.timeout
     if not others:
         return

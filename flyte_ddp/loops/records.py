@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.loops.checkpoints import require_later_step
+from flyte_ddp.loops.checkpoints import refuse_earlier_step
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
@@ -17,7 +17,7 @@ LARGEST_INT = 2**63  # from here on whole numbers are recorded as floats, which 
 
 
 class Records:
-    """Writes a run's records to ``folder/metrics.jsonl``, and shows progress; ``first`` is the step it resumes from."""
+    """Writes records to ``folder/metrics.jsonl``, and shows progress; ``first`` is the step that a run resumes from."""
 
     def __init__(self, folder: Path, progress: str, first: int = 0) -> None:
         self.log, self.progress = JsonLines(folder / METRICS), StepProgress(progress)
@@ -27,7 +27,7 @@ class Records:
         self.log.write({"kind": "start", **facts, "resumed_after_step": self.step})
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        require_later_step("record", step, self.step)
+        refuse_earlier_step("record", step, self.step)
         numbers = {}
         for name, value in values.items():
             if name in TAKEN:

@@ -24,7 +24,7 @@ from flyte_ddp.runs.run_folder import (
     TRACEBACK,
     hold_run_folder,
     remove_temporary_files,
-    resume_run,
+    rewind_run,
     unwritable_folder_error,
 )
 from flyte_ddp.runs.work import Launch, Work
@@ -69,8 +69,8 @@ def run_ranks(
         if not 0 < timeout < math.inf:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
         settings = replace(settings, timeout=float(timeout))
-    kept = {"num_ranks": given_ranks, "folder": folder, "launch": launch, "timeout": timeout}
-    taken = [name for name, given in kept.items() if given is not None]
+    own_keywords = {"num_ranks": given_ranks, "folder": folder, "launch": launch, "timeout": timeout}
+    taken = [name for name, given in own_keywords.items() if given is not None]
     call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         folder = Path(folder).absolute()
@@ -107,10 +107,10 @@ def run_call(
 
     launch = launch or choose_launcher(request)
     with hold_run_folder(folder):
-        prepare_function_folder(folder)
+        prepare_run_folder(folder)
         identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
         with (
-            resume_run(folder, identity, settings, folder.name) as found,
+            rewind_run(folder, identity, settings, folder.name) as found,
             wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
         ):
             launch(
@@ -133,8 +133,11 @@ def run_call(
         return value
 
 
-def prepare_function_folder(folder: Path) -> None:
-    """Create the run's folder; delete an earlier run's page, traceback, returned value and temporary files."""
+def prepare_run_folder(folder: Path) -> None:
+    """Create the run's folder, and delete an earlier run's page, traceback, returned value and temporary files.
+
+    Raises UserError if it cannot be written, or its ``results/`` is of no run.
+    """
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:
@@ -147,7 +150,7 @@ def prepare_function_folder(folder: Path) -> None:
 
 
 def remove_saves(folder: Path) -> None:
-    """Remove a run's checkpoints, and their folder unless it holds other files; not if another run is there by now."""
+    """Remove a run's checkpoints, and their folder unless it holds other files; do nothing if another run is there."""
     with suppress(UserError, OSError), hold_run_folder(folder):
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)

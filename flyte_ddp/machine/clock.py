@@ -11,12 +11,12 @@ import torch
 
 Batch = TypeVar("Batch")
 
-DATA = ("loading", "data")  # all parts of a batch at once, which targets' weights need; each part
+DATA = ("loading", "data")  # loading all parts of a batch at once, as targets' weights need, or each part
 WORK = (*DATA, "forward_backward", "communication", "optimizer")  # blocks of a step, none inside another
 WAITING = ("waiting_data", "waiting_launches")  # what the GPU waits for: batches, and the host's launches
 FIRST_SPIN = 5  # the step with the first spins; the next ones are in the 10th, 20th, 40th, ...
-SPIN, LONGEST_SPIN = 1.5, 1.0  # times the host's seconds for the block before, and seconds
-TRIES = 3  # spins without any whole block
+SPIN, LONGEST_SPIN = 1.5, 1.0  # a spin's length: times the host's seconds in the name's last block; at most seconds
+TRIES = 3  # spins for a name as long as none of its blocks is whole
 CYCLES_PER_SECOND = 2e9  # of a GPU; one with 3e9 still spins as long as the host took
 
 
@@ -33,6 +33,7 @@ class Activity:
     launch: float = 0.0  # the host's seconds in the newest block; 0 if that was whole
 
     def busy(self) -> float:
+        """Estimate the GPU's busy seconds in all blocks from whole ones; without any, return all blocks' seconds."""
         return min(self.spans, self.blocks * self.whole_spans / self.whole) if self.whole else self.spans
 
 
@@ -48,8 +49,8 @@ class Clock:
         self.event, self.spin = event, spin
         self.step, self.next_spin = 0, FIRST_SPIN  # of this process
         self.step_seconds = 0.0  # without the first step
-        # Blocks not known as done: name, first and last event, the host's seconds, and whether the GPU had all of the
-        # block's work before it began with it.
+        # Blocks not known as done: name, first and last event, the host's seconds, and whether the whole block was in
+        # the GPU's queue before the GPU began with it.
         self.pending: deque[tuple[str, Any, Any, float, bool]] = deque()
         self._lock = threading.Lock()  # the thread that takes checkpoints reads seconds, too
         self._activities: defaultdict[str, Activity] = defaultdict(Activity)
@@ -57,10 +58,7 @@ class Clock:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """A copy of the seconds by name, of finished blocks only.
-
-        On a GPU also those of all ``steps``, and by WAITING those in which it had nothing to do.
-        """
+        """A copy of the seconds by name, in finished blocks; on a GPU also "steps", and by WAITING its idle seconds."""
         seconds = self._seconds.copy()
         if self.event is None:
             return seconds
@@ -83,8 +81,8 @@ class Clock:
         self._seconds.update(seconds)
         self.started -= total
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batch of each step. The process's first one counts nothing on a GPU: there it makes kernels."""
+    def time_steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batch of each step. On a GPU a process's first step, which makes kernels, does not count."""
         began = time.perf_counter()
         for batch in batches:
             self.step += 1
@@ -104,7 +102,7 @@ class Clock:
         return Block(self, name, self.start_timing(name))
 
     def start_timing(self, name: str) -> Any:
-        """Return for ``add_since`` the host's time, on a GPU with an event in its queue."""
+        """Return the begin for ``add_since``: the host's time, on a GPU with an event that was put into its queue."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()

@@ -109,7 +109,7 @@ def spawn_context() -> Iterator[SpawnContext]:
 
 def kill_descendants() -> None:
     """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS (5 s)."""
-    kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helpers())
+    kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helper_pids())
 
 
 @contextmanager
@@ -121,13 +121,13 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
-    adopts = in_main and not list_children(os.getpid()) - list_helpers() and not become_subreaper()
+    adopts = in_main and not list_children(os.getpid()) - list_helper_pids() and not become_subreaper()
     try:
         yield
     finally:
         # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
-            kill_process_trees(lambda: list_children_of_this_thread() - before - list_helpers())
+            kill_process_trees(lambda: list_children_of_this_thread() - before - list_helper_pids())
         if adopts:
             become_subreaper(False)
 
@@ -176,10 +176,10 @@ def list_processes() -> dict[int, tuple[int, bool]]:
     return found
 
 
-def list_helpers() -> set[int]:
+def list_helper_pids() -> set[int]:
     """Return the ids of multiprocessing's resource tracker and torch's compiling process for GPUs."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    # Without this one, known by its command line, later compilations in this process would fail.
+    # Without the compiling process, known by its command line, later compilations would fail.
     compiler = f"--parent={os.getpid()}".encode()
     found = set()
     for pid in list_children(os.getpid()):

@@ -133,7 +133,7 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect_world(request: Request) -> World:
-    """Return the World that this machine has for a request: a GPU for each rank, or CPUs."""
+    """Return this machine's World for a request: a GPU for each rank, or CPUs; UserError if there are too few GPUs."""
     gpus = count_gpus()
     check_expected_gpus(gpus)
     device_type = choose_local_device_type(request, gpus, "this process sees")

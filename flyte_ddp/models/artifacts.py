@@ -61,10 +61,10 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the trained model in evaluation mode on ``device``, and the content of its sidecar.
 
-    Draws random numbers, as new weights are made first. For a ``package.module:callable`` runs the code that the
-    sidecar holds. Runs today's instead, with the working directory on ``sys.path``, if it is the same or the sidecar
-    holds none. Its exceptions go through: trust both files as you trust code. Raises UserError if a file is missing or
-    damaged, the two are not of one run, or the model does not take these weights.
+    Draws random numbers, as new weights are made first. A ``package.module:callable`` is imported from the sources in
+    the sidecar. Today's code, with the working directory on ``sys.path``, is imported instead if it is the same, or if
+    the sidecar has no sources. The code's exceptions go through: trust both files as you trust code. Raises UserError
+    if a file is missing or damaged, the two are not of one run, or the model does not take these weights.
     """
     sidecar = read_model_json(sidecar_path)
     try:
@@ -97,7 +97,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of ``model.json``; UserError if the file is missing, or of another format."""
+    """Return ``model.json`` after :func:`prefer_stored_code`; UserError if it is missing, or of another format."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -112,7 +112,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Let the sidecar itself, which is returned, name its stored sources where the user's files of today differ."""
+    """Replace the names of user code in the sidecar by StoredSpecs, if today's files differ; return the sidecar."""
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))

@@ -33,7 +33,7 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
     Hashes a local file whole, the address of torchvision's ``weights``, and another remote file's ETag or time of
-    change; without these two downloads it. Raises UserError if the file cannot be read.
+    change. Downloads a remote file that has neither. Raises UserError if the file cannot be read.
     """
     if weights:
         return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
@@ -43,9 +43,10 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
 
 @contextmanager
 def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, mirror: str) -> Iterator[Path | None]:
-    """Yield a local path with the content of ``init_from``, in ``folder`` if it is downloaded; None if it is empty.
+    """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Downloads torchvision's weights from ``mirror`` or their public address. Raises UserError if that fails.
+    A download is in ``folder``, and deleted after the block; torchvision's weights, from ``mirror`` or their public
+    address, stay in torch hub's cache. Raises UserError if a download fails.
     """
     if weights := catalog.find_weights(model, init_from):
         yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
@@ -67,9 +68,9 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
 
 
 def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
-    """Return the path of torchvision's file of these weights, whose SHA-256 begins as the end of its name says.
+    """Return the path of torchvision's file of these weights in torch hub's cache, verified by the digest in its name.
 
-    Uses torch hub's cache folder. Downloads from ``mirror``, a folder or address, or torchvision's, up to 4 times.
+    Downloads a missing file, in up to 4 tries, from ``mirror`` (a folder or an address) or from torchvision's address.
     Raises UserError if the file cannot be fetched or written.
     """
     path = torch_hub_folder() / "checkpoints" / weights.file
@@ -174,7 +175,7 @@ def delete_parts(weights: Any, parts: Collection[str]) -> None:
 
 
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
-    """Remove prefixes that all names of a state_dict have, such as DDP's, in place, if that gives a model's name."""
+    """Remove, in place, prefixes that all names have, such as DDP's, if a name is then one of ``model_names``."""
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     names, prefixes = [*weights], []
@@ -220,7 +221,7 @@ def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: 
 
 
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
-    """Clear ``requires_grad`` of the parts that ``freeze`` names; return the frozen modules; UserError if unknown."""
+    """Freeze the parts that ``freeze`` names; return the frozen modules; UserError for an unknown part, or for all."""
     parts = split_part_names(freeze)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]

@@ -35,7 +35,7 @@ class LeafSpec(NamedTuple):
     """One leaf of a sample's inputs."""
 
     shape: tuple[int | None, ...]  # without the samples' dimension; None: another length in each sample
-    dtype: str  # float, int64 or bool, or other for what is no tensor; floats have the type of the run
+    dtype: str  # "float" (of the run's type), "int64", "bool", or "other" for what is no tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LeavesSpec:
         return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
 
     def takes(self, found: "LeavesSpec") -> bool:
-        """Return whether samples of the spec ``found`` are such inputs; a size that is None fits all."""
+        """Return whether samples of the spec ``found`` fit this spec; a size that is None fits all."""
         if (self.form, [name for name, _ in self.leaves]) != (found.form, [name for name, _ in found.leaves]):
             return False
         pairs = [(own, other) for (_, own), (_, other) in zip(self.leaves, found.leaves, strict=True)]
@@ -61,7 +61,7 @@ class LeavesSpec:
         )
 
     def in_order_of(self, other: "LeavesSpec") -> "LeavesSpec":
-        """Return this spec with its leaves in the order of another one with the same names; else as it is."""
+        """Return this spec with its leaves in the order of ``other``; unchanged if the leaves' names differ."""
         own, names = dict(self.leaves), [name for name, _ in other.leaves]
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
@@ -96,7 +96,7 @@ def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_f
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
-        rows = batch.flatten(2)  # a vector operation a row of pixels is faster than an inner loop over three channels
+        rows = batch.flatten(2)  # one vector operation for each row of pixels is faster than a loop over three channels
         torch.addcmul(shift.repeat(spec.width), rows, scale.repeat(spec.width), out=rows)
         batch = batch.permute(0, 3, 1, 2)
     else:
@@ -121,7 +121,7 @@ def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> 
 
 @contextmanager
 def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
-    """Raise UserError for errors of a block that calls the model with a batch: other arguments, or an unknown token."""
+    """Raise UserError if the block's call of the model fails by an unknown token, or by arguments that do not fit."""
     try:
         yield
     except IndexError as error:  # of an embedding on a CPU; on a GPU it ends the process

@@ -39,9 +39,9 @@ def build_model(
 ) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    A built-in one maps float32 [N, channels, height, width] to outputs [N, num_classes]. A ``package.module:callable``,
-    whose exceptions go through, gets ``options``, and ``num_classes`` and ``input_shape`` if it has such arguments:
-    (channels, height, width), or the shapes of a sample's leaves. Raises UserError for what is unusable.
+    A built-in one maps float32 [N, channels, height, width] to outputs [N, num_classes]. A ``package.module:callable``
+    gets ``options``, and ``num_classes`` and ``input_shape`` if it has such parameters; its exceptions go through.
+    ``input_shape`` is (channels, height, width), or the leaves' shapes. Raises UserError for what is unusable.
     """
     if ":" in name:
         own = load_callable(name)
@@ -80,7 +80,7 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError for a model that several ranks would train otherwise, or whose state no file can hold."""
+    """Raise UserError for a model that several ranks would train unlike one, or whose state no file can hold."""
     for place, module in model.named_modules() if world_size() > 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
             raise UserError(

@@ -69,7 +69,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
                 )
         return objective
     base = Classification if facts.classes and not facts.target_shape else Objective
-    require_options(what, own, options, None, None)
+    require_options(what, own, options, None, None)  # in place of outputs and targets
 
     class FunctionObjective(base):  # type: ignore[misc,valid-type]
         """The objective whose losses a function of the user returns."""

@@ -33,7 +33,7 @@ class BinaryLabels(NamedTuple):
         return [measure_label(*known) for known in self.list_known()]
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
-        """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
+        """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels with positives and negatives."""
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
         pairs = [compute_label_curves(*label) for label in drawn]
@@ -41,7 +41,7 @@ class BinaryLabels(NamedTuple):
 
 
 def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
-    """Return the scores that occur, falling, and how many samples with and without the label have at least each."""
+    """Return the scores that occur, falling; for each, how many positives and negatives have at least this score."""
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
     last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
@@ -50,7 +50,7 @@ def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDA
 
 
 def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, float]:
-    """Return the MEASURES of a label of N samples; NaN without a positive one, of two of them without a negative."""
+    """Return a label's MEASURES; all NaN without positives, AUROC and balanced accuracy NaN without negatives."""
     positives, negatives = int(truth.sum()), int((~truth).sum())
     if not positives:
         return dict.fromkeys(MEASURES, float("nan"))
@@ -68,7 +68,7 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
 
 
 def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
-    """Return the ROC and the precision-recall curve of a label, of CURVE_POINTS (300) thresholds at most."""
+    """Return ROC and precision-recall curve of a label with positives and negatives, at 300 thresholds at most."""
     _, right, wrong = count_above(truth, scores)
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)
     places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))

@@ -21,7 +21,7 @@ from flyte_ddp.text.sections import Confusions, Pictures, Section
 class Classification(Objective):
     """Targets are class numbers int64 [n], outputs logits [n, classes]. Of two classes, the second is the positive one.
 
-    A subclass that names no measures, and has no measure or columns of its own, has all of :meth:`measure`.
+    A subclass without ``measures``, ``measure`` and ``columns`` of its own has all measures of :meth:`measure`.
     """
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
@@ -65,7 +65,8 @@ class Classification(Objective):
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
         if not smoothing or self.class_weights is None or overrides(self, Classification, "weights"):
             return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
-        # torch weighs the smoothed part by all classes' weights, and not by that of the sample, which comes later.
+        # torch weighs the smoothed part by the weights of all classes. The sample's own weight is divided out, because
+        # loss_sum multiplies by it.
         weights = self.class_weights_at(outputs.device).to(outputs.dtype)
         losses = functional.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=smoothing)
         return losses / weights[targets]
@@ -91,16 +92,16 @@ class Classification(Objective):
         right = truth == prediction
         found = {"accuracy": int(right.sum()) / max(1, len(right))}
         if "probability" in columns and self.is_binary:
-            found |= second_class(columns).measure()[0]
+            found |= second_class_labels(columns).measure()[0]
         else:
             found |= measure_classes(truth, prediction)
         return {name: found[name] for name in self.measures if name in found}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
         own = overrides(self, Classification, "columns") and overrides(self, Classification, "measure")
-        return None if own or "probability" not in columns or not self.is_binary else second_class(columns)
+        return None if own or "probability" not in columns or not self.is_binary else second_class_labels(columns)
 
-    def constant_loss(self, columns: Columns) -> float | None:
+    def loss_of_best_constant(self, columns: Columns) -> float | None:
         """Return the loss of predicting each class by its weighted share of the samples: the shares' entropy."""
         if overrides(self, Classification, "losses", "columns"):
             return None
@@ -135,7 +136,7 @@ class Classification(Objective):
         ]
 
 
-def second_class(columns: Columns) -> BinaryLabels:
+def second_class_labels(columns: Columns) -> BinaryLabels:
     truth, scores, predicted = (columns[name].numpy()[:, None] for name in ("truth", "probability", "prediction"))
     return BinaryLabels(truth, scores, predicted == 1)
 

@@ -19,7 +19,7 @@ LONGEST_TEXT = 200  # characters of a prediction in a table
 
 
 class Language(Objective):
-    """Targets are token numbers int64 [n, T], -100 where none counts; outputs logits [n, T, tokens].
+    """Targets are token numbers int64 [n, T], or -100, which does not count; outputs are logits [n, T, tokens].
 
     The model may also return an object or dict with ``logits``, or a tuple with them first. ``num_classes`` is the
     number of tokens. The option ``decode`` names the user's callable that makes a text of a list of tokens, for tables
@@ -59,7 +59,7 @@ class Language(Objective):
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         logits, compared = self.align(outputs, targets)
-        flat = logits.flatten(0, 1), compared.flatten()  # with the tokens last in memory several times as fast
+        flat = logits.flatten(0, 1), compared.flatten()  # several times as fast as with the tokens' dimension second
         losses = functional.cross_entropy(*flat, reduction="none", ignore_index=IGNORED_TOKEN)
         return losses.view(compared.shape)
 
@@ -76,7 +76,7 @@ class Language(Objective):
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
     def hide_padding(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the logits, NaN behind the last target of each text that counts."""
+        """Return the logits, with NaN at all places after the last counted target of each text."""
         still_count = (targets != IGNORED_TOKEN).flip(1).cumsum(1).flip(1)
         hidden: Tensor = find_logits(outputs).masked_fill(still_count[..., None] == 0, math.nan)
         return hidden
@@ -103,7 +103,7 @@ class Language(Objective):
 
 def find_logits(outputs: Any) -> Any:
     """Return ``logits`` of an object or dict of outputs, the first of a tuple, and other outputs unchanged."""
-    if hasattr(outputs, "logits"):  # also of a dict, as those of transformers, whose items are another copy
+    if hasattr(outputs, "logits"):  # before the items of transformers' dicts, which are another copy
         return outputs.logits
     if isinstance(outputs, Mapping):
         return outputs.get("logits")

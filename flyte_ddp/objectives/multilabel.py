@@ -62,15 +62,15 @@ class Multilabel(Objective):
         A label without a known positive sample, and for AUROC and balanced accuracy one without a negative sample, is
         left out; NaN if none is left.
         """
-        rows = all_labels(columns).measure()
+        rows = make_binary_labels(columns).measure()
         named = [name for name in self.measures if name in MEASURES["multilabel"]]
         return {name: mean_of_defined([row[name] for row in rows]) for name in named}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
         own = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")
-        return None if own else all_labels(columns)
+        return None if own else make_binary_labels(columns)
 
-    def constant_loss(self, columns: Columns) -> float | None:
+    def loss_of_best_constant(self, columns: Columns) -> float | None:
         if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None
         known = ~columns["truth"].isnan()
@@ -99,7 +99,7 @@ class Multilabel(Objective):
 
     def sections(self, columns: Columns) -> list[Section]:
         rows: list[list[str | float | None]] = []
-        labels = all_labels(columns)
+        labels = make_binary_labels(columns)
         measured = labels.measure()
         names = self.name_labels(len(measured))
         for name, (truth, _, _), found in zip(names, labels.list_known(), measured, strict=True):
@@ -116,7 +116,7 @@ class Multilabel(Objective):
         return [Table("Labels", text, header, rows), *labels.draw_curves(names), *super().sections(columns)]
 
 
-def all_labels(columns: Columns) -> BinaryLabels:
+def make_binary_labels(columns: Columns) -> BinaryLabels:
     truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
     return BinaryLabels(truth, scores, scores >= THRESHOLD)
 

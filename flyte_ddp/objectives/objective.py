@@ -32,10 +32,10 @@ class Facts:
     classes: tuple[str, ...] = ()  # or labels; empty for numbers
     target_shape: tuple[int, ...] = ()  # of the target of one sample
     class_counts: tuple[int, ...] = ()  # training samples of each class; empty: not known
-    class_weights: str = ""  # the hyperparameters of the same names
+    class_weights: str = ""  # the hyperparameter, as is label_smoothing
     label_smoothing: float = 0.0
     no_nan_targets: bool = False  # whether it is known that no target holds a NaN
-    select_by: str = "loss"  # a hyperparameter; a measure is then the main one
+    select_by: str = "loss"  # the hyperparameter; a measure that it names is the main one
 
 
 class Objective:
@@ -45,17 +45,17 @@ class Objective:
     sample's target. The library adds them up and divides by the sum of their weights in the whole step, over all ranks.
     """
 
-    # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
+    # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. "loss" is added to all.
     measures: Mapping[str, str] = {}
     loss_unit: str = "loss"  # what a loss is, on the axis of the report's chart
     counts_tokens: ClassVar[bool] = False  # whether the weights are a number of tokens, whose rate is then shown
     # Whether a sample's loss depends on others of its batch. Then batches in parts, and mixup, are refused.
     coupled: ClassVar[bool] = False
-    takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters of one objective alone that this one uses
+    takes: ClassVar[frozenset[str]] = frozenset()  # those hyperparameters that this objective uses and others refuse
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.came_reduced = False  # whether a loss was a single number for all samples
+        self.saw_reduced_loss = False  # whether a loss was a single number for all samples
         self.class_weights = class_weights_of(facts) if "class_weights" in self.takes else None  # [classes]
 
     @property
@@ -87,8 +87,8 @@ class Objective:
     def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
         """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
 
-        They depend on the targets alone, because they are needed before the forward pass; ``across_ranks`` belongs in
-        :meth:`losses`.
+        They must depend on the targets alone, because they are needed before the forward pass; ``across_ranks`` belongs
+        in :meth:`losses`.
         """
         return None
 
@@ -110,7 +110,7 @@ class Objective:
         losses = self.losses(outputs, targets)
         require_losses(losses, weights, samples)
         if losses.dim() == 0:
-            self.came_reduced = True
+            self.saw_reduced_loss = True
             return losses * (samples if weights is None else weights.sum())
         return (losses if weights is None else losses * weights).sum()
 
@@ -125,16 +125,16 @@ class Objective:
         """
         return {}
 
-    def constant_loss(self, columns: Columns) -> float | None:  # noqa: ARG002
+    def loss_of_best_constant(self, columns: Columns) -> float | None:  # noqa: ARG002
         """Return the loss of the best constant output on these samples; None if it is not known."""
         return None
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
-        """Return the labels that samples have or not, as :meth:`measure` counts them; None without."""
+        """Return the labels that samples have or not, as :meth:`measure` counts them; None if there are none."""
         return None
 
     def scores(self, columns: Columns) -> Tensor:
-        """Return a score of each sample, [N], more is better, by which the gate compares models: minus its loss.
+        """Return each sample's score, [N], by which the gate compares models; more is better. By default minus loss.
 
         Where a class defines measures but no scores, the gate makes scores of the first measure instead.
         """
@@ -175,7 +175,7 @@ def mean_losses(columns: Columns) -> Tensor:
 
 
 def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
-    """Return the numbers of up to PICTURED (16) samples with weight and ``among`` [N], the largest loss first."""
+    """Return the places of up to 16 samples with weight that the mask ``among`` [N] selects, the largest loss first."""
     losses = mean_losses(columns)
     counts = columns["weight"] > 0 if "weight" in columns else torch.ones_like(losses, dtype=torch.bool)
     counts = counts if among is None else counts & among
@@ -223,7 +223,7 @@ def list_floats(outputs: Any) -> list[Tensor]:
 
 
 def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
-    """Return the column ``loss`` [samples], and with weights each sample's weighted sum, and that of its ``weight``."""
+    """Return ``loss`` [samples]; with weights the weighted sum for each sample, and as ``weight`` the weights' sum."""
     require_weights(weights, samples)
     require_losses(losses, weights, samples)
     if weights is None:

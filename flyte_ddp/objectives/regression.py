@@ -60,7 +60,7 @@ class Regression(Objective):
 
     @cached_property
     def has_weights(self) -> bool:
-        """Whether a number may be unknown; also where a subclass has weights or losses of its own."""
+        """Whether a number may be unknown, or a subclass has weights or losses of its own."""
         return not self.facts.no_nan_targets or overrides(self, Regression, "weights", "losses")
 
     def weights(self, targets: Tensor) -> Tensor | None:
@@ -89,7 +89,7 @@ class Regression(Objective):
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
 
     def measure_numbers(self, columns: Columns) -> list[dict[str, float]]:
-        from sklearn import metrics  # which takes a second that other ranks need not wait
+        from sklearn import metrics  # takes a second, for which ranks that measure nothing need not wait
 
         functions = {
             "rmse": metrics.root_mean_squared_error,
@@ -104,7 +104,7 @@ class Regression(Objective):
             for truth, prediction in known_numbers(columns)
         ]
 
-    def constant_loss(self, columns: Columns) -> float | None:
+    def loss_of_best_constant(self, columns: Columns) -> float | None:
         """Return the loss of the best constant: the mean for mse, the median for l1; None for huber."""
         if overrides(self, Regression, "losses", "weights", "columns") or self.loss == "huber":
             return None

@@ -69,7 +69,7 @@ class Segmentation(Objective):
         accuracy = columns["correct"].sum().item() / pixels if pixels else float("nan")
         return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
 
-    def constant_loss(self, columns: Columns) -> float | None:
+    def loss_of_best_constant(self, columns: Columns) -> float | None:
         """Return the entropy of the classes' shares of all pixels; None with class weights."""
         if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
@@ -113,7 +113,7 @@ def logits_of(outputs: Any) -> Any:
 
 
 def count_pixels(masks: Tensor, classes: int) -> Tensor:
-    """Return the number of pixels of each class, [n, classes], in masks [n, H, W]; ``classes`` is no class."""
+    """Count each class's pixels, [n, classes], in masks [n, H, W]; pixels with the value ``classes`` have none."""
     rows = masks.flatten(1) + (classes + 1) * torch.arange(len(masks), device=masks.device)[:, None]
     return rows.flatten().bincount(minlength=(classes + 1) * len(masks)).view(len(masks), classes + 1)[:, :classes]
 

@@ -19,7 +19,7 @@ TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the
 
 
 def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
-    """Return a different column's name for each of these names, which need not differ: ``prefix``, "_" and the name."""
+    """Return a unique column name, such as ``prefix_name``, for each of these names, which may repeat."""
     found: list[str] = []
     for name in names:
         column = f"{prefix}_{name}"
@@ -53,15 +53,15 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
 
 
 def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: int) -> list[str]:
-    """Return a text for each sample: its value in the column ``name``, or else those in ``name_...``; else ""."""
+    """Return a short text for each sample: its value in the column ``name``, or else those in ``name_...``; else ""."""
     chosen = [columns[name]] if name in columns else [
         values for column, values in columns.items() if column.startswith(f"{name}_")
     ]  # fmt: skip
     more = ", ..." if len(chosen) > SHOWN_NUMBERS else ""
     rows = zip(*chosen[:SHOWN_NUMBERS], strict=True) if chosen else [()] * samples
-    texts = (", ".join(map(format_cell, row)) + more for row in rows)
+    texts = (", ".join(map(format_page_cell, row)) + more for row in rows)
     return [text if len(text) <= LONGEST else f"{text[:LONGEST]}..." for text in texts]
 
 
-def format_cell(value: Any) -> str:
+def format_page_cell(value: Any) -> str:
     return value if isinstance(value, str) else "unknown" if math.isnan(value) else format_value(value)

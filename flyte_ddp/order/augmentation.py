@@ -21,6 +21,7 @@ def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
+    """Return 64 random bits for each sample: a hash of sample, seed and epoch."""
     x = samples.astype(np.uint64)
     for word in (seed, epoch):
         x = mix_bits(x + np.uint64((word + 1) * INCREMENT % 2**64))
@@ -72,16 +73,14 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
 
 
 def choose_partners(batch: Indices, seed: int, step: int) -> Indices:
-    """Return the sample that each sample of a global batch [B] is mixed with: the batch in another order.
-
-    Zhang et al., "mixup", ICLR 2018, permute each process's own part, with one share for all of a batch.
-    """
+    """Return the sample that each sample of a global batch [B] is mixed with: the batch in another order."""
+    # Unlike Zhang et al., "mixup", ICLR 2018, who permute each process's own part, with one share for all of a batch.
     return make_generator(MIXING, seed, step).permutation(batch)
 
 
 def draw_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
     """Return the share of each sample in its mixture, [n], 0 to 1: a draw from the distribution Beta(alpha, alpha)."""
-    from scipy import special  # which takes as long as all else that a rank imports of this library
+    from scipy import special  # late: this takes as long as all else that a rank imports of this package
 
     uniform = uniform_draws(seed + MIXUP_SEED, step, samples, 1)[:, 0]
     return np.asarray(special.betaincinv(alpha, alpha, uniform))

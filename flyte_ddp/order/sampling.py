@@ -53,7 +53,7 @@ class Order(Protocol):
 class ListedOrder(Order):
     """An explicit list of samples. Each epoch of training permutes the whole list."""
 
-    listed: Indices
+    listed: Indices  # ascending
     seed: int = 0
 
     def __len__(self) -> int:
@@ -63,6 +63,7 @@ class ListedOrder(Order):
         return self.listed[place]
 
     def substitutes(self, sample: int) -> Indices:  # noqa: ARG002
+        """Return the samples, ascending, that may replace a damaged one: here all."""
         return self.listed
 
     def epoch_order(self, epoch: int) -> Indices:

@@ -99,7 +99,7 @@ class ShardOrder(sampling.Order):
         """Compute the sizes of the split ("training", "validation" or "test") in each shard.
 
         ``weights`` [shards] are the passes of an epoch through each shard's samples; None: one. A shard with a
-        fractional weight continues in the next epoch where it stopped; with less than one sample it may be in none.
+        fractional weight continues in the next epoch where it stopped; a share below one sample may be in no epoch.
         """
         self.splits, self.shuffle_streams = splits, shuffle_streams
         weights = np.ones(len(splits.counts)) if weights is None else weights
@@ -151,11 +151,12 @@ class ShardOrder(sampling.Order):
             yield np.concatenate(parts)
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return how many batches take samples of the largest shard: so many batches ahead to fetch shards."""
+        """Return how many batches ahead to fetch shards: as many as take samples of the largest shard."""
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
     def locate_streams(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each stream's start in the sequence, and its number of samples in a full batch, [streams]."""
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
         each = slice_lengths(batch_size, streams)

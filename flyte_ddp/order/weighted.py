@@ -32,7 +32,7 @@ class WeightedOrder(ListedOrder):
 class OwnOrder(ListedOrder):
     """The order that a user's function returns for each epoch: any of the samples, as often as it likes."""
 
-    spec: str  # its name, package.module:callable
+    spec: str  # the function's name, package.module:callable
     choose_samples: Callable[[Indices, int, int], Any]  # takes samples [N], seed and epoch
     length: int = 0  # of each epoch
 
@@ -77,7 +77,7 @@ def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
-    """Return the order that the user's function makes; call it twice, to refuse one that is not deterministic."""
+    """Return the order that the user's function makes, called twice here, to refuse one that is not deterministic."""
     own = OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
     first, again = own.call_function(0), own.call_function(0)
     if not np.array_equal(first, again):

@@ -1,6 +1,6 @@
 """BatchNorm with statistics of the global batch, on CPUs and GPUs: several ranks compute the result of one rank.
 
-torch's ``SyncBatchNorm`` refuses CPU tensors. Each rank weighs by its number of samples, which may be 0.
+torch's ``SyncBatchNorm`` refuses CPU tensors. Each rank's statistics are weighted by its number of samples, maybe 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from flyte_ddp.parallel.training_pass import TrainingPass
 
 KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass with its own forward may compute anything
 
-Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns those of all ranks as [ranks, n]
+Gather = Callable[[Tensor], Tensor]  # takes this rank's numbers, fp64 [n]; returns all ranks' as [ranks, n]
 
 
 class Exchange(NamedTuple):
@@ -32,8 +32,8 @@ class Exchange(NamedTuple):
     number: int  # of the layer among the model's BatchNorm layers, from 0
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; on a GPU, calls for different layers hang."""
-        # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; at different layers CPUs get UserError, GPUs hang."""
+        # The layer's number, negative in the backward pass: by it ranks notice that they are at different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))
         if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Give a model's BatchNorm layers a ``forward`` that uses the statistics of all ranks, which must all call it."""
+    """Give a model's BatchNorm layers a ``forward`` with all ranks' statistics. Collective, as is each forward."""
     # The forward of a scripted module, or one that a user has set, is no method of these classes, and stays.
     forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
     norms = [layer for layer, forward in forwards.items() if getattr(forward, "__func__", None) in KNOWN_FORWARDS]
@@ -62,7 +62,7 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
 
 
 class RankedBatchNorm(_BatchNorm):
-    """What a SyncBatchNorm layer becomes, which DDP refuses on a CPU: a BatchNorm for inputs of any dimensions."""
+    """A BatchNorm for inputs of any dimensions, in place of SyncBatchNorm, which DDP refuses on a CPU."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -70,9 +70,9 @@ class RankedBatchNorm(_BatchNorm):
 
 
 def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
-    """Return a ``forward`` for BatchNorm layers over the samples of all ranks; it has the attribute ``over_ranks``."""
+    """Return a ``forward`` for BatchNorm layers over all ranks' samples, marked by its attribute ``over_ranks``."""
 
-    # Of a bound method pickle saves the object and the name "forward": a pickled model has torch's own layers.
+    # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
     def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
         """Return the values [N, C, ...] normalised for each channel; N may differ between ranks."""
         if not layer.training:
@@ -92,14 +92,15 @@ def is_synchronised(layer: nn.Module) -> bool:
 class GlobalNormalisation(torch.autograd.Function):
     """Compute (x - mean) / sqrt(variance + eps) * weight + bias, with the mean and variance of all ranks' values.
 
-    Ioffe and Szegedy, "Batch Normalization", 2015. The loss is divided by the global batch size and gradients are added
-    over the ranks. So the sums of the backward pass are those of the global batch, too.
+    Ioffe and Szegedy, "Batch Normalization", 2015. Callers divide the loss by the global batch size, and add up the
+    gradients over the ranks. So the backward pass, too, sums over the global batch.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0917
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, exchange: Exchange
     ) -> Tensor:
+        """Normalise by all ranks' statistics, and update the layer's running ones; ValueError for a single value."""
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, exchange.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
@@ -107,8 +108,8 @@ class GlobalNormalisation(torch.autograd.Function):
             raise ValueError(
                 "Expected more than 1 value per channel when training, over all ranks; use another batch_size"
             )
-        # Before save_for_backward: when torch.utils.checkpoint runs a block again, it leaves the block as soon as the
-        # last tensor is saved, and torch's own layers have updated their statistics by then.
+        # Before save_for_backward, at which torch.utils.checkpoint stops a block that it runs again: as with torch's
+        # layers, both runs update the statistics.
         if layer.track_running_stats:
             layer.num_batches_tracked += 1
             momentum = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked.item()
@@ -178,8 +179,8 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether a BatchNorm layer normalises by the samples of its own rank if there are several."""
-    known = KNOWN_FORWARDS if synchronised else ()  # if so, only a class with its own forward does
+    """Return whether, on several ranks, a BatchNorm layer normalises by its own rank's samples."""
+    known = KNOWN_FORWARDS if synchronised else ()  # which synchronise_batch_norm replaces on several ranks
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
 
 
@@ -198,7 +199,7 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return running statistics that each rank has alone, with their mean over the ranks, weighted by ``samples``."""
+    """Return each running statistic that a rank has alone, with the ranks' mean weighted by ``samples``. Collective."""
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:

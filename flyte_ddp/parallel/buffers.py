@@ -30,11 +30,11 @@ class Buffers:
         norms = {prefix for prefix, module in modules if isinstance(module, _BatchNorm)}
         self.shared_names = [name for name in values if name.rpartition(".")[0] not in norms]  # not BatchNorm's
         saved = model.state_dict().keys()
-        self.unsaved_names = [name for name in self.shared_names if name not in saved]  # as persistent=False
+        self.unsaved_names = [name for name in self.shared_names if name not in saved]  # persistent=False
         self.initial = {name: values[name].clone() for name in self.shared_names}
-        self.changed_before_resume: set[str] = set()  # names
+        self.changed_before_resume: set[str] = set()  # names of buffers
         self.after_last_step = {name: value.clone() for name, value in values.items()} if rank() == 0 else {}
-        self.found = dict(model.named_buffers(remove_duplicate=False))  # that copy_after_step checked last, by name
+        self.found = dict(model.named_buffers(remove_duplicate=False))  # what copy_after_step checked last
         # All shared buffers are copied into one tensor of bytes, with a view for each: one broadcast, one comparison.
         shared = [values[name] for name in self.shared_names] if world_size() > 1 else []
         pieces = [(value.numel(), value.dtype) for value in shared]
@@ -65,13 +65,13 @@ class Buffers:
         if not self.views:
             return False
         torch._foreach_copy_(self.views, [values[name] for name in self.shared_names])
-        # All bits are compared, or NaN and -0.0 would hide a change; autograd's version counters miss ``buffer.data``.
+        # As bits: numbers would be wrong for NaN and -0.0, and autograd's version counters miss ``buffer.data``.
         as_int64 = self.bytes.view(torch.int64), self.last_broadcast.view(torch.int64)
         return not (self.bytes.is_cpu and torch.equal(*as_int64))
 
     @torch.no_grad()
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
-        """Broadcast rank 0's shared buffers (not BatchNorm's) to all ranks; on CPUs only if ``ranks_with_changes``."""
+        """Broadcast what differ_from_last_broadcast copied on rank 0; on CPUs not if ``ranks_with_changes`` is 0."""
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
         copy_from_rank_0([self.bytes])
@@ -83,11 +83,11 @@ class Buffers:
 
     @torch.no_grad()
     def copy_after_step(self) -> None:
-        """Copy the model's buffers to ``after_last_step``, on rank 0: what is saved during the next forward pass."""
+        """Copy the model's buffers, on rank 0, to ``after_last_step``, from which checkpoints are made."""
         if not self.after_last_step:
             return
         found = dict(self.model.named_buffers(remove_duplicate=False))
-        # The check takes twice as long, and most models never replace a buffer.
+        # require_same_buffers takes twice as long as this comparison, and most models never replace a buffer.
         same = found.keys() == self.found.keys() and all(map(operator.is_, found.values(), self.found.values()))
         if not same or any((found[name].shape, found[name].dtype) != each for name, each in self.layout.items()):
             self.require_same_buffers(self.model)
@@ -102,7 +102,8 @@ class Buffers:
 
     def changed_names(self) -> list[str]:
         """Return the sorted names of the buffers that forward passes have changed in this run; on rank 0 only."""
-        now = {name for name in self.shared_names if not torch.equal(self.after_last_step[name], self.initial[name])}
+        pairs = {name: (self.after_last_step[name], self.initial[name]) for name in self.shared_names}
+        now = {name for name, (new, old) in pairs.items() if not ((new == old) | new.isnan() & old.isnan()).all()}
         return sorted(self.changed_before_resume | now)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,14 +118,14 @@ class Buffers:
             if name in state["unsaved"]:
                 values[name].copy_(state["unsaved"][name])
             else:
-                self.initial[name].copy_(values[name])
+                self.initial[name].copy_(values[name])  # changed_names compares with it from now on
         self.changed_before_resume = {*state["changed"]}
         self.copy_after_step()
 
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` the buffers of a saved and loaded one for the block; after it restore all but BatchNorm's."""
+        """Give ``model`` in the block the buffers of a saved and loaded model; then restore all but BatchNorm's."""
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}
         for name in self.unsaved_names:

@@ -1,7 +1,7 @@
-"""Collectives over the ranks of torch's process group, which all ranks must call; types for failures, also of devices.
+"""Collectives over torch's process group, which all ranks must call; exceptions for failed ranks and devices.
 
 A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended, gloo raises a plain
-RuntimeError, as user code may: it counts as a collective's if raised while the rank waits for the collective.
+RuntimeError, as user code may. So a RuntimeError is a collective's only if raised while the rank waits for one.
 """
 
 import re
@@ -42,7 +42,7 @@ def world_size() -> int:
 
 
 def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
-    """Return a group's limit: NCCL, which ends a process by SIGABRT, gets more, as the hang watch reports first."""
+    """Return a group's time limit; NCCL's is longer, so that the hang watch reports before NCCL aborts the process."""
     return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
 
@@ -61,7 +61,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_numbers(numbers: Tensor) -> Tensor:
-    """Return the [n] of all ranks as [ranks, n]; n must be equal on all ranks."""
+    """Return all ranks' ``numbers``, [n], as [ranks, n]; n must be equal on all ranks."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
@@ -141,7 +141,7 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def explain_failed_device(device: str) -> Iterator[None]:
-    """Raise MachineError, which names device and host, for an error in the block by which the device has failed."""
+    """Raise MachineError, which names device and host, for a RuntimeError in the block that says the device failed."""
     try:
         yield
     except RuntimeError as error:

@@ -17,16 +17,16 @@ CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # which drop whole channe
 TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they stay in its cache: 256 KiB
 COMPILED: dict[tuple[Any, ...], Callable[..., Tensor]] = {}  # by device, dtype and layout
 FAILED: set[str] = set()  # types of devices for which torch's compiler does not work
-# A kernel of two dimensions needs no division for each value; a threshold that is computed again needs no kernel. With
-# one thread no processes are started to compile.
+# In this order: a kernel of two dimensions needs no division for each value; the threshold is computed in that kernel,
+# and not stored by one of its own; one thread starts no processes to compile.
 OPTIONS: dict[str, Any] = {"triton.prefer_nd_tiling": True, "realize_opcount_threshold": 100, "compile_threads": 1}
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, fused_on: str = "cuda") -> None:
-    """Set the ``forward`` of the model's dropout layers to one that draws by the samples of ``this_pass``.
+    """Give the model's dropout layers a ``forward`` that draws each sample's own random numbers, from ``this_pass``.
 
     These layers are Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row"; others, layers with
-    another ``forward``, and scripted modules stay as they are. Sets ``has_dropout`` of the pass if there are any.
+    another ``forward``, and scripted modules stay as they are. Sets the pass's ``has_dropout`` if a layer was changed.
     Devices of the type ``fused_on`` draw and drop in one kernel.
     """
 
@@ -54,21 +54,21 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
 
 
 def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Tensor, *, fused: bool) -> Tensor:
-    """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers."""
+    """Return the values [N, ...] with the layer's dropout, drawn from the samples' ``states``, int64 [N]."""
     p: float = layer.p  # type: ignore[assignment]
     inplace = getattr(layer, "inplace", False)
     if p == 1.0:
         return values.mul_(0.0) if inplace else values * 0.0
-    # Each index of these leading dimensions has a random number; the others drop together.
-    drawn = values.dim() if isinstance(layer, nn.Dropout) else 2 if isinstance(layer, CHANNELS) else 1
+    # In so many leading dimensions each index has a random number of its own; all values behind it drop together.
+    leading = values.dim() if isinstance(layer, nn.Dropout) else 2 if isinstance(layer, CHANNELS) else 1
     if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4 if isinstance(layer, nn.Dropout3d) else 0):
-        drawn = 1  # they also take a batch without channels
-    shape = values.shape[1:drawn]
+        leading = 1  # Dropout1d and Dropout3d also take a batch without channels
+    shape = values.shape[1:leading]
     compiling = torch.compiler.is_compiling()
     if values.is_floating_point() and (compiling or (fused and values.numel() and values.device.type not in FAILED)):
         dropped: Tensor = Redrawn.apply(values, states, increment, len(shape), p)
         return values.copy_(dropped) if inplace else dropped
-    kept = draw_elementwise(states, increment, shape, round(p * 2**40)) if compiling else draw_mask(states, shape, p)
+    kept = draw_mask_compiled(states, increment, shape, round(p * 2**40)) if compiling else draw_mask(states, shape, p)
     return apply_mask(values, kept, 1.0 / (1.0 - p), inplace=inplace)
 
 
@@ -96,16 +96,14 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
 
 
 def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
-    """Return int16 thresholds [N, 1]: ``probability`` (* 2**-40), rounded at random by each sample's first word."""
+    """Return int16 thresholds [N, 1]: ``probability``, in units of 2**-40, rounded at random by ``states`` [N]."""
     threshold = ((mix_bits(states.clone()) & (2**24 - 1)) + probability) >> 24
     return (threshold.clamp(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
 
 
-def draw_elementwise(states: Tensor, increment: Tensor, shape: torch.Size, probability: int | Tensor) -> Tensor:
-    """Return the mask of :func:`draw_mask` for torch's compiler, which makes one kernel of this and of what follows.
-
-    Not by a view as int16: compiled code writes beyond its end (torch 2.15, CPU).
-    """
+def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, probability: int | Tensor) -> Tensor:
+    """Return :func:`draw_mask`'s mask for ``probability``, in units of 2**-40, by what compiles to one kernel."""
+    # By shifts: compiled code that views int64 as int16 writes beyond the tensor's end (torch 2.15, CPU).
     positions = torch.arange(math.prod(shape), device=states.device)
     words = mix_bits(states[:, None] + ((positions >> 2) + 1) * increment)
     kept = (words >> ((positions & 3) * 16)).to(torch.int16) >= round_probability(states, probability)
@@ -116,7 +114,7 @@ class Redrawn(torch.autograd.Function):
     """Drops values by a mask that the backward pass draws again: only the samples' states are stored."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, states: Tensor, *others: Any) -> Tensor:
+    def forward(ctx: Any, values: Tensor, states: Tensor, *others: Any) -> Tensor:  # others: as of draw_and_drop
         # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same one.
         ctx.save_for_backward(~states if torch.compiler.is_compiling() else states)
         ctx.others = others
@@ -130,18 +128,18 @@ class Redrawn(torch.autograd.Function):
 
 
 def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int, p: float) -> Tensor:
-    """Return the values with dropout by a compiled kernel; if it cannot be compiled, warn, and use none any more.
+    """Return the values with dropout by a compiled kernel; if compiling fails, warn, and do without from then on.
 
     Each of the first ``drawn`` dimensions after N has random numbers of its own.
     """
     scale, shape, device = 1.0 / (1.0 - p), values.shape, values.device
     if torch.compiler.is_compiling():
         return draw_fused(values, states, increment, drawn, (round(p * 2**40), scale))
-    if 0 in values.stride():  # as gradients of means have
+    if 0 in values.stride():  # as in the gradient of a mean
         values = values.contiguous()
     if values.is_contiguous():  # one kernel serves any number of dimensions
         values, drawn = values.view(len(values), shape[1 : 1 + drawn].numel(), -1), 1
-    values = values.data  # no view, of whose base each size would be another variant; needs no gradient
+    values = values.data  # no view, as torch compiles again for each size of a view's base; needs no gradient
     probability = put_number(round(p * 2**40), torch.int64, device)
     numbers = probability, put_number(scale, torch.promote_types(values.dtype, torch.float32), device)
     order = sorted(range(values.dim()), key=values.stride().__getitem__)
@@ -172,9 +170,9 @@ def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any]) -> Tensor:
-    """Return the bits of :func:`apply_mask` of :func:`draw_mask`; a number that is a tensor is not compiled in."""
+    """Return apply_mask's result for draw_mask's mask; ``numbers``: probability in units of 2**-40, and scale."""
     probability, scale = numbers
-    kept = draw_elementwise(states, increment, values.shape[1 : 1 + drawn], probability)
+    kept = draw_mask_compiled(states, increment, values.shape[1 : 1 + drawn], probability)
     kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
     product: Tensor = values.to(torch.promote_types(values.dtype, torch.float32)) * kept * scale
     return product.to(values.dtype)

@@ -30,7 +30,7 @@ class RankExchange:
 
     @contextmanager
     def during_losses(self, *, has_samples: bool) -> Iterator[None]:
-        """Let :func:`across_ranks` exchange values in the block; without samples of its own, this rank adds no row."""
+        """Let :func:`across_ranks` exchange values in the block; with ``has_samples`` False this rank adds no row."""
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
         self.has_samples, _exchange = has_samples, self
         try:
@@ -57,7 +57,7 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     On one rank, and in an evaluation, returns the values themselves and 0..n-1: each batch of ``test_batch_size`` is
     whole on one rank. To compare all samples of a split, use ``measure``, which gets whole columns.
 
-    Raises UserError if a batch is trained in parts or mixed, or if values differ but in the first dimension. Also
+    Raises UserError for a batch in parts or with mixup, and for shapes that differ beyond the first dimension. Also
     raises it outside losses while several ranks record gradients, as in a model or in a loop of one's own.
     """
     if _exchange is None and world_size() > 1 and torch.is_grad_enabled():
@@ -78,7 +78,7 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
             "first dimension; pad the others to one length"
         )
     lengths = [shape[0] for shape in shapes]
-    start = sum(lengths[: rank()]) if counted else 0  # the batch's first sample is what a rank without own ones runs
+    start = sum(lengths[: rank()]) if counted else 0  # a rank without own samples runs the batch's first one
     rows: Tensor = GatheredRows.apply(values, lengths, group)
     return rows, torch.arange(start, start + len(values), device=values.device)
 
@@ -88,7 +88,7 @@ class GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: list[int], group: Any) -> Tensor:
-        """Return the rows [N, ...]: of each rank's values the first ``lengths[rank]``."""
+        """Return the rows [N, ...]: the first ``lengths[rank]`` of each rank's values."""
         ctx.lengths, ctx.group, ctx.shape = lengths, group, values.shape
         own = values.new_zeros(max(lengths), *values.shape[1:])
         own[: lengths[rank()]] = values[: lengths[rank()]]
@@ -98,7 +98,7 @@ class GatheredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradient is computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this rank's values: of their rows, the sum of all ranks' gradients; else 0."""
+        """Return the gradient of this rank's values: the sum of all ranks' for gathered rows, 0 for others."""
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         with in_collective():
             dist.all_reduce(total, group=ctx.group)

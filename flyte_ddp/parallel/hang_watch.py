@@ -1,6 +1,6 @@
 """Report that this rank waits for other ranks longer than the time limit, wherever its host code is. For GPUs.
 
-NCCL's collectives do not block the host. It waits later, without a limit, wherever it needs a result of the device,
+NCCL's collectives do not block the host. The host waits later, without a limit, where it needs the device's result,
 often in code of torch or of a user's model. So a thread watches the collectives, and not those places.
 """
 
@@ -22,9 +22,9 @@ _watch: HangWatch | None = None
 
 
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
-    """Start a daemon thread that calls ``report`` when a collective of this library takes more than ``limit`` seconds.
+    """Start a daemon thread that calls ``report`` once, if a collective of this library takes over ``limit`` seconds.
 
-    Call it in the rank's main thread, whose stack the report has. ``new_event`` makes a ``torch.cuda.Event``.
+    Call it in the rank's main thread, whose stack is reported. ``new_event`` makes a ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -43,7 +43,7 @@ def watch_async_collective(work: Any) -> None:
 
 
 class HangWatch:
-    """The collectives that this rank has entered, oldest first: start time, and a function that returns if it ended."""
+    """The collectives that this rank has entered, oldest first: start time, and a function that tells if it ended."""
 
     def __init__(self, limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
         self.limit, self.report, self.new_event = limit, report, new_event
@@ -52,7 +52,7 @@ class HangWatch:
 
     @contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Record the block as a collective: it ends when host and device have done its work, or on an exception."""
+        """Record the block as a collective, which ends when host and device are done with it, or on an exception."""
         event: Any = None
         left = False
         self.entered.append((time.monotonic(), lambda: left and (event is None or event.query())))

@@ -67,7 +67,7 @@ class NodeMemory:
         return files[0]
 
     def wait_at_barrier(self) -> None:
-        """Wait until all ranks have called this method; then every rank sees what the others wrote. Change ``turn``."""
+        """Wait until all ranks call this method; then all see what the others wrote, and ``turn`` is the other half."""
         # Every rank sends a message to rank 0 and gets one back: two wake-ups. The backend's barrier takes more.
         steps = [receive_message, send_message] if rank() == 0 else [send_message, receive_message]
         for step in steps:
@@ -86,7 +86,7 @@ class NodeGather:
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return the fp64 [n] of all ranks as [ranks, n]; n must be equal on all ranks, which wait for each other."""
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. All ranks must call it, with the same n."""
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
         self.memory.wait_at_barrier()

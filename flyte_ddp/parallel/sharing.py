@@ -34,7 +34,7 @@ class RankBatches(Sampler[list[int]]):
         return steps_per_epoch(len(self.order), self.batch_size) - self.first
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's samples of each global batch; at least one sample, which need not count."""
+        """Yield this rank's samples of each global batch; if it has none, one whose loss factor is 0."""
         for batch in self.order.batches(self.epoch, self.batch_size, self.first):
             own = take_slice(batch, *self.place)
             yield (own if len(own) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
@@ -111,7 +111,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def find_place(rank: int | None = None, num_ranks: int | None = None) -> tuple[int, int]:
-    """Return the given two, else those of torch's process group, else of RANK and WORLD_SIZE, else 0 and 1."""
+    """Return the given rank and number of ranks, else the process group's, else RANK and WORLD_SIZE, else 0 and 1."""
     if rank is None and num_ranks is None:
         if not dist.is_initialized() and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

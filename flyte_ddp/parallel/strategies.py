@@ -100,7 +100,7 @@ class SharedMemorySync(GradientSync):
                     for gradient in by_rank[2:]:
                         parameter.grad += gradient
                     parameter.grad /= len(by_rank)
-        return bucket.sums[: len(sums)].sum(dim=1)  # every bucket has them, so the last one has
+        return bucket.sums[: len(sums)].sum(dim=1)  # of the last bucket; all have the same
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
@@ -143,7 +143,7 @@ class DDPSync(GradientSync):
         self.failure: CollectiveError | None = None  # of a bucket's all-reduce
         # DDP's constructor waits for other ranks in C++, where a failure is a plain RuntimeError. So wait before.
         sum_over_ranks(torch.zeros(1, device=device))
-        # A kernel for one channel is in two memory orders at once; DDP expects one and gets the other, to no harm.
+        # Weights for one channel fit two memory orders; DDP warns, for no reason, if it gets the strides of the other.
         texts = "Grad strides do not match|find_unused_parameters=True was|`broadcast_buffers` is deprecated"
         warnings.filterwarnings("ignore", message=texts)
         with in_collective():
@@ -174,7 +174,7 @@ class DDPSync(GradientSync):
             self.clock.add_since(WAITED, self.last_bucket_started)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
-        # From all outputs DDP finds a head that the loss leaves out, and waits in vain for this head's gradients.
+        # DDP expects gradients for all outputs, and would wait in vain for those of a head that the loss leaves out.
         if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:
             self.parallel.reducer.prepare_for_backward([loss])
 
@@ -184,7 +184,8 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
     sync.last_bucket_started = sync.clock.start_timing(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
+    # The host may wait for it in the backward pass, where DDP asks which parameters any rank has used.
+    watch_async_collective(work)
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
         try:
@@ -259,9 +260,9 @@ class HooksSync(GradientSync):
 
 
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
+    """Return the model in a GradientSync of the strategy ddp, shared_memory or hooks; on one rank in a plain one.
 
-    All ranks must call it: overwrites the model with rank 0's. ``ddp`` adds to ``clock`` the waits for other ranks.
+    All ranks must call it: all models get rank 0's weights. ``ddp`` adds to ``clock`` the waits for other ranks.
     """
     if world_size() == 1:
         return GradientSync(model)

@@ -24,7 +24,7 @@ class TrainingPass:
     def __init__(self, *, may_draw: bool = True) -> None:
         """If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
         self.may_draw = may_draw
-        self.passes = 0  # of training, which end with finish_pass
+        self.passes = 0  # training passes that finish_pass has ended
         self.is_watched = False  # whether this pass's draws are looked for, which takes longer than seeding
         self.has_dropout = False  # whether layers call begin_call, so that they need states
         self.states = torch.zeros(0, dtype=torch.int64)  # [N], of the next call of a dropout layer
@@ -69,7 +69,7 @@ class TrainingPass:
             torch.cuda.manual_seed(first)
 
     def finish_forward(self) -> None:
-        """Refuse from now on a compiled block that is run again."""
+        """Mark the end of the forward pass, after which dropout refuses a compiled block that runs again."""
         self.forward_done = True
 
     def finish_pass(self) -> None:
@@ -84,14 +84,14 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def begin_call(self) -> Tensor:
-        """Return int64 [N]: for each sample what the random numbers of this call of a dropout layer begin with."""
+        """Return the states, int64 [N], from which this call of a dropout layer draws, and advance the pass's."""
         states = self.states
         if torch.compiler.is_compiling() and not self.forward_done:
             self.states = states + CALL  # not in place: the compiled backward pass uses the states, too
             self.has_compiled_calls = True
             return states
-        # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
-        # torch's random state before. So a number drawn from torch's generator tells which call this is.
+        # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It first
+        # restores torch's random state. So a number drawn from torch's generator tells which call this is.
         drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
             if self.forward_done and self.has_compiled_calls:
@@ -102,7 +102,7 @@ class TrainingPass:
                 )
             self.calls[drawn] = states
             self.states = states + CALL
-            self.reference.draw_from_torch()
+            self.reference.draw_from_torch()  # or finish_pass would take this draw for the model's
         return self.calls[drawn]
 
 
@@ -110,7 +110,7 @@ DRAWN = torch.empty((), dtype=torch.int64, device="cpu")  # is reused, as making
 
 
 class Generators(NamedTuple):
-    """A random generator of torch on the CPU, one of Python and one of NumPy. The modules stand for the global ones."""
+    """A generator of torch on the CPU, one of Python and one of NumPy; a module stands for its global generator."""
 
     torch_generator: torch.Generator
     python_generator: Any

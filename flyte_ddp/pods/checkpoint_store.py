@@ -76,7 +76,7 @@ class CheckpointStore:
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
-        Downloads it to ``path``, unless the folder has one that is as new. Refuses an attempt that would be in vain.
+        Downloads it to ``path``, unless the folder has one that is as new. UserError if this attempt would be in vain.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -99,14 +99,14 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """Return the run's files, highest step first, without those of other executions that have a result."""
+        """Return a run's files, highest step first, without other executions with a result (``from_scratch``: all)."""
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
         files = [file for file in files if file.execution not in ignored]
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint, of ``files``, newest first, or of the folder of ``path``, or None."""
+        """Return the newest readable checkpoint, local or of ``files`` (newest first); None without any checkpoint."""
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
         reasons = {str(local): reason for local, reason in unreadable.items()}
@@ -149,8 +149,8 @@ class CheckpointStore:
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
         """Raise UserError if earlier attempts of this execution began at ``step`` or later and ended in vain.
 
-        Two failed, or five left no note of how they ended. Those that were told to stop, or launched no ranks, do not
-        count. ``files`` are the run's in the blob store, newest first.
+        Refuses after two that failed, or five that left no note of how they ended. Those that were told to stop, or
+        launched no ranks, do not count. ``files`` are the run's in the blob store, newest first.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -178,7 +178,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, in one try; keep this execution's 2 newest. FileNotFoundError without one."""
+        """Verify a checkpoint, upload it in one try, and keep this execution's 2 newest; FileNotFoundError if none."""
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
             header = checkpoint.read_checkpoint(this)
@@ -187,7 +187,7 @@ class CheckpointStore:
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:
-        """Write a note that this attempt ended by ``error``, or with a result (None); nothing for a RankLostError."""
+        """Note that this attempt ended by ``error`` (not by RankLostError); for None, a result, keep one checkpoint."""
         if error is None:
             self.write_note(DONE)
             self.delete_older_checkpoints(1)  # this pod may be lost before the platform has the result

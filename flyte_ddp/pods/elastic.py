@@ -29,8 +29,8 @@ def has_rank_0() -> bool:
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
     """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod, which may still upload.
 
-    After an exception in another pod, such as ``ended_without_outputs``, this process sleeps at its exit up to 600 s.
-    After SIGTERM, or if Elastic's store is gone, it ends at once, and the operator starts another pod.
+    After ``ended_without_outputs``, or another exception in a pod without rank 0, this process sleeps at its exit up
+    to 600 s. After SIGTERM, or if Elastic's store is gone, it exits at once, and the operator starts another pod.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -60,7 +60,7 @@ def cache_limit_variable() -> dict[str, str]:
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return this environment's settings for pods of ``kind``, such as ALL_PODS; UserError for credentials."""
+    """Return the settings here for pods of ``kind``, such as ALL_PODS ("": any kind); UserError for credentials."""
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)
@@ -79,7 +79,7 @@ def list_settings_left_here() -> list[str]:
     return [name for name in local if os.environ.get(name)]
 
 
-def check_registration() -> None:
+def check_settings_for_pods() -> None:
     """Print which settings no pod is given; raise UserError for a FLYTE_DDP_ variable that is not in variables.toml."""
     known = [name for name in read_variable_table() if name.startswith("FLYTE_DDP_")]
     for name in sorted(os.environ):
@@ -120,7 +120,7 @@ def refuse_unregistered_code() -> None:
 
 if __name__ == "__main__":
     try:
-        check_registration()
+        check_settings_for_pods()
         for setting, text in registered_settings().items():
             if setting != PROFILE_VARIABLE:  # for which the script has an option
                 print(f"{setting}={text}")

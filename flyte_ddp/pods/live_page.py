@@ -11,7 +11,7 @@ from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.retries import start_thread_in_context
 from flyte_ddp.report import report
 from flyte_ddp.report.function_page import render_function_page
-from flyte_ddp.runs.run_folder import UNFINISHED
+from flyte_ddp.runs.run_folder import REPORT, UNFINISHED
 
 PAGE_SECONDS = 30.0  # between two pages
 LAST_SECONDS = 10.0  # limit of the wait for the last page, and for a page before it that is being uploaded
@@ -62,7 +62,7 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Abstr
 
     def render(failure: str, is_last: bool) -> str:
         if is_last and not failure:
-            return (run_folder / "report.html").read_text(encoding="ascii")
+            return (run_folder / REPORT).read_text(encoding="ascii")
         return report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
 
     return publish_page_while_running(platform, render, title=TITLE, placeholder=PLACEHOLDER)

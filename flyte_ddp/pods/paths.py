@@ -1,7 +1,7 @@
 """Where tasks put their files: in the runs folder locally, where they stay, and in the pod's own folder on a cluster.
 
-Locally Flyte's cache remembers paths, for all clones on a machine together. So a random token of each folder is part of
-the cache key. It is replaced when files are missing, so that no cached path leads to a missing file.
+Locally Flyte's cache remembers paths, for all clones of a repository on a machine. So a random token of each folder is
+part of the cache key. It is replaced when files are missing, so that no cached path leads to a missing file.
 """
 
 import secrets
@@ -37,7 +37,7 @@ def registry_address() -> str:
 
 
 def complete_interrupted_move(name: str) -> bool:
-    """Move a local run's result into place if its process was killed at that; return whether there is a result."""
+    """Complete a local run's interrupted move; return whether there is a result. UserError while the run goes on."""
     if is_in_pod():
         return False
     folder = resolve_folder(name)
@@ -46,7 +46,7 @@ def complete_interrupted_move(name: str) -> bool:
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder, whose token is new if none is in ``.tokens`` or it is not ``complete``.
+    """Return NAME@TOKEN for a local folder; write a new token if there is none, or the folder is not ``complete``.
 
     In a pod returns the name alone.
     """
@@ -72,7 +72,7 @@ def make_dated_folder(prefix: str) -> Iterator[Path]:
 
 
 def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
-    """Print a headline with the folder of a local run's files, and a line for each; ``files`` has what each holds."""
+    """Print, outside pods, a headline with the one folder of all ``files``, and a line for each with what it holds."""
     if not is_in_pod():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)

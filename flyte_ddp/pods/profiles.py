@@ -125,11 +125,11 @@ def count_ranks_of_node(gpus: int, cpu: str) -> int:
 
 @dataclass(frozen=True)
 class Engine:
-    """What makes the pods of ranks; its name is also that of its extra, its launcher and the plugin's module for it."""
+    """An engine that makes the pods of ranks; its key in ENGINES also names its extra, launcher and plugin module."""
 
     flytekit_plugin: str  # the module that the extra installs
-    ranks_per_node: Callable[[Profile], int]  # the most, without GPUs
-    exact: bool = False  # whether a node has just so many, with GPUs, too
+    ranks_per_node: Callable[[Profile], int]  # the most ranks of a node, if they use no GPUs
+    exact: bool = False  # whether each node has exactly that many ranks, also with GPUs
 
 
 ENGINES = {
@@ -142,7 +142,7 @@ ENGINES = {
 def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     """Return three limits of a training on ``engine``: most nodes, ranks on that many nodes, most ranks without GPUs.
 
-    The second is 0 if the hyperparameter num_ranks decides, the third if there is none.
+    The second is 0 if the hyperparameter num_ranks decides, the third if there is no such limit.
     """
     if not engine:
         return 1, 0, 0

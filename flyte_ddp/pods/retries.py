@@ -103,6 +103,7 @@ def sync_checkpoints(
 
 
 def record_result(store: CheckpointStore) -> None:
+    """Note in the blob store that the attempt has a result; delete abandoned files for up to 30 s; ignore errors."""
     with suppress(Exception):  # the result counts even if the blob store does not answer
         store.record_attempt_end(None)
     # In a thread, which a request that gets no answer does not hold up.
@@ -122,7 +123,7 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
 
 
 def checkpoints_address(output_address: str) -> str:
-    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or beside an attempt's outputs' parent folders."""
+    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or beside the outputs' parent folder."""
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
 
@@ -149,7 +150,7 @@ class CheckpointUploader:
 
     def upload_changed_checkpoints(self) -> None:
         """Upload the checkpoints that have changed since their last upload; print the first failure, raise none."""
-        # The later of two saves of one step last: it replaces the other, or is the newer one.
+        # In the order of writing: of two saves of one step, the later file then replaces the other or is the newer.
         for name in sorted(SLOTS, key=lambda name: (file_version(self.folder / name) or (0, 0))[1]):
             version = file_version(self.folder / name)
             if version is None or self.uploaded.get(name) == version:

@@ -40,7 +40,7 @@ def unsent_address(platform: Platform) -> str:
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """After the block, or an exception in it, upload a pod's wandb folder to its outputs if it was not sent."""
+    """After the block, or an exception in it, upload a pod's unsent wandb folder to its outputs; print failures."""
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 
 class StoredUnpickler(pickle.Unpickler):
-    """Takes classes from the modules of a :class:`StoredSpec`, where the spec is one that holds them."""
+    """Loads classes from the modules that ``spec`` holds if it is a :class:`StoredSpec`, and others by import."""
 
     def __init__(self, spec: str, content: bytes) -> None:
         super().__init__(io.BytesIO(content))

@@ -93,7 +93,7 @@ def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor
     waiting = list[dict[str, str]]()  # rows before the first sample that was decoded
     for batch in batches:
         columns = {"id": batch.ids, **predictor.answer_batch(batch, masks)}
-        cells = [[format_cell(name, value) for value in values] for name, values in columns.items()]
+        cells = [[format_csv_cell(name, value) for value in values] for name, values in columns.items()]
         waiting += [dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True)]
         if writer is None and any(batch.decoded):
             writer = csv.DictWriter(file, [*columns], restval="", lineterminator="\n")
@@ -120,7 +120,7 @@ class Predictor:
         self.undefined: list[str] = []  # ids of the samples with NaN among their outputs; they have no prediction
 
     def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
-        """Return the table's columns but the id, those of the truth alone without decoded samples.
+        """Return the table's columns except the id; without a decoded sample only those of the truth.
 
         Runs the model, writes its masks as files, counts the batch, and keeps what the page shows.
         """
@@ -200,20 +200,20 @@ def mask_folder(table: Path) -> Path:
 
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder; at the end of a block without an error it replaces that at ``path``, unless it is empty."""
+    """Yield a new folder, which replaces that at ``path`` after a block without an error; left empty, removes it."""
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
         new = Path(temporary, path.name)
         new.mkdir()
         yield new
+        shutil.rmtree(path, ignore_errors=True)
         if any(new.iterdir()):
-            shutil.rmtree(path, ignore_errors=True)
             new.rename(path)
 
 
 def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str:
-    """Write a mask [H, W] of class numbers as a PNG; return its path relative to where the folder is.
+    """Write a mask [H, W] of class numbers as a PNG; return its path relative to the folder's parent.
 
-    ``name`` may have folders; a number comes behind a name that is taken.
+    ``name`` may have folders, which are made; a name that is taken gets a number at its end.
     """
     path = Path(folder, *[part for part in PurePosixPath(name).parts if part not in ("/", "..")] or ["mask"])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
 
 
 def find_answers(model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_]) -> TableColumns:
-    """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n]."""
+    """Return the objective's answers by column, with texts "" where ``undefined`` [n]; UserError without columns."""
     shown = outputs if targets is None else model.objective.hide_padding(outputs, targets)
     given, where = {**model.objective.answers(shown)}, model.sidecar.get("objective", "classification")
     if not given:
@@ -248,8 +248,8 @@ def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
     return found
 
 
-def format_cell(column: str, value: Any) -> str:
-    """Return a table's value as a text: six digits of a probability or share, all of another number's; NaN is ""."""
+def format_csv_cell(column: str, value: Any) -> str:
+    """Format a value: six digits in columns score, probability and share, all digits of other numbers, "" for NaN."""
     if isinstance(value, (str, int, np.integer)):
         return str(value)
     if math.isnan(value):

@@ -34,7 +34,7 @@ BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
 
 
 class SavedModel:
-    """``model.pt`` and ``model.json`` of one run, loaded in evaluation mode to the GPU if there is one.
+    """``model.pt`` and ``model.json`` of one run, loaded for evaluation to the GPU, if any, with the sidecar's code.
 
     ``bad_samples`` is how many images may be impossible to decode; None: as many as the model's training allowed.
     """
@@ -97,7 +97,8 @@ def read_folder_batches(
     """Yield batches of ``batch_size`` of the image files at ``paths``, with ids relative to ``folder``.
 
     Threads decode the images and scale them to the model's size, so that each holds one large image at a time. Images
-    that cannot be decoded count for the size of a batch, and are recorded in ``bad``.
+    that cannot be decoded count for the size of a batch, and are recorded in ``bad``. The first batch raises UserError
+    if the model takes no images of 1 or 3 channels.
     """
     spec = model.spec
     if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
@@ -123,7 +124,7 @@ def read_folder_batches(
 
 
 def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
-    """Return an image's pixels uint8 [H, W, C], of any size, with ``middle`` the middle square in the model's size."""
+    """Return an image's pixels uint8 [H, W, C]; with ``middle`` only the middle square, resized to the model's size."""
     content = path.read_bytes()
     if middle:
         return torch.from_numpy(cropping.crop_to_square(decode_image(content), spec.height, share=spec.crop_share))
@@ -164,13 +165,13 @@ def read_test_split(
             truths, others = list[str](), targets
             if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
                 truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
-            elif not isinstance(data, EncodedSet):  # whose classes may be folders, in place of what own code returns
+            elif not isinstance(data, EncodedSet):  # that set's classes may be folders, not own code's names
                 require_same_names(model, data.name, names)
             if not all(decoded):
                 loaded = loaded[torch.tensor(decoded)]  # noqa: PLW2901
                 others = None if truths else hide_targets(others, decoded)
             for at, sample in enumerate(samples if truths else ()):
-                if not decoded[at]:  # the substitute's class; another one only the user's own code would find
+                if not decoded[at]:  # truths[at] is a substitute's class; the true one may need the user's code
                     label = images.read_label(sample) if images else None
                     truths[at] = "" if label is None else names[label]
             ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, spec)
@@ -193,7 +194,7 @@ def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
 
 
 def hide_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
-    """Return targets [n, ...] with those of samples that are not ``decoded`` unknown: they are another sample's."""
+    """Return targets [n, ...], unknown for samples that are not ``decoded``: those are another sample's targets."""
     unknown = torch.nan if targets.is_floating_point() else IGNORED
     hidden = ~torch.tensor(decoded, device=targets.device)
     return targets.masked_fill(hidden.view(-1, *[1] * (targets.dim() - 1)), unknown)

@@ -53,13 +53,13 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
-    """Return the Check that the challenger is better than the best constant answer; it passes where that is unknown."""
+    """Return the Check that the challenger is better than the best constant answer; pass if no such answer is known."""
     objective, columns, name = challenger.objective, challenger.columns, "better than the best constant answer"
     if (found := evaluate_constant(challenger)) is not None:
         p, measure = compare_evaluations(challenger, found).p_value(), objective.main_measure
         scores = [format_measure(measure, each.score) for each in (found, challenger)]
         reason = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model {scores[1]}"
-    elif (constant := objective.constant_loss(columns)) is not None:
+    elif (constant := objective.loss_of_best_constant(columns)) is not None:
         weight = columns.get("weight", columns["loss"].new_ones(challenger.samples))
         p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
         loss = (columns["loss"].sum() / weight.sum()).item()
@@ -81,7 +81,7 @@ def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
 
 
 def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
-    """Return the Check, by a lower confidence bound, that the challenger loses less than ``margin`` to the ``name``."""
+    """Return the Check, by a lower confidence bound, that the challenger loses less than ``margin`` to ``name``."""
     bound = pair.lower_bound(alpha)
     least, needed = pair.format_difference(bound), pair.format_difference(-margin)
     reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
@@ -104,10 +104,10 @@ def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Eva
 
 
 def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
-    """Return the Check that the challenger loses no part or label to the champion, and a Check for each of them.
+    """Return the Check that the challenger loses no part of this ``kind`` to the champion, and a Check for each part.
 
-    One fails if it loses more than the policy's ``class_loss`` with a p-value, after Holm's correction, of at most
-    ``alpha``. Those of fewer than LEAST_SAMPLES (30) samples pass.
+    A part fails if the challenger loses more than the policy's ``class_loss`` on it, and the p-value, after Holm's
+    correction, is at most ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
     """
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
     corrected = correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
@@ -131,7 +131,7 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
 
 
 def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Policy) -> Check:
-    """Return the Check of the rise of the mean negative log-likelihood: at most ``nll_rise``, or by chance."""
+    """Return the Check that the mean negative log-likelihood rises by at most ``nll_rise``, or only by chance."""
     ours, theirs = (model.columns["nll"].numpy() for model in (challenger, champion))
     rise, bound = float((ours - theirs).mean()), lower_bound_of_mean(ours - theirs, policy.alpha)
     passed, name = bound <= 0 or rise <= policy.nll_rise, "negative log-likelihood"

@@ -41,13 +41,13 @@ class Evaluation:
     # the label in nats, and "confidence", the probability of the prediction.
     columns: dict[str, Tensor]
     finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
-    measures: dict[str, float]  # by name; empty if an output is not finite, unless it is classification
+    measures: dict[str, float]  # by name; empty if an output is not finite, except in classification
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
-        """Return the evaluation of one or more batches of outputs, targets and number of samples; no ``ids``."""
+        """Evaluate one or more batches (outputs, targets, samples); UserError if the main measure is undefined."""
         parts, finite_parts = list[dict[str, Tensor]](), list[Tensor]()
         with torch.no_grad():  # else losses are those of training
             for outputs, targets, samples in batches:
@@ -133,11 +133,11 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
 
 
 def evaluate_constant(found: Evaluation) -> Evaluation | None:
-    """Return the evaluation of the best constant answer by the main measure; None if that is not known."""
+    """Return the evaluation of the constant answer that is best by the main measure; None if none is known."""
     objective, truth = found.objective, found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None
-    # Whoever has outputs that are no logits computes the columns from them; of classes only logits have a likelihood.
+    # Own columns without a likelihood mean outputs that are no logits, of which no constant answer is known.
     base = Multilabel if isinstance(objective, Multilabel) else Classification
     if overrides(objective, base, "columns") and "nll" not in found.columns:
         return None
@@ -149,7 +149,7 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
         truth = truth.long()
         counts = truth.bincount(minlength=objective.outputs)
         answers = [(counts / len(truth)).log().clamp(min=-SURE)]
-        if objective.main_measure != "accuracy":  # which is the same for the commonest class by any numbers
+        if objective.main_measure != "accuracy":  # accuracy is equal for all answers with one first class
             commonest = counts.topk(min(TRIED, len(counts))).indices
             answers += [*(functional.one_hot(commonest, len(counts)) * SURE)]
 

@@ -31,7 +31,7 @@ from flyte_ddp.settings import Settings
 
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
 
-Decision = tuple[str, str]  # PROMOTED (unless a Check fails, also that of an export), KEPT or NO_COMPARISON; the reason
+Decision = tuple[str, str]  # PROMOTED (KEPT if a Check fails, also an export's), KEPT or NO_COMPARISON; the reason
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Judgement:
     before: Entry | None  # the registry's last entry; None if there is no champion
     model: SavedModel  # the challenger
     split: PreparedSet
-    counts: bool  # whether the verdict may lead to a promotion
+    may_promote: bool  # whether the verdict may lead to a promotion
     verdict: Verdict
     challenger: Evaluation | None = None  # None where the verdict did not need it
     champion: Evaluation | None = None  # None where nothing was compared
@@ -53,9 +53,9 @@ class Judgement:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
 
     def claim_alpha(self) -> float:
-        """Count this judgement in the registry if it counts; return its share of the policy's alpha."""
+        """Count this judgement in the registry if it may promote; return its share of the policy's alpha."""
         verdict, policy = self.verdict, self.policy
-        if self.counts:
+        if self.may_promote:
             margin = f" {policy.margin!r}" if policy.rule == NOT_WORSE else ""
             rule = f"{policy.rule}{margin} {policy.alpha!r}"
             champion = verdict.champion or "none"
@@ -83,16 +83,16 @@ def judge_challenger(
     policy: Policy,
     *,
     settings: Settings | None = None,
-    counts: bool = True,
+    may_promote: bool = True,
     exports: Path | None = None,
 ) -> Judgement:
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
-    folder, and ``exports`` the folder for an ONNX (None: none). ``counts`` says whether the verdict may promote: then
-    the registry counts the look at the test split, and errors other than NOT_THE_MODELS, of the registry too, give a
-    verdict that compares nothing, so that the model can be stored. Runs the code that the sidecars name, and prints
-    notes to stderr, which an export silences. Raises a UserError if challenger, data or registry cannot be opened.
+    folder, and ``exports`` the folder for an ONNX (None: none). A check that fails, also that of the ONNX, keeps the
+    champion. With ``may_promote`` the registry counts the look at the test split. An error of the comparison, except
+    NOT_THE_MODELS, then gives the decision NO_COMPARISON, so that the model can be stored. Runs the code that sidecars
+    name; prints notes to stderr. Raises a UserError if challenger, data or registry cannot be opened.
     """
     before, split = registry.read_champion(), open_prepared(data)
     model = SavedModel(weights, sidecar, settings or Settings())
@@ -105,13 +105,13 @@ def judge_challenger(
         measure=model.objective.main_measure,
         time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
     )
-    judgement = Judgement(registry, policy, before, model, split, counts, verdict)
+    judgement = Judgement(registry, policy, before, model, split, may_promote, verdict)
     try:
-        verdict.decision, verdict.reason = decide(judgement)
+        verdict.decision, verdict.reason = decide_promotion(judgement)
     except NOT_THE_MODELS:
         raise
     except Exception as error:
-        if not counts:
+        if not may_promote:
             raise
         verdict.decision, verdict.reason = NO_COMPARISON, describe_model_error(error)
     if exports is not None:
@@ -122,14 +122,15 @@ def judge_challenger(
     return judgement
 
 
-def decide(judgement: Judgement) -> Decision:
+def decide_promotion(judgement: Judgement) -> Decision:
+    """Evaluate the models as far as needed, add Checks and scores to the verdict, and return the decision."""
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
     verdict, unchanged = judgement.verdict, (KEPT, "it has the champion's weights")
     is_champion = verdict.champion == model.digest
-    if judgement.counts and is_champion:
+    if judgement.may_promote and is_champion:
         return unchanged
-    # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if judgement.counts and before is not None and registry.find_version(model.digest):
+    # Only a stored version can have been rolled back: only for such a one the whole log is read.
+    if judgement.may_promote and before is not None and registry.find_version(model.digest):
         _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
@@ -153,10 +154,10 @@ def decide(judgement: Judgement) -> Decision:
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry) -> Decision:
-    """Compare the challenger with the champion, and with the best version so far under NOT_WORSE."""
+    """Compare the challenger with the champion, under NOT_WORSE also with the best version; add the Checks."""
     policy, model, verdict = judgement.policy, judgement.model, judgement.verdict
     slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
-    champion, theirs = evaluate_version(judgement, before.version, before.manifest)
+    champion, theirs = evaluate_stored(judgement, before.version, before.manifest)
     same = checks.check_same_task(read_task(model.sidecar), read_task(champion.sidecar))
     verdict.checks.append(same)
     if theirs is None:
@@ -167,8 +168,8 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     judgement.champion, verdict.champion_score = theirs, theirs.score
     others = {"champion": theirs}
     if policy.rule == NOT_WORSE and verdict.best not in (champion.digest, model.digest):
-        _, best = evaluate_version(judgement, verdict.best)
-        assert best is not None  # other tasks are promoted by a person, whose version is then the best
+        _, best = evaluate_stored(judgement, verdict.best)
+        assert best is not None  # a person who promotes a model of another task makes it the best
         others["best version ever"] = best
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
     verdict.checks.append(checks.check_score(ours, policy))
@@ -183,7 +184,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     verdict.checks += decisive
     add_vetoes(judgement, ours, theirs, slices)
     sign = 1 if is_higher_better(model.objective) else -1
-    # A best version that was not evaluated stays, or small losses would add up.
+    # A best version that was not evaluated stays the best, or small losses would add up.
     compared = policy.rule == NOT_WORSE or verdict.best in (champion.digest, model.digest)
     if compared and all(sign * ours.score > sign * other.score for other in others.values()):
         verdict.best = model.digest
@@ -193,7 +194,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
 def add_vetoes(
     judgement: Judgement, ours: Evaluation, theirs: Evaluation, slices: Mapping[str, NDArray[np.int64]]
 ) -> None:
-    """Add the Checks of classes, ``slices`` (positions of their samples), labels and likelihoods."""
+    """Add the Checks of classes, ``slices`` (positions of their samples), labels and likelihoods to the judgement."""
     model, policy = judgement.model, judgement.policy
     kinds = {"slice": slices}
     if ours.classifies:
@@ -213,10 +214,10 @@ def add_vetoes(
         judgement.verdict.checks.append(checks.check_likelihood(ours, theirs, policy))
 
 
-def evaluate_version(judgement: Judgement, version: str, manifest: str = "") -> tuple[SavedModel, Evaluation | None]:
+def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> tuple[SavedModel, Evaluation | None]:
     """Download a version, run its code, and evaluate it by the challenger's objective; None if its task is another.
 
-    Raises a UserError if any of that fails, or an output is not finite.
+    Raises NOT_THE_MODELS as they are, and a UserError for any other failure or an output that is not finite.
     """
     challenger = judgement.model
     try:

@@ -36,7 +36,7 @@ def store_version(
 ) -> Version:
     """Upload a judged model with its verdict, and return the version; promote nothing.
 
-    ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
+    ``beside`` are further files by their names. A stored version gets a revision only if the verdict promotes. Raises
     a UserError if the verdict is on another model, or the weights are stored with another name or task.
     """
     name = file_digest(weights)
@@ -58,7 +58,7 @@ def store_version(
 
 
 def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by: str) -> Released:
-    """Make a stored version the champion if its verdict promotes it and no other entry was written since it was judged.
+    """Make a stored version the champion if its verdict promotes it and the log has no entry since the judgement.
 
     An entry that ``by``, the Flyte execution or user, appended in an earlier try counts as this one.
     """
@@ -68,7 +68,7 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
     history = registry.read_log(at_least=verdict.log_number)
     if len(history) == verdict.log_number:
         try:
-            append(registry, history, version, action=PROMOTE, best=verdict.best, reason=verdict.reason, by=by)
+            append_to_log(registry, history, version, action=PROMOTE, best=verdict.best, reason=verdict.reason, by=by)
             return Released(version.name, version.name, f"promoted: {verdict.reason}")
         except LostError as lost:
             winner = lost.winner
@@ -82,8 +82,8 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    It is the best version from then on. ``once``: an entry that ``by`` has appended before for this version is
-    returned. Raises a UserError for a missing version, the champion, a blank reason, or if somebody else was faster.
+    Reads all files of the version, which is the best from then on. ``once``: returns an earlier such entry of ``by``.
+    Raises a UserError for a missing version, the present champion, a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
@@ -92,14 +92,14 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
     registry.verify_files(found)
-    return append(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
+    return append_to_log(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
 
 
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    ``once``: a rollback that ``by`` has appended before is returned. Raises a UserError without a previous champion,
-    for a blank reason, or if somebody else was faster.
+    Reads all files of its version. ``once``: returns an earlier rollback of ``by``. Raises a UserError without a
+    previous champion, for a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := find_earlier_try(history, by, ROLLBACK)):
@@ -110,10 +110,10 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     target = standing[-2]
     version = registry.read_version(target.version, target.manifest)
     registry.verify_files(version)
-    return append(registry, history, version, action=ROLLBACK, best=target.best, reason=reason, by=by)
+    return append_to_log(registry, history, version, action=ROLLBACK, best=target.best, reason=reason, by=by)
 
 
-def append(registry: Registry, log: list[Entry], version: Version, **values: str) -> Entry:
+def append_to_log(registry: Registry, log: list[Entry], version: Version, **values: str) -> Entry:
     return registry.append_entry(log[-1] if log else None, version=version.name, manifest=version.manifest, **values)
 
 
@@ -123,7 +123,7 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download model.pt and model.json of a version's revision (empty: the newest) into a folder; return the paths."""
+    """Download a version's model.pt and model.json into a folder, of the revision ``manifest``, or the newest if ""."""
     found = registry.read_version(version, manifest)
     return registry.download_file(found, WEIGHTS, folder), registry.download_file(found, SIDECAR, folder)
 

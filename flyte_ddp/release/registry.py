@@ -42,7 +42,7 @@ LISTED = re.compile(rf"(?:([0-9]+)/)?{re.escape(MANIFEST)}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
-PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the storage can do that
+PROBE = ".creates-once"  # no model's name; a file that shows whether the storage refuses to replace files
 DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is not what was written
 
 Value = TypeVar("Value")
@@ -56,7 +56,7 @@ class Entry:
     action: str  # promote or rollback
     version: str  # the champion from now on: SHA-256 of its weights
     manifest: str  # SHA-256 of the version's manifest
-    best: str  # the version with the best main measure so far, which is not forgotten when others take its place
+    best: str  # the version with the best main measure so far, also when others are champion
     reason: str
     by: str  # a Flyte execution, or user@host
     time: str  # ISO 8601, UTC
@@ -65,7 +65,7 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file; ValueError, TypeError or KeyError if it is none."""
+        """Parse the content of an entry's file; ValueError, TypeError or KeyError if malformed."""
         values = {**json.loads(content), "digest": content_digest(content)}
         return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
@@ -159,7 +159,7 @@ class Registry:
         return True
 
     def refuse_storage_that_overwrites(self) -> None:
-        """Raise a UserError if the storage replaces existing files: tests that by a small file, PROBE, which stays."""
+        """Raise a UserError if the storage replaces existing files; to find out, write a file, PROBE, which stays."""
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
             raise UserError(
@@ -198,7 +198,7 @@ class Registry:
         raise UserError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
-        """Write the entry after ``before``, with action, version, manifest, best; LostError if somebody was faster."""
+        """Write the entry after ``before``; ``values`` are action, version, manifest, best; LostError if it exists."""
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
         self.refuse_storage_that_overwrites()
@@ -212,7 +212,7 @@ class Registry:
         return Entry.from_file(content)
 
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-        """Write a comparison of models on a test split to the registry, unless repeated; return its number, from 1."""
+        """Register a comparison of two models on a test split, unless done before; return its number, from 1."""
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
         pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
@@ -236,7 +236,7 @@ class Registry:
         """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
 
         Weights that are stored with other files get a new revision, which has all files but the weights. The first of
-        ``files`` must differ between judgements: it shows at once that a folder belongs to another one.
+        ``files`` must differ between judgements, so that its write fails at once in another judgement's folder.
         """
         digests = {file: content_digest(content) for file, content in files.items()}
         manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -318,7 +318,7 @@ class Registry:
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions that no rollback has undone, oldest first, and the rollbacks by the version undone."""
+    """Return the promotions that no rollback has undone, oldest first, and the rollbacks in force by version undone."""
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:
         if entry.action == PROMOTE:
@@ -332,7 +332,7 @@ def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entr
 def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     """Return what comparable models share; of the input the shape alone counts, as each data set has its own mean."""
     return {
-        "objective": sidecar.get("objective", "classification"),  # older ones name none
+        "objective": sidecar.get("objective", "classification"),  # older sidecars name none
         "objective's options": sidecar.get("options", {}).get("objective", {}),
         "target shape": sidecar.get("target_shape", []),
         "classes": sidecar["classes"],

@@ -4,7 +4,7 @@ The mean of the scores is the objective's main measure, or says the same: minus 
 that are no mean over samples, such as AUROC, the scores are leave-one-out pseudo-values: N times the measure minus
 N - 1 times the measure without the sample (Tukey, "Bias and confidence in not-quite large samples", Annals of
 Mathematical Statistics 29, 1958). Their mean is the measure up to order 1 / N. A sample without which a label's
-measure is not defined does not change it.
+measure is not defined counts as one that does not change the measure.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.text.formatting import name_measure
 
-MOST_CALLS = 20_000  # samples for which a measure is called without each of them
+MOST_CALLS = 20_000  # most samples for which a measure is called once without each of them
 
 Floats = NDArray[np.float64]
 
@@ -37,6 +37,7 @@ FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
 
 
 def has_own_scores(objective: Objective) -> bool:
+    """Return whether the objective's method ``scores`` fits its main measure, so that no pseudo-values are needed."""
     scores, of_accuracy = type(objective).scores, objective.main_measure == "accuracy"
     inherited = scores is Objective.scores or (scores is Classification.scores and not of_accuracy)
     return not inherited or not objective.measures
@@ -64,7 +65,7 @@ def is_higher_better(objective: Objective) -> bool:
 def score_samples(objective: Objective, columns: Columns) -> Floats:
     """Return each sample's score [N]: the objective's own, or its pseudo-value of the main measure.
 
-    Of labels' and classes' measures and mIoU it is the mean over these. A measure without a formula is called N + 1
+    A score is the mean over labels or classes, where the measure is one. A measure without a formula is called N + 1
     times; UserError above 20,000 samples, and for own scores that are not a finite number for each sample.
     """
     if has_own_scores(objective):
@@ -84,7 +85,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
 
 
 def score_parts(objective: Objective, columns: Columns) -> Floats:
-    """Return pseudo-values [N, K] of each label's main measure, or each class's IoU; K = 1 of other FORMULAS."""
+    """Return pseudo-values [N, K] of a measure with a formula, of K labels, classes of mIoU or numbers; else K is 1."""
     name, labels = objective.main_measure, objective.binary_labels(columns)
     if name == "rmse":
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
@@ -112,14 +113,14 @@ def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
 
 
 def score_classes(measure: str, columns: Columns) -> Floats:
-    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy: the mean of each class's against the rest."""
+    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy: the mean over classes of each against the rest."""
     truth, predicted = (columns[name].numpy()[:, np.newaxis] for name in ("truth", "prediction"))
     classes = np.unique(truth if measure == "balanced_accuracy" else (truth, predicted))
     total = np.zeros(truth.shape)
     for each in classes:  # one by one: of all there may be too many for the memory
         there, named = (truth == each).astype(float), (predicted == each).astype(float)
-        of = there if measure == "balanced_accuracy" else (there + named) / 2
-        total += pseudo_values_of_ratios(there * named, of)
+        denominators = there if measure == "balanced_accuracy" else (there + named) / 2
+        total += pseudo_values_of_ratios(there * named, denominators)
     return total / len(classes)
 
 

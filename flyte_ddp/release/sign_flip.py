@@ -16,7 +16,7 @@ from scipy import optimize, special, stats
 STEPS = 1024  # of the grid, in a root mean square of the differences
 BOUND_STEPS = 256  # the same, for the many tests of a bound
 OUTSIDE = 41.0  # minus the natural logarithm of the probability of sums outside of the transform, 1e-18
-NEGLIGIBLE = 1e-16  # modulus of the characteristic function, times its frequency's number, that is left out
+NEGLIGIBLE = 1e-16  # frequencies f are left out where the characteristic function's modulus is at most this times 1 + f
 BLOCK = 1 << 20  # complex numbers in memory at a time
 
 Floats = NDArray[np.float64]
@@ -68,7 +68,7 @@ def find_unit(differences: Floats, steps: int) -> float:
     """Return a number of which all ``differences`` are nearly multiples; 1 if all are 0.
 
     That is their greatest common divisor, if at least 1 / ``steps`` of their root mean square. Otherwise it is at most
-    that part, but divides the common divisor of magnitudes that occur more than once: equal sums of these remain equal.
+    that limit, but divides the common divisor of magnitudes that occur more than once: their equal sums remain equal.
     """
     if not np.any(differences):
         return 1.0
@@ -102,22 +102,24 @@ def p_value_of_integers(differences: Integers) -> float:
 
 
 def probability_of_at_most(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
-    """Return the probability that the sum of the values whose coin shows heads is at most ``most``.
+    """Return the probability that a sum over random coins is at most ``most``; 0 if that is surely below ``least``.
 
-    Each of the positive ``values`` [U] has ``counts`` [U] fair coins; ``most`` must be below half of the sum of all.
-    With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum. The result
-    is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``, a geometric one for each
-    frequency. P is the inverse Fourier transform of the characteristic function, a product over the values.
+    Each of the ascending, positive ``values`` [U] is on ``counts`` [U] fair coins, and is added for each of them that
+    shows heads; ``most`` must be below half of the sum of all.
     """
+    # With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum. The result
+    # is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``. P is the inverse Fourier
+    # transform of the characteristic function, which is a product over the values. So for each frequency the sum over m
+    # is a geometric one.
     if most < 0:
         return 0.0
     scale = math.sqrt(float(counts @ np.square(values.astype(float))))
 
     def excess_of_mean(tilt: float) -> float:
-        """Return by how much the mean of the sum is above ``most`` for a tilt, given times ``scale``."""
+        """Return by how much the mean of the sum is above ``most`` with the tilt ``tilt`` / ``scale``."""
         return float((counts * values) @ special.expit(-tilt / scale * values)) - most
 
-    steepest = 80 / int(values[0]) * scale  # of ``most`` 0, where any larger tilt gives the same
+    steepest = 80 / int(values[0]) * scale  # is enough for ``most`` 0, where any larger tilt gives the same
     tilt = optimize.brentq(excess_of_mean, 0.0, steepest) if excess_of_mean(steepest) < 0 else steepest
     tilt /= scale
     constant = float(counts @ np.log1p(np.expm1(-tilt * values) / 2)) + tilt * most

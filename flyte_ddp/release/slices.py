@@ -12,7 +12,7 @@ from flyte_ddp.errors import UserError
 
 
 def read_slices_file(address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and slice of each row of a CSV file, read with retries; UserError if malformed."""
+    """Return line number, id and slice of each row of a CSV file, read with retries; UserError if that fails."""
     try:
         content = storage.retry(address, storage.read_file)
     except storage.UnavailableError as failure:
@@ -26,7 +26,10 @@ def read_slices_file(address: str) -> list[tuple[int, str, str]]:
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the ascending positions in ``ids`` of each slice's samples; UserError for an id in neither list."""
+    """Return the ascending positions in ``ids`` of each slice's samples.
+
+    Raises UserError for an id in neither list, and for a line without a slice.
+    """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}
     for line, sample, name in read_slices_file(address):

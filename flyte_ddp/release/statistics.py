@@ -21,7 +21,7 @@ POINTS, SHARES, NUMBERS = "points", "shares", "numbers"
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Differences of two models' scores; of 0/1 scores only how many samples each model alone gets right counts."""
+    """Differences of two models' scores; for 0/1 scores only the numbers of samples gained and lost matter."""
 
     differences: Floats  # [N], the challenger's score minus the other's
     measure: str  # what the scores are of, in words
@@ -57,7 +57,7 @@ class Pair:
         return f"{100 * difference:+.2f} {'points' if self.unit == POINTS else '%'}"
 
     def p_value(self) -> float:
-        """Return the p-value of McNemar's exact test (Psychometrika 12, 1947), or of sign flips, that it is better."""
+        """Return the p-value of McNemar's exact test (Psychometrika 12, 1947), or of sign flips, for a better model."""
         if self.unit == POINTS and (differing := self.gained + self.lost):
             return float(stats.binomtest(self.gained, differing, 0.5, alternative="greater").pvalue)
         return sign_flip_p_value(self.differences)
@@ -130,7 +130,7 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
     found: list[Floats] = []
     for start in range(0, BOOTSTRAP_DRAWS, batch):
         drawn = values[random.integers(len(values), size=(min(batch, BOOTSTRAP_DRAWS - start), len(values)))]
-        spread = np.maximum(drawn.std(axis=1), 1e-9 * error)  # of few values all that are drawn may be the same
+        spread = np.maximum(drawn.std(axis=1), 1e-9 * error)  # of few values, all drawn ones may be equal
         found.append((drawn.mean(axis=1) - mean) / spread)
     bound = mean - error * float(np.quantile(np.concatenate(found), 1 - alpha))
     return max(bound, float(values.min()))

@@ -30,12 +30,12 @@ class Verdict(DataClassJsonMixin):
     reason: str = ""
     challenger: str = ""  # the SHA-256 of its weights
     champion: str = ""  # the SHA-256 of its weights; empty if there was none
-    best: str = ""  # the version with the best measure so far, the challenger among them
+    best: str = ""  # the version with the best measure so far, this challenger included
     log_number: int = 0  # of the log's last entry when this was judged; 0: the log was empty
     test_digest: str = ""  # of the test split
     samples: int = 0  # of the test split, without undecodable ones; 0: not evaluated
     measure: str = ""  # the objective's main measure: accuracy, f1, rmse, miou, loss, or one of an own objective
-    challenger_score: float = 0.0  # its main measure; 0 if not evaluated; not classification: or not finite
+    challenger_score: float = 0.0  # its main measure; 0 if not evaluated, or (but for classification) not finite
     champion_score: float = 0.0  # the same of the champion; 0 if there was none, or it was not evaluated
     look: int = 0  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
     alpha: float = 0.0  # significance level of this judgement; 0: nothing was decided by it

@@ -56,7 +56,7 @@ def draw_svg(
 ) -> str:
     """Draw with ``plot(axes)``, which returns what y is; return an SVG element in the report's style.
 
-    ``place`` of the axes is left, bottom, width and height in parts of the figure.
+    ``place`` of the axes is left, bottom, width and height in parts of the figure; ``label_word`` joins both labels.
     """
     from matplotlib import style  # not before there is a chart, because that takes a second
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def draw_svg(
 def draw_line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
 ) -> str:
-    """Draw lines, each with at least one point, in one chart, and return it as an SVG element."""
+    """Draw lines, each of at least one point, on a scale "linear", "log" or "from 0"; return an SVG element."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
@@ -119,7 +119,7 @@ def export_svg(figure: "Figure", label: str) -> str:
     """Return matplotlib's figure as an SVG element without a width; ``label`` describes it for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=200, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    # The page gives it its width. Nothing refers to its groups, and several figures share the page.
+    # The page sets the width. Nothing refers to the groups' ids, which several figures on a page would repeat.
     drawn = re.sub(r'<g id="[^"]*">', "<g>", buffer.getvalue())
     body, view = drawn[drawn.index(">", drawn.index("<svg")) + 1 :], re.search('viewBox="[^"]*"', drawn)
     return f'<svg {view and view[0]} role="img" aria-label="{html.escape(label)}">{body}'
@@ -208,7 +208,7 @@ def plot_scatter(axes: Any, section: Scatter) -> str:
     room = 0.04 * (high - low) or 0.5
     limits = low - room, high + room
     axes.plot(limits, limits, "-", color=MUTED, linewidth=0.8)
-    size, alpha = (4.5, 0.8) if len(x) <= 100 else (2.6, 0.35)  # of many points, the crowds are to be seen
+    size, alpha = (4.5, 0.8) if len(x) <= 100 else (2.6, 0.35)  # among many points, dense regions must be visible
     # As pixels: matplotlib gives each point its style and six decimals, most of the page.
     axes.plot(x, y, "o", color=BLUE, markersize=size, markeredgewidth=0, alpha=alpha, rasterized=True)
     axes.set_xlim(limits)
@@ -243,7 +243,7 @@ def list_section_values(
         group = [*grouped]
         try:
             yield _describe_group(group, pictures, classes)
-        except Exception as error:  # an own objective's numbers may be any; they must not cost a training that is done
+        except Exception as error:  # an own objective may return anything; that must not fail a finished training
             title = getattr(group[0], "title", "Confusions")
             yield {"title": title, "text": f"This section could not be drawn ({type(error).__name__}: {error})."}
 

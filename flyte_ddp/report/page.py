@@ -14,6 +14,7 @@ import numpy as np
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
+from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text import formatting
 from flyte_ddp.text.json_lines import read_records
 
@@ -34,7 +35,7 @@ class RunRecords:
     """The records of ``metrics.jsonl``; UserError without one of a start."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS
         self.starts: list[Record] = []  # of all attempts, oldest first
         self.end: Record = {}  # empty: the last attempt has not finished
         self.by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}, "record": {}}  # by their kind
@@ -99,7 +100,7 @@ def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
 
 
 def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
-    """Return an image that fits ``side`` x ``side`` pixels; a small one is enlarged by a whole multiple."""
+    """Return an image that fits ``side`` x ``side`` pixels: enlarged by a whole multiple, or shrunk in place."""
     from PIL.Image import Resampling
 
     times = side // max(image.size)

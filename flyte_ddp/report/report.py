@@ -54,17 +54,17 @@ class Run(RunRecords):
                 self.sections, self.pictures = read_predictions(path)
         except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
-        # Of the last step its evaluation, if there is one; empty before any.
+        # The last step's evaluation, if there is one, else its training record; empty before any.
         last: Record = max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
         self.steps = int(last.get("step", 0))  # optimiser steps done
         time = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
-        # From the start of the last attempt to its end or last record; None without any.
+        # Seconds from the start of the last attempt to its end or last record; None without a record.
         self.seconds = None if time is None else max(0.0, time - self.start.get("time", time))
         if "seconds" in self.end:
             self.seconds = float(self.end["seconds"]["total"])
         epoch = self.sidecar.get("metrics", {}).get("kept_epoch")
         kept = [record for record in self.evaluations if epoch in (None, record["epoch"])] or self.evaluations
-        # Of the returned weights: the last one, unless the sidecar names another epoch.
+        # The evaluation of the returned weights: the last one, unless the sidecar names another epoch.
         self.kept_evaluation: Record = kept[-1] if kept else {}
 
 
@@ -118,7 +118,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
 
 
 def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and detail of two tiles: the main measure and the loss on the test split."""
+    """Yield label, value and detail of the tiles: the main measure, if there is one, and the loss on the test split."""
     result: Record = {**run.kept_evaluation, **run.end}
 
     def format_test(measure: str) -> str:
@@ -162,7 +162,7 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str, str], times: int = 1) -> Series:
-    """Return the line of the records that have the second of two ``keys`` (x and y) defined, y multiplied by times."""
+    """Return a line through the records whose y is defined; ``keys`` are those of x and y, ``times`` multiplies y."""
     x_key, y_key = keys
     defined = [record for record in records if record.get(y_key) is not None]
     return Series(label, [record[x_key] for record in defined], [times * record[y_key] for record in defined], color)

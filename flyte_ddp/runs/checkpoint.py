@@ -109,15 +109,15 @@ def write_checkpoint(checkpoint: Checkpoint, save: Callable[[Any], object]) -> C
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
-    """Return a checkpoint, without its state, or None if there is no file; verify its SHA-256 if ``verify``."""
+    """Return a file's Checkpoint, or None without a file; check the SHA-256 if ``verify``; raise UnreadableError."""
     try:
         with path.open("rb") as file:
             digest_line = file.read(DIGEST_LINE)
             its_format = digest_line.partition(b" ")[0].decode(errors="replace")
             if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
                 raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
-            whole = f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode() if verify else digest_line
-            if its_format != FORMAT or digest_line != whole:
+            intact = f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode() if verify else digest_line
+            if its_format != FORMAT or digest_line != intact:
                 raise UnreadableError("damaged: its content does not match its SHA-256")
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())
@@ -134,7 +134,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
 
 
 def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest readable checkpoint or None, and others' faults by path; verify the states if ``whole``."""
+    """Return the newest readable checkpoint or None, and faults of bad ones by path; verify SHA-256 if ``whole``."""
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:

@@ -86,7 +86,7 @@ class CheckpointWriter:
     def write_newest(self, waiting: Snapshot | None, *, now: bool) -> bool:
         """Write the current state (only with ``now``), else ``waiting``, unless older than the newest or not resumable.
 
-        Returns False if that failed, and prints the first failure. Hold write_lock.
+        Call it with write_lock held. If writing fails, returns False, and prints the first failure.
         """
         position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         try:
@@ -102,6 +102,7 @@ class CheckpointWriter:
         return True
 
     def _write_until_closed(self) -> None:
+        """Write each waiting snapshot, or the current state if none came for ``seconds``, until closed."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed or self.waiting is not None, self.seconds)

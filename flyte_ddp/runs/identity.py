@@ -17,7 +17,7 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
     """Return a name such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, digest of the run's identity.
 
     ``trigger`` is any text that makes an otherwise equal run another run, such as a schedule's kickoff time.
-    Reads the user's code and asks for ``init_from``, as :func:`model_identity` does.
+    Reads the user's code, and the file ``init_from``, as :func:`model_identity` does.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -38,8 +38,8 @@ def checkpoint_identity(hp: Hyperparameters, data: Path) -> Identity:
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's own code and ``init_from``, and the releases of torch and the like.
 
-    Keys are fields of Identity. Asks the server of a remote ``init_from`` for its tag; without one
-    downloads it. Raises UserError if a module or ``init_from`` cannot be read.
+    Keys are fields of Identity. Asks the server of a remote ``init_from`` for its ETag or time of change; without both
+    downloads the file. Raises UserError if a module or ``init_from`` cannot be read.
     """
     own_code = hp.own_code("dataset")  # whose code counts in the data's fingerprint
     weights = catalog.find_weights(hp.model, hp.init_from)

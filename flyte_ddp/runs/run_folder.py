@@ -49,8 +49,8 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
     )
 
 
-def prepare_folder(folder: Path) -> Path:
-    """Create the run folder with ``unfinished/``, and return the path of ``unfinished/``; hold the folder before.
+def prepare_unfinished(folder: Path) -> Path:
+    """Create the run folder with ``unfinished/``, and return the path of the latter; lock the run folder before.
 
     First moves a complete run to the run folder; of an interrupted one keeps metrics, checkpoints and results.
     """
@@ -81,10 +81,10 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 @contextmanager
-def resume_run(folder: Path, identity: Identity, settings: Settings, name: str) -> Iterator[Checkpoint | None]:
+def rewind_run(folder: Path, identity: Identity, settings: Settings, name: str) -> Iterator[Checkpoint | None]:
     """Set the folder of a run back to its newest checkpoint, and yield that; None without any.
 
-    During the block copies results to ``settings.results_copy`` under ``name``; completes the text of its errors.
+    In the block copies results to ``settings.results_copy`` under ``name``; errors get :func:`write_failure_details`.
     """
     found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
     if found is not None:
@@ -125,7 +125,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_failure_details(error: BaseException, output_folder: Path) -> None:
-    """Complete a KeyboardInterrupt's text, or a RankError's step and file of details; print these if that fails."""
+    """Add how to resume to a KeyboardInterrupt; to a RankError step and file of details, printed if unwritable."""
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
     if not isinstance(error, RankError):

@@ -64,7 +64,7 @@ def describe_form(leaves: Leaves) -> str:
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones, or 2**63 and more."""
+    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked values, or 2**63 and more."""
     refuse_masked(name, values)
     try:
         array = np.asarray(values)

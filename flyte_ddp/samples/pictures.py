@@ -17,7 +17,7 @@ BITS_PER_SAMPLE = 258  # TIFF's tag
 
 
 def opaque_picture(image: Image.Image) -> Image.Image:
-    """Return a picture with 8 bits a channel, white where it was transparent (then RGBA); the same object if it is so.
+    """Return a picture with 8 bits a channel, white where transparent (then RGBA); the same object if nothing changes.
 
     Keeps the upper 8 bits of longer values. Raises ValueError for pixels of unknown range: floats, and integers with a
     sign or 32 bits.
@@ -54,7 +54,7 @@ def picture_to_pixels(image: Any) -> NDArray[Any]:
 
 
 def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
-    """Return a picture of :func:`picture_to_pixels` as uint8 [H, W, C]; UserError about ``what`` if it is none."""
+    """Return :func:`picture_to_pixels` of ``image`` as uint8 [H, W, C]; UserError about ``what`` if that is unfit."""
     try:
         pixels = picture_to_pixels(image)
     except ValueError as error:

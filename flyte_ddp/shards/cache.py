@@ -54,7 +54,7 @@ class ShardCache:
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Open a file of this machine; UserError if size, or the digest (read once), differs from the index."""
+        """Open a file of this machine; UserError if its size, or its digest (checked once), differs from the index."""
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
@@ -68,7 +68,7 @@ class ShardCache:
             raise unusable_shard_error(shard, error) from None
 
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Raise UserError if a file's digest differs from the index; record a match by an empty file, to check once."""
+        """Raise UserError for a digest unlike the index's; record a match, to check once; wait for other checkers."""
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
         identity = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
@@ -112,7 +112,7 @@ class ShardCache:
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
     def describe_copy(self, shard: Shard) -> str:
-        """Return in brackets where the copy of a remote shard is, for errors about its content; else ""."""
+        """Return in brackets where a remote shard's copy is cached, for errors about content; "" for a local shard."""
         return "" if storage.local_path(shard.url) is not None else f" (cached in {self.shard_path(shard)})"
 
     def shard_path(self, shard: Shard) -> Path:
@@ -191,7 +191,7 @@ class ShardCache:
             os.ftruncate(file.fileno(), size)
 
     def evict_for(self, growth: int, limit: int) -> None:
-        """Evict unlocked shards until ``growth`` bytes fit, else raise CacheFullError. Hold the lock ``room``."""
+        """Evict unlocked shards until ``growth`` bytes fit, else raise CacheFullError; the caller has lock ``room``."""
         files = self.list_files_oldest_first()
         excess = sum(size for _, size, _ in files) + growth - limit
         for _, _, path in files:
@@ -202,7 +202,7 @@ class ShardCache:
             raise CacheFullError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
 
     def remove_killed_downloads(self) -> None:
-        """Remove partial files without a lock: a download in progress holds its shard's lock."""
+        """Remove partial files of shards that nobody has locked; a download in progress holds its shard's lock."""
         for part in self.folder.glob(f"*{PARTIAL}"):
             if CACHED_NAME.fullmatch(part.name):
                 with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):

@@ -59,7 +59,7 @@ class OpenShard:
                     unlock_file(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction, without waiting; return False if another process evicts it."""
+        """Lock a cached file against eviction, without waiting; return False if another process is evicting it."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -120,7 +120,7 @@ class OpenShards:
 
 
 class ShardReader:
-    """Reads samples from shards and keeps those used last open. Threads may share a reader; it can be pickled."""
+    """Reads samples from shards, and keeps recently used shards open. Threads may share a reader; it can be pickled."""
 
     def __init__(
         self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN, most_ahead: int = FETCHED_AHEAD
@@ -144,7 +144,7 @@ class ShardReader:
         contents = {}
         with self.open_shard(number) as opened:
             for member in opened.table.sample_members(inside):
-                if wanted is None or member.extension.lower() in wanted:
+                if wanted is None or member.extension.lower() in wanted:  # wanted: in lower case; None: all
                     try:
                         content = read_at(opened.file, member.offset, member.size)
                     except OSError as error:
@@ -157,7 +157,7 @@ class ShardReader:
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Yield an open shard, protected from eviction in the block; close those not used for longest."""
+        """Yield an open shard, safe from eviction in the block; close the least recently used beyond ``most_open``."""
         state = self.state
         with state.lock:
             shard = state.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)

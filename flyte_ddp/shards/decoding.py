@@ -16,7 +16,7 @@ MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of a sample's image and label, ignoring case, as webdataset; UserError without them."""
+    """Return the extensions of a sample's image and label, ignoring case, as webdataset; UserError if one is absent."""
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
     if image is not None and LABEL in found:

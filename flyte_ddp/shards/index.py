@@ -98,9 +98,8 @@ class ShardIndex:
 @contextmanager
 def pause_garbage_collector() -> Iterator[None]:
     """Turn Python's garbage collector off in the block, for all threads, and on again if it was on."""
-    # While a large index is read, the collector would scan its 100,000 objects many times.
     enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # else it would scan a large index's 100,000 objects many times while they are read
     try:
         yield
     finally:
@@ -109,7 +108,7 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and those that it refers to, with retries; return one of all shards; UserError if unusable."""
+    """Read an index and the indexes that it refers to, with retries, as one index; UserError if one is unusable."""
     return build_index(address, load_index_json(address))
 
 
@@ -125,7 +124,7 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
 
 
 def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    sources = [(address, content, content)] if content.get("shardlist") else []
+    sources = [(address, content, content)] if content.get("shardlist") else []  # address, JSON, the part's entry
     sources += [(*find_part_index(address, content, entry), entry) for entry in content.get("datasets") or []]
     shards, parts = list[Shard](), list[Part]()
     classes = {list_class_names(address, content): address}  # the address of the index that has them
@@ -176,7 +175,7 @@ def load_index_json(address: str) -> dict[str, Any]:
 
 
 def find_part_index(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
-    """Return address and JSON of the index that lists a part's shards, read if another; UserError if that refers on."""
+    """Return address and JSON of the index with a part's shards, read if another; UserError if that joins others."""
     if entry.get("source_url"):
         where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
         listed = load_index_json(where)
@@ -229,7 +228,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
     tables = resolve_address_in_index(address, storage.parent(address), tables) if tables else ""
     for number, entry in enumerate(content.get("shardlist") or []):
         try:
-            url, place = entry["url"], entry.get("table") if tables else None
+            url, table = entry["url"], entry.get("table") if tables else None
             yield Shard(
                 # A fast path: an index may have 100,000 shards, and most have plain names.
                 url=f"{folder}/{storage.encode_name(base, url)}"
@@ -240,7 +239,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
                 md5=str(entry.get("md5sum") or "").lower(),
                 sha256=str(entry.get("sha256") or "").lower(),
                 part=part,
-                table=(tables, require_count(place[0]), require_count(place[1]), place[2]) if place else None,
+                table=(tables, require_count(table[0]), require_count(table[1]), table[2]) if table else None,
             )
         except UserError:
             raise
@@ -256,7 +255,7 @@ def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
 
 
 def shard_entry(shard: Shard, folder: str) -> dict[str, Any]:
-    """Return what an index in ``folder`` says of a shard with digests and a table; an address below is relative."""
+    """Return a shard's entry, with digests and table, in an index in ``folder``; an address below that is relative."""
     url = shard.url.removeprefix(f"{folder.rstrip('/')}/")
     entry = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples, "filesize": shard.size}
     return entry | {"md5sum": shard.md5, "sha256": shard.sha256, "table": shard.table and shard.table[1:]}

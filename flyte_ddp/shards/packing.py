@@ -61,7 +61,7 @@ def pack_samples(
     try:
         with map_in_threads(make_sample, order.tolist(), AHEAD) as made, track as advance:
             for path in paths:
-                samples = list(itertools.islice(made, per_shard))  # first: an OSError of making them is not of writing
+                samples = list(itertools.islice(made, per_shard))  # not in replace_file(), which explains OSErrors
                 write_shard(path, samples, advance)
         shards = [str(path) for path in paths]
         return create_index(shards, index, name=name, classes=classes, ranges=False, progress="off")

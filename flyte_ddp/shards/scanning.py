@@ -82,7 +82,7 @@ def is_label(extension: str) -> bool:
 
 
 def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
-    """Read a whole shard, with up to 3 retries; raise UserError if it cannot be read or is malformed."""
+    """Read a whole shard (``decode``: images too), with up to 3 retries; UserError if unreadable or malformed."""
 
     def is_wanted(extension: str) -> bool:
         return is_label(extension) or (decode and extension.rpartition(".")[2].lower() in IMAGES)
@@ -119,7 +119,7 @@ def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> S
 def scan_in_threads(
     scan: Callable[[Item, threading.Event], Result], items: Sequence[Item]
 ) -> Iterator[Iterator[Result]]:
-    """Yield ``scan(item, stopped)`` of each item in order, from 8 threads; set ``stopped`` at the end of the block."""
+    """Yield an iterator over all ``scan(item, stopped)`` in order, by 8 threads; set ``stopped`` at the block's end."""
     stopped = threading.Event()
     try:
         with map_in_threads(lambda item: scan(item, stopped), items, THREADS) as scanned:
@@ -171,8 +171,8 @@ def create_index(
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and tables of samples; return the index; UserError if unfit.
 
-    Unless ``ranges`` is false, ``{000..127}`` in an address stands for a range of numbers. Without ``classes`` their
-    names are 0, 1, 2 and so on.
+    Unless ``ranges`` is false, ``{000..127}`` in an address stands for a range of numbers. Without ``classes`` the
+    classes are called 0, 1, 2 and so on.
     """
     classes = normalize_class_names("classes", classes)
     expanded = [whole for url in urls for whole in (expand_ranges(url) if ranges else [url])]
@@ -264,7 +264,7 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Read all shards in 8 threads, and ``decode`` images; return a sentence about each difference from the index."""
+    """Read all shards in 8 threads (``decode``: images too); return a sentence about each difference from the index."""
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
@@ -299,7 +299,7 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
 
 def refuse_unfit_samples(index: ShardIndex) -> None:
     """Read, with retries, the first sample of each data set in an index; UserError if training cannot use it."""
-    first = {shard.part: shard for shard in reversed(index.shards) if shard.samples}  # a shard of each data set
+    first = {shard.part: shard for shard in reversed(index.shards) if shard.samples}  # the first of each data set
     for shard in reversed(first.values()):
         try:
             storage.retry(shard.url, refuse_unfit_first_sample)

@@ -95,7 +95,7 @@ class Archive:
             raise
         except MALFORMED:
             raise self.damage_error("no header, or a damaged one,") from None
-        if self.block != bytes(BLOCK):  # where tarfile ends without an error
+        if self.block != bytes(BLOCK):  # tarfile also ends, without an error, at damage
             raise self.damage_error("no header, or a damaged one,")
         while rest := self.file.read(1 << 20):
             if rest.strip(b"\0"):
@@ -169,7 +169,7 @@ class SampleTable:
 
 
 def read_table_or_none(shard: Shard) -> SampleTable | None:
-    """Read the shard's stored table, once; return None if it is missing, damaged, unreadable or another shard's."""
+    """Read the shard's stored table in one try; return None if missing, damaged, unreadable or another shard's."""
     if shard.table is None:
         return None
     address, start, length, digest = shard.table
@@ -185,7 +185,7 @@ def table_digest(content: bytes) -> str:
 
 
 def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group a shard's members into samples; UserError if those of one are scattered or have equal extensions."""
+    """Group a shard's members into samples; UserError if a sample's members are scattered or two have one extension."""
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []

@@ -36,7 +36,7 @@ __all__ += ["open_file", "read_file", "retry", "stat_file", "write_file"]
 
 
 def select_storage(address: str) -> Any:
-    """Import and return the module for such an address, which has the functions below; may import requests, obstore."""
+    """Import and return the module for an address, which has the functions below; may import requests, obstore."""
     kind = scheme(address)
     if kind == "file":
         return local
@@ -114,9 +114,9 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """Yield all files below a folder or prefix, ordered by name, without the empty objects that mark folders.
 
-    Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders. A web
-    server has no list. A missing folder of this machine is a MissingError; a prefix without
-    objects has no files. Errors come at the call for a bucket, at the first ``next()`` for others.
+    Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders. For a web
+    server raises UnavailableError, for a missing folder of this machine MissingError; a prefix without objects has no
+    files. Errors come at the call for a bucket, at the first ``next()`` for others.
     """
     entries: Iterator[Entry] = select_storage(address).list_files(address)
     return entries

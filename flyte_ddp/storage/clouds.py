@@ -66,7 +66,7 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 
 
 def make_google_store(bucket: str) -> Any:
-    """Return a store with application default credentials, or an anonymous one if there are none."""
+    """Fetch application default credentials, and return a store of a bucket; an anonymous one if there are none."""
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
     from obstore.auth.google import GoogleCredentialProvider
@@ -88,7 +88,7 @@ def make_google_store(bucket: str) -> Any:
 
 
 def make_azure_store(container: str) -> Any:
-    """Return an obstore store; ``FLYTE_AZURE_*`` before ``AZURE_*``; sends no request; raises obstore's exceptions."""
+    """Return a store of an Azure container, without a request; ``FLYTE_AZURE_*`` variables go before ``AZURE_*``."""
     from obstore.store import AzureStore
 
     settings = client_settings()

@@ -58,7 +58,7 @@ def stat_file(address: str) -> Entry:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Write atomically; with ``create`` only a new file, with fsync, else ExistsError; UnavailableError on failure."""
+    """Write a file atomically; with ``create`` only where there is none, else ExistsError, and with fsync."""
     path = require_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:
@@ -92,7 +92,7 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def walk_folder(root: Path) -> Iterator[Entry]:
-    """Yield files in the order of the file system; OSError for what cannot be read, as links in a circle."""
+    """Yield files in the order of the file system; OSError for what cannot be read, such as links in a circle."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -55,7 +55,7 @@ def stat_file(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Return the objects below a prefix by name, without empty ones whose name is the folder of another object."""
+    """Return the objects below a prefix, sorted by name, without empty ones that mark a folder of other objects."""
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
     stored = call_with_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect())

@@ -38,7 +38,7 @@ def parse_web_address(address: str) -> Any:
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether an index at ``source``, on a web server, may name ``address``: there, or an allowed one."""
+    """Return whether an index at ``source``, on a web server, may name ``address``, of that server or allowed."""
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
     return address.startswith(f"{own}/") or origin_of(address) == origin_of(source) or is_allowed_address(address)

@@ -84,8 +84,8 @@ def retry(
     """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
 
     Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s, which ``note`` announces. Skips
-    an address after a permanent error, or after two AlteredErrors in a row (one may be a fault of the network). Of
-    several addresses raises one UnavailableError with the last error of each.
+    an address after a permanent error, or after two AlteredErrors in a row (one may be a fault of the network). Raises
+    the last error, or for several addresses one UnavailableError with the last error of each.
     """
     remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import wandb
 
 POLL_SECONDS = 0.25
-NOTHING_RECORDED = 3  # exit code: no run was opened, as it was to wait for a record and none has come
+NOTHING_RECORDED = 3  # exit code: told to wait for a record, got none, and so opened no run
 RETRY_SECONDS = 30.0  # between attempts to reach the server
 
 WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end of training; returns whether it has come
@@ -79,7 +79,7 @@ def print_error(error: Exception) -> str:
 def open_wandb_run(
     arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
 ) -> wandb.Run:
-    """Open a wandb run; try again until training ends, and once more then. ``report_error`` gets each error."""
+    """Open a wandb run; give errors to ``report_error`` and retry until training ends, then try once more and raise."""
     import wandb
 
     ended = arguments["mode"] == "offline"
@@ -95,7 +95,7 @@ def open_wandb_run(
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
-    """Log records to the run, its config and its summary; return whether the run has ended, and has predictions.
+    """Log records to the run, its config and its summary; return whether training was completed, and has predictions.
 
     The step is a column of each row and not log(step=...): wandb drops rows whose step is not above the last one. But a
     train and an evaluation record share a step, and a retry resumes at an earlier step.

@@ -75,7 +75,7 @@ def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: M
 
 
 class WandbProcess:
-    """The child that runs wandb for a run folder. Call :meth:`finish` in a ``finally``.
+    """The child process that runs wandb for a run folder, started at once. Call :meth:`finish` in a ``finally``.
 
     ``on_first_record``: opens the wandb run only when the user's function records something.
     """
@@ -114,8 +114,8 @@ class WandbProcess:
     def finish(self, seconds: float) -> None:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
-        Kills the child after so many seconds; after OPEN_SHARE of them if it has not opened its run. Writes a folder's
-        name to ``wandb/unsent`` if the folder is to be kept.
+        Kills the child after ``seconds``, or OPEN_SHARE of them if it has not opened its run. Writes the name of an
+        opened run's folder to ``wandb/unsent`` if it was not sent and ``settings.wandb_kept_at`` is set.
         """
         start = time.monotonic()
         with suppress(OSError):  # the child may have ended

@@ -19,7 +19,7 @@ from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
 
-def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
+def load_training_state(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
     values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
@@ -37,14 +37,14 @@ def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Chec
 class Checkpointer(CheckpointWriter):
     """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
-    At its end waits for the last checkpoint. Idle on other ranks than 0, or if ``checkpoint_seconds`` is 0.
+    Leaving its block waits for the last checkpoint. Idle on other ranks than 0, or if ``checkpoint_seconds`` is 0.
     """
 
     def __init__(self, work: Work, state: TrainingState, recorder: Recorder) -> None:
         super().__init__(work.output_folder, work.identity, work.checkpoint, state.settings.checkpoint_seconds)
         self.state, self.recorder = state, recorder
         self.trained_before = work.checkpoint.trained_in if work.checkpoint else ()
-        self.closed = rank() != 0 or state.settings.checkpoint_seconds == 0
+        self.closed = rank() != 0 or state.settings.checkpoint_seconds == 0  # from the start: idle
 
     def __enter__(self) -> Self:
         if not self.closed:
@@ -52,12 +52,12 @@ class Checkpointer(CheckpointWriter):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, torch.AcceleratorError):  # then nothing can be copied
-            self.save_now()
+        if error is not None and not isinstance(error, torch.AcceleratorError):  # a failed device can copy nothing
+            self.save_last()
         self.close()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return, in any thread, a CPU copy of the state after the last step; None if saved, or failed halfway."""
+        """Return, in any thread, a CPU copy of the state after the last step; None if saved, or if an update failed."""
         state, recorder, selection = self.state, self.recorder, self.state.selection
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         trained_in = dict.fromkeys((*self.trained_before, recorder.arithmetic))
@@ -86,8 +86,8 @@ class Checkpointer(CheckpointWriter):
         if not self.closed and (snapshot := self.take_snapshot()):
             self.put(snapshot)
 
-    def save_now(self, seconds: float = 0.0) -> int:  # noqa: ARG002 (a copy of the state is at hand at any time)
-        """Write a last checkpoint unless the state is saved; return the newest checkpoint's step, 0 if there is none.
+    def save_last(self, seconds: float = 0.0) -> int:  # noqa: ARG002 (a copy of the state is at hand at any time)
+        """Write a last checkpoint unless the state is saved, refuse later ones; return the newest saved step (0: none).
 
         Any thread may call it; waits for a checkpoint that is being written. Prints a failure instead of raising it.
         """

@@ -26,7 +26,7 @@ class LossWatch:
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
         self.a_step_later = a_step_later and bool(optimizer.defaults.get("fused"))
         device = next(model.parameters()).device
-        self.sum_of_zeros = torch.zeros((), dtype=torch.float64, device=device)  # 0 times each loss; then NaN
+        self.sum_of_zeros = torch.zeros((), dtype=torch.float64, device=device)  # of 0 * loss: NaN after a bad loss
         self.saw_non_finite = torch.zeros((), device=device)  # 0 or 1
         self.pending: Callable[[], None] | None = None
 
@@ -89,6 +89,7 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 def non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
+    """Return the error of a loss; names a weight that the update of ``update_step`` broke, or else ``activation``."""
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     broken = [name for name, weight in trained if not bool(weight.isfinite().all())]

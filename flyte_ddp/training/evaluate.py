@@ -119,7 +119,7 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and ``test``; with ``keep`` "best" only a copy of the best by ``validation``."""
+        """Keep ``weights`` and ``test``; with ``keep`` "best" a copy of ``validation``'s best. May set ``stopped``."""
         self.evaluations_since_best += 1
         found = self.sign * validation.measures.get(self.measure, math.inf)
         if better := found < self.best:

@@ -28,7 +28,8 @@ class TrainingJob:
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
     """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
 
-    One process fetches, by ``fetch_into`` or from the source. Raises UserError if the data differs from the launcher's.
+    Fetches what the cache lacks, in one process at a time, by ``fetch_into`` or from the source. Raises UserError if
+    the data differ from the launcher's.
     """
     given: TrainingJob = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:

@@ -24,10 +24,10 @@ from flyte_ddp.user_code.callables import load_callable
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: BatchNorm and InstanceNorm
-STEPS_CHECKED = 1000  # of an own schedule, before the first step
+STEPS_CHECKED = 1000  # steps for which an own schedule is called before the first one
 DECORATED_METHODS = ("add_param_group", "state_dict", "load_state_dict", "step")
 
-# Maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
+# Maps the share, 0 to 1, of the steps after the warm-up that are done to a factor of the learning rate.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -39,7 +39,7 @@ Schedule = Callable[[float, int], float]  # takes an initial rate and an optimis
 
 
 def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser of the trained parameters: the user's own, or torch's, which is fused if none is complex."""
+    """Return the optimiser: the user's own, or torch's for the trained parameters, fused if none is complex."""
     if ":" in hp.optimizer:
         return make_own_optimizer(model, hp)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -110,7 +110,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a ``state_dict`` with the types that it was saved with; torch casts a parameter's state to its type."""
+    """Load a ``state_dict``, and keep its types: torch casts each parameter's state to the parameter's type."""
     optimizer.load_state_dict(saved)
     if not {"state", "param_groups"} <= saved.keys():  # the user's own form, which torch does not look into
         return
@@ -135,7 +135,7 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """Return the schedule ``kind`` (one of SCHEDULES, or the user's own) over ``total_steps`` optimiser steps.
 
     The built-in ones rise for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The user's own is
-    called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or not the same again.
+    called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or another in a second call.
     """
     if ":" in kind:
         factor = load_callable(kind)

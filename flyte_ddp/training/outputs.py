@@ -92,8 +92,8 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     bad = state.splits.gather_bad_samples()
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
-    hp, outputs = state.hp, state.objective.outputs
-    new_model = zoo.build_model(hp.model, outputs, state.spec, hp.parse_options().get("model", {}))
+    hp = state.hp
+    new_model = zoo.build_model(hp.model, state.objective.outputs, state.spec, hp.parse_options().get("model", {}))
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if rank() != 0:
         return
@@ -112,7 +112,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     try:
         described = collect_predictions(state, state.objective, test, rows)
     except Exception as error:
-        if ":" not in hp.objective and "decode" not in hp.options:
+        if ":" not in hp.objective and "decode" not in hp.parse_options().get("objective", {}):  # no code of the user's
             raise
         recorder.add_warning(f"objective={hp.objective!r} could not describe its predictions: {error!r}")
         described = collect_predictions(state, Objective(state.objective.facts), test, rows)
@@ -181,7 +181,7 @@ def test_measures(test: Evaluation) -> dict[str, float]:
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Raise UserError unless ``fresh`` with the saved weights predicts 64 test samples as the trained model does."""
+    """Load the saved weights into ``fresh``; UserError unless it predicts 64 test samples as the trained model does."""
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
     artifacts.load_weights(fresh, model_path, sidecar)
@@ -216,10 +216,10 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     changed = sorted(state.buffers.changed_names())
     unsaved = sorted({*changed}.intersection(state.buffers.unsaved_names))
     separate = has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm)
-    is_stream, came_reduced = encoded_kind(hp.dataset) == "stream", state.objective.came_reduced
+    is_stream, saw_reduced_loss = encoded_kind(hp.dataset) == "stream", state.objective.saw_reduced_loss
     notes: list[tuple[str, object]] = [
         (f"The model draws random numbers outside torch's Dropout layers: {other}", state.this_pass.model_draws),
-        (f"The loss came as a single number: unless it is the mean over samples, {other}", came_reduced),
+        (f"The loss came as a single number: unless it is the mean over samples, {other}", saw_reduced_loss),
         (f"BatchNorm used the statistics of each rank's own share: {other}", separate),
         (f"The model changes {join_first(changed)} in its forward passes, {by_rank_0}", changed),
         (f"{join_first(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
@@ -260,6 +260,7 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
 
 
 def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
+    """Return the names of the columns of texts, and of numbers; of too many numbers only ``score``."""
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
     return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]
@@ -271,7 +272,7 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(first, np.ndarray)
         else [value for part in parts for value in part[name]]
         for name, first in (parts[0].items() if parts else ())
-        if all(name in part for part in parts)  # numbers of padded samples have as many columns as their batch is long
+        if all(name in part for part in parts)  # a batch of shorter padded samples has fewer columns of numbers
     }
 
 

@@ -17,7 +17,7 @@ from flyte_ddp.training.training_state import TrainingState
 
 
 class RankSlice(NamedTuple):
-    """A rank's samples of a micro-batch; without one, another rank's sample, which must not count."""
+    """A rank's samples of a micro-batch; if it has none, another rank's sample, which must not count."""
 
     samples: sampling.Indices  # never none: many models fail on an empty batch, and all ranks must join each exchange
     has_samples: bool
@@ -33,9 +33,9 @@ class LoadedPart(NamedTuple):
 
     samples: int  # of the slice
     inputs: list[Leaves]  # of the slice, and with mixup of its partners
-    shares: list[Tensor]  # with mixup: those of the samples in their mixtures, and of the partners, fp64 [n] each
-    # Targets with the weights of their losses; None: all weights are 1. With mixup there are those of the partners,
-    # too, and each sample's shares are in the weights.
+    shares: list[Tensor]  # with mixup: shares of the samples in their mixtures, and of the partners, fp64 [n] each
+    # Targets with the weights of their losses; None: all weights are 1. With mixup the partners' targets, too, and the
+    # weights contain the shares.
     targets: Sequence[tuple[Leaves, Tensor | None]]
 
     def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
@@ -94,7 +94,10 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
 def load_parts(
     state: TrainingState, parts: Sequence[RankSlice], samples: int
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
-    """Return a step's slices, loaded, and the sum of all losses' weights on all ranks. With weights, collective."""
+    """Return an iterator that loads a step's slices, and the losses' weights added up over all ranks.
+
+    With weights loads the slices at once, and all ranks must call it. ``samples`` are the global batch's.
+    """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
         return loading, samples  # with mixup, too: the two shares of a sample are 1 together

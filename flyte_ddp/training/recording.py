@@ -16,6 +16,7 @@ from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.checkpoint import Arithmetic
+from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
@@ -41,17 +42,17 @@ class Recorder:
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.weight: torch.Tensor | int = 0  # of the losses since the last record, as are their sum and the samples
+        self.weight: torch.Tensor | int = 0  # sum of weights since the last record, as loss_sum and samples are
         self.samples = 0
         self.samples_in_all = 0
         self.training_seconds = 0.0
-        self.since = self.training_time()  # of the last record
+        self.since = self.training_time()  # when the last record was written
         self.main_measure, self.counts_tokens = state.objective.main_measure, state.objective.counts_tokens
         self.epoch_accuracies: list[float] = []  # the main measure of the test split, after each evaluation
         self.arithmetic = gather_arithmetic(state.hardware, self.device)
         self.warnings: list[str] = []
         if self.writes:
-            self.log = JsonLines(output_folder / "metrics.jsonl")
+            self.log = JsonLines(output_folder / METRICS)
             self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def close(self) -> None:
@@ -73,12 +74,13 @@ class Recorder:
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:
+        """Return the seconds since a fixed time, without those in evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(
         self, epoch: int, step: int, sums: StepSums, learning_rate: float, gradient_norm: torch.Tensor | None = None
     ) -> None:
-        """Add a step to the sums; every ``log_interval`` steps and after the last, record them: the host then waits."""
+        """Add a step to the sums; every ``log_interval`` steps and after the last wait for the GPU, and record them."""
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
         self.samples += sums.samples
@@ -119,6 +121,7 @@ class Recorder:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
     def add_warning(self, warning: str) -> None:
+        """Keep a warning for the report and print it, unless it is empty. On rank 0 only."""
         if warning:
             self.warnings.append(warning)
             self.progress.print_note(warning)
@@ -143,7 +146,7 @@ class Recorder:
 def describe_waiting(
     seconds: Mapping[str, float], hp: Hyperparameters, hardware: Hardware, loaders: int, *, pictures: bool
 ) -> str:
-    """Return what to do if the GPU had nothing to do for more than a fifth of the steps; else ""."""
+    """Return advice if the GPU had nothing to do for more than a fifth of the steps' time; else ""."""
     for_data, for_launches = (seconds.get(name, 0.0) for name in WAITING)
     share = (for_data + for_launches) / (seconds.get("steps") or 1.0)
     if share <= LONG_WAIT:

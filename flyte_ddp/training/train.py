@@ -25,7 +25,7 @@ from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_runni
 from flyte_ddp.parallel.distributed import explain_full_device, gather_objects, world_size
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.training import trial
-from flyte_ddp.training.checkpointing import Checkpointer, restore_run
+from flyte_ddp.training.checkpointing import Checkpointer, load_training_state
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
@@ -35,7 +35,7 @@ from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_part
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 
-OPTIMIZER_SEEDS = 2**34  # is added to the seed for an own optimiser's random numbers
+OPTIMIZER_SEEDS = 2**34  # added to the seed for an own optimiser's random numbers
 
 
 def train(rank: Rank) -> None:
@@ -53,7 +53,7 @@ def train(rank: Rank) -> None:
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
-            restore_run(state, recorder, work.checkpoint)
+            load_training_state(state, recorder, work.checkpoint)
         elif (warning := trial.try_evaluation(state)) and recorder.writes:
             recorder.add_warning(warning)
         fix = (
@@ -61,9 +61,9 @@ def train(rank: Rank) -> None:
             f"lower batch_size ({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"
         )
         with Checkpointer(work, state, recorder) as checkpoints, explain_full_device(fix):
-            rank.offer_saving(checkpoints.save_now)
+            rank.offer_saving(checkpoints.save_last)
             while state.epoch < state.epochs and not state.selection.stopped:
-                for batch in state.clock.steps(remaining_batches(state)):
+                for batch in state.clock.time_steps(remaining_batches(state)):
                     train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
                 is_last = state.step == state.total_steps
@@ -72,7 +72,7 @@ def train(rank: Rank) -> None:
                 state.splits.refuse_too_many_bad_samples(hp.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
-        write_outputs(work, state, recorder)
+        write_outputs(work, state, recorder)  # the caller leaves the process group
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
@@ -94,7 +94,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do one optimiser step on a global batch [B], and record it; UserError for a non-finite loss. Collective."""
     sums, step = compute_gradients(state, batch), state.step
-    # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
+    # Before the weights change, so that the last checkpoint has good ones, and the error can name the first bad value.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         with state.clock("optimizer"):
@@ -131,9 +131,9 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
                 trial.refuse_foreign_parameters(state.model, loss)
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
-            # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
-            # batch, without weights its real size, so that a smaller last batch is exact, too. A factor of the gradient
-            # costs less than one of the loss, whose arithmetic autograd would record.
+            # Times the number of ranks, because gradients are averaged over ranks. Divided by the sum of the global
+            # batch's weights, or by its size, so that a smaller last batch is exact. A factor of the gradient costs
+            # less than one of the loss, whose arithmetic autograd would record.
             if isinstance(divisor, int):
                 factor = torch.full_like(loss, 1 / divisor)
             else:
@@ -151,7 +151,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
 
 
 def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
-    """Average the gradients, and copy rank 0's buffers where any rank's changed; return the sum of ``loss_sum``, []."""
+    """Average the gradients, copy rank 0's buffers if any changed; return ``loss_sum``, [], added up over the ranks."""
     numbers = loss_sum.view(1)
     if state.buffers.shared_names:  # on all ranks or on none
         # Travels with the losses, because an exchange of its own would cost more than a small broadcast.
@@ -166,7 +166,7 @@ def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
 def compute_outputs(
     state: TrainingState, model: Callable[..., Any], inputs: Leaves, targets: Leaves, part: RankSlice
 ) -> Any:
-    """Begin a training pass on ``part``, which seeds the generators; return the outputs; finish_pass must follow."""
+    """Begin a training pass on ``part``, seeding the generators, and return its outputs; finish_pass must follow."""
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
@@ -190,6 +190,7 @@ def compute_outputs(
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
+    """Run a step's forward passes again, to find what is not finite; raise UserError for such a sample."""
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
         trial.refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
@@ -198,14 +199,14 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip the gradients, step the optimiser, and count the step; return the norm before clipping, [], or None."""
+    """Clip gradients, update weights, count the step; return the norm before clipping, [], or None if unlimited."""
     hp = state.hp
     largest = gradient_clip_norm(hp)
     norm = clip_grad_norm_(state.model.parameters(), largest) if largest else None
     for group, rate in zip(state.optimizer.param_groups, state.initial_rates, strict=True):
         group["lr"] = state.schedule(rate, state.step)
     if ":" in hp.optimizer:
-        # It may draw random numbers, which must be equal on all ranks; other ones than the passes' of any seed.
+        # An own optimiser may draw random numbers: equal ones on all ranks, and no pass's of any seed.
         state.this_pass.begin_pass(hp.seed + OPTIMIZER_SEEDS, state.step, np.zeros(1, dtype=np.int64), state.device)
     state.optimizer.step()
     if not state.step and ":" in hp.optimizer:

@@ -47,7 +47,7 @@ from flyte_ddp.user_code import source as user_source
 
 
 class TrainingState:
-    """The objects of training on one rank: ``model`` is the bare module, and ``sync`` averages its gradients."""
+    """The objects of training on one rank. ``sync`` is called in place of ``model``, and averages its gradients."""
 
     def __init__(
         self,
@@ -57,10 +57,7 @@ class TrainingState:
         initial_weights: Path | None,
         settings: Settings | None = None,
     ) -> None:
-        """Seed the generators of torch, Python and NumPy, open the data, and build all other objects. Collective.
-
-        Also sets torch's deterministic mode if ``hp.deterministic``.
-        """
+        """Seed torch, Python and NumPy, apply ``hp.deterministic``, open the data, and build the rest. Collective."""
         self.hp, self.hardware, self.data, self.settings = hp, hardware, data, settings or Settings()
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
@@ -74,7 +71,7 @@ class TrainingState:
         if hp.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products
             torch.use_deterministic_algorithms(True)
-        own_code = hp.own_code("dataset")  # data sets are prepared before
+        own_code = hp.own_code("dataset")  # but for the data set's, which has run before
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
         prepares = [data.preprocessing["prepare"]] if isinstance(data, SampleArrays) and data.preprocessing else []
         self.own_sources = user_source.read_user_sources(*own_code, *prepares)
@@ -105,12 +102,12 @@ class TrainingState:
         self.average = MovingAverage(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
-        # Own optimisers are checked in it, because they may not know how to skip an update.
+        # With an own optimiser the host waits, because that optimiser may not know how to skip an update.
         a_step_later = on_gpu and ":" not in hp.optimizer
         self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=a_step_later)
         higher = self.objective.measures.get(hp.select_by) == HIGHER
         self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
-        # Of base classes, too: layers whose class has been replaced are of a subclass made here.
+        # Base classes, too: a layer's class may have been replaced by a library's subclass, as by torch's parametrize.
         modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
         self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
 
@@ -166,7 +163,7 @@ class TrainingState:
                 set_training_mode(module, self.frozen_modules)
 
     def check_model(self) -> None:
-        """Raise UserError if no file can hold the model, its buffers changed, or a parameter is trained too late."""
+        """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
         self.refuse_late_parameters(self.model.named_parameters())
@@ -182,7 +179,7 @@ class TrainingState:
                 )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the checked outputs of ``model``, by default the kept weights'. Seeds the random generators."""
+        """Return the checked outputs of ``model``, by default of :meth:`kept_model`. Seeds the random generators."""
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):
@@ -199,7 +196,7 @@ class TrainingState:
             self.average.update_parameters(self.model)
 
 
-TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training
+TRIED_TOKENS = 10_000  # first tokens of the texts, on which an own objective's weights are tried before training
 
 
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
@@ -209,9 +206,9 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
             f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
             "none; name an objective of your own"
         )
-    # Own objectives of no single class for each sample need no classes.
+    # An own objective needs no classes if a sample's target is not a single number.
     of_numbers = targets is None or targets.dtype.kind == "f" or (":" in hp.objective and bool(targets.shape))
-    # Folders are no classes of numbers that a user's function has found.
+    # An image folder's names are no classes if a user's function has made the targets, which are numbers.
     named = () if of_numbers and catalog.encoded_kind(hp.dataset) == "image_folder" else data.classes
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
     counted = hp.class_weights == "balanced" and not hp.sample
@@ -221,10 +218,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
             f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take "
             f"{' or '.join(catalog.OF_LENGTHS)}, or an objective of your own"
         )
-    # What is not one number for each sample, of a known shape, is no class, whose shape is ().
+    # Targets without a known shape must not have that of a class number, ().
     shape = (1,) if targets is None or targets.varies else targets.shape
-    stored_targets = {} if ":" in hp.collate else name_stored_targets(data)
-    # Shorter targets are padded with NaN, and own code may return it.
+    stored_targets = {} if ":" in hp.collate else collect_stored_targets(data)
+    # Shorter targets are padded with NaN, and own code may return NaN.
     made = targets is None or targets.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
     no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets.values())
     facts = Facts(
@@ -236,7 +233,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
         raise UserError(reason)
     for side, stored in stored_targets.items():
         check_stored_targets(objective, data, side, stored)
-        if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
+        if ":" in hp.objective:  # tries the user's weights(); those of built-in objectives are tested
             tried = stored[:, :TRIED_TOKENS] if targets is not None and targets.varies else stored
             for rows in np.array_split(tried, -(-len(tried) // hp.test_batch_size)):
                 batch = torch.tensor(rows) if data.pictures else widen_type(torch.tensor(rows))
@@ -248,7 +245,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     return objective
 
 
-def name_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
+def collect_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
     """Return the targets of "train" and "test" that are one array; ragged ones as a single row."""
     sides = ("train", "test") if isinstance(data, SampleArrays) else ()
     stored = {side: getattr(data, f"{side}_targets") for side in sides}
@@ -257,7 +254,7 @@ def name_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
 
 
 def check_stored_targets(objective: Objective, data: PreparedSet, side: str, stored: NDArray[Any]) -> None:
-    """Raise the objective's UserError for ``stored`` targets; it names the split, and of ragged ones the sample."""
+    """Raise the objective's UserError for ``stored`` targets, with the split's name, and of ragged ones the sample."""
     split = {"train": "training", "test": "test"}[side]
     targets = getattr(data, f"{side}_targets")
     try:

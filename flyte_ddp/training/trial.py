@@ -1,4 +1,4 @@
-"""Before the first step: what own code and single samples would make fail only after an epoch fails now."""
+"""Try own code and single samples before the first step; find the sample that made a loss not finite."""
 
 import copy
 import warnings
@@ -29,7 +29,7 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState) -> str:
-    """Try own model and objective on a few samples; return a warning if the model cannot be copied, or ""."""
+    """Try an own model or objective on a few samples; return a warning (no copy, or :func:`describe_shift`), or ""."""
     hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
         return ""
@@ -57,14 +57,14 @@ def try_evaluation(state: TrainingState) -> str:
                 try_samples(state, model, "test", sample)
             elif np.isin(sample, state.validation.order.samples(slice(None))):
                 try_samples(state, model, "validation", sample)
-            elif hp.sampling == "shuffled":  # others may leave the sample out
+            elif hp.sampling == "shuffled":  # another sampling may leave the sample out
                 try_samples(state, model, "training", sample, epoch=0)
         inputs, targets, _ = test.load_batch(first)
         return describe_shift(state.objective, inputs, targets)
 
 
 def describe_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
-    """Return a warning if the tokens that a language model is to name are inputs of the same place; else ""."""
+    """Return a warning if a language model would learn to copy its inputs, or the token after the next; else ""."""
     if not isinstance(objective, Language) or not isinstance(targets, Tensor):
         return ""
     counted = targets != IGNORED_TOKEN
@@ -121,7 +121,7 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
     compute: Callable[[Tensor, Tensor], Any] = objective.losses
     try:
         compute(outputs[:2], targets[:3])
-    except Exception:  # each output has a target of its own
+    except Exception:  # so the loss takes one target for each output, and makes no table
         return
     # The mean of a table is the same for outputs in another order, and not for other targets.
     pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
@@ -135,7 +135,7 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
 
 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
-    """Raise UserError, which names the sample, if an input is not finite, or for an own objective a target."""
+    """Raise UserError, which names the sample, if an input is not finite, or a target of an own objective."""
     named = [("input", name, leaf) for name, leaf in name_leaves(inputs).items()]
     if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
         named += [("target", name, leaf) for name, leaf in name_leaves(targets).items()]

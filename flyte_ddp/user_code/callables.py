@@ -18,8 +18,8 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
-    First puts the working directory on ``sys.path``. Of a StoredSpec imports its own sources. Other exceptions of the
-    import than ImportError and SyntaxError, which become a UserError, go through.
+    First puts the working directory on ``sys.path``. A StoredSpec is imported from its own sources. Raises UserError
+    for ImportError, SyntaxError, or no such callable; other exceptions of the import go through.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()

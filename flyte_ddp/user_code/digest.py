@@ -71,7 +71,7 @@ def parse_python(source: bytes) -> ast.Module | None:
 
 
 def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
-    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``, or else ``source``.
+    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``; without a tree, ``source``.
 
     Changes the tree. The text is the same under Python 3.11 and 3.12, but for a few f-strings.
     """

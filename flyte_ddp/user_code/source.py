@@ -25,13 +25,14 @@ STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "pla
 IMPORTERS = ("import_module", "__import__")
 STORED_BYTES = 4 * 2**20  # of sources that a saved model holds
 Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
-digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # spec of the imported module (None: was not), and digest
+digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # by file: import spec (None: not imported), and digest
 
 
 def user_source_digest(*specs: str) -> str:
     """Return a SHA-256 (hex) of the files of :func:`find_user_sources` for all ``specs``.
 
-    Comments, docstrings, formatting and the place of the top-level module do not count.
+    Comments, docstrings, formatting and the place of the top-level module do not count. Raises UserError for a module
+    that this process has imported and that has changed since.
     """
     found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
     return digest_sources(found.values())
@@ -47,7 +48,7 @@ def digest_sources(sources: Iterable[Source]) -> str:
 
 
 def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
-    """Raise UserError if a file has changed since this process imported it: the old code would run."""
+    """Record a file's digest; UserError if it has changed since this process imported it: the old code would run."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another one
     if spec is not None and spec.origin != str(path):
@@ -71,7 +72,7 @@ def read_user_sources(*specs: str) -> dict[str, str]:
 
 
 def are_todays_sources(sources: Mapping[str, str], *specs: str) -> bool:
-    """Return whether all that :func:`read_user_sources` finds of ``specs`` now is in ``sources``, but for comments."""
+    """Return whether :func:`read_user_sources` finds the same code now as is in ``sources``, comments aside."""
     try:
         today = read_user_sources(*specs)
     except UserError:  # the module is gone
@@ -90,10 +91,10 @@ def list_user_files(*specs: str) -> set[Path]:
 def find_user_sources(spec: str) -> Iterator[Source]:
     """Yield the source of each file of the user's own behind ``spec``, a ``package.module:callable``; import nothing.
 
-    These are the files of the top-level module, wherever it is, and of each one that a file imports, unless it is
-    Python's own, in site-packages, or this library or one it computes with. Of a package all ``.py`` files count,
-    because packages may import their modules by computed names. Misses what :func:`find_imported_modules` misses. Puts
-    the working directory first on ``sys.path``. Raises UserError for a malformed spec, or one of a missing module.
+    These are the files of the top-level module, wherever it is, and of the modules that these files import. Imports of
+    Python's own modules, of those in site-packages, and of IDENTIFIED are not followed. Of a package all ``.py`` files
+    count, because packages may import their modules by computed names. Misses what :func:`find_imported_modules`
+    misses. Puts the working directory first on ``sys.path``. Raises UserError for a malformed spec or missing module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -109,7 +110,7 @@ def find_script_sources(script: Path) -> Iterator[Source]:
 
 
 def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[Source]:
-    """Yield the sources of ``files`` and of the user's modules that they import, but for ``seen``; change both."""
+    """Yield the sources of ``files`` and of the user's modules that they import, but for ``seen``; changes both."""
     while files:
         name, path = files.pop()
         try:
@@ -180,7 +181,7 @@ def explain_own_errors(what: str) -> Iterator[None]:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the top-level modules that a source imports, by statements or ``import_module``, but not relatively."""
+    """Return the top-level modules that a source imports, by absolute statements or texts in calls of IMPORTERS."""
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 
 class StoredSpec(str):
-    """A ``package.module:callable`` whose modules are imported from ``sources``, also in a process that gets it."""
+    """A ``package.module:callable`` whose modules are imported from ``sources``, also where it has been unpickled."""
 
     __slots__ = ("sources",)
     sources: Mapping[str, str]  # by path, such as package/module.py
@@ -34,7 +34,8 @@ class StoredSpec(str):
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    importer = StoredImporter(sources)  # not for importlib.import_module in that code, which finds today's modules
+    """Import a module of ``sources`` under a prefix of its own; puts an importer on ``sys.meta_path``."""
+    importer = StoredImporter(sources)  # importlib.import_module in that code still finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
         sys.meta_path.insert(0, importer)
     return importlib.import_module(f"{importer.prefix}.{name}")
@@ -48,7 +49,7 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         self.prefix = f"stored_{digest[:12]}"
         self.tops = {PurePosixPath(path).parts[0].removesuffix(".py") for path in sources}
         self.files = {f"{self.prefix}/{path}": source for path, source in sources.items()}
-        for path in [*self.files]:  # namespace packages have none
+        for path in [*self.files]:  # namespace packages have no __init__.py, and get an empty one
             for folder in [*PurePosixPath(path).parents][:-1]:
                 self.files.setdefault(f"{folder}/__init__.py", "")
 
@@ -69,7 +70,7 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         return self.files[self.get_filename(fullname)]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run a module whose import statements prefer these sources; its ``__file__`` is today's, for data beside."""
+        """Run a module whose import statements prefer these sources; its ``__file__`` is today's, for data files."""
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.import_module}
         path = PurePosixPath(self.get_filename(module.__name__)).relative_to(self.prefix)
         with suppress(ImportError, ValueError):

@@ -31,15 +31,15 @@ from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS
 
 ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
 ITEMS = 64  # of one task of a loader process
-COLUMNS = 64  # of a table of more columns the means of rows are counted, not the columns
-LOOKED_TWICE = 8  # items of each split
+COLUMNS = 64  # of a table with more columns, the means of its rows are counted and not the columns
+LOOKED_TWICE = 8  # items of each split that are read twice
 FEW = 5  # examples of each problem, at most
 NAMES = {"train": "training", "test": "test"}
 
 # Whether rows hold what training cannot use; in targets NaN stands for an unknown number.
 UNUSABLE = {"inputs": lambda rows: ~np.isfinite(rows).all(1), "targets": lambda rows: np.isinf(rows).any(1)}
 
-Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or an array of each
+Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or one array for each
 
 
 class Compared(NamedTuple):
@@ -57,7 +57,7 @@ class PartProfile:
     compared: Compared
     targets: Counter[str]  # samples by what their targets count for
     statistics: dict[str, Counter[str]]  # samples by their value of each statistic
-    labelled: dict[str, int]  # of class numbers and tokens that are none of the classes: a sample, by its number
+    labelled: dict[str, int]  # by a class number or token that is none of the classes: a sample's number
     not_finite: dict[int, str] = field(default_factory=dict)  # by the sample's number: the leaf with NaN or infinity
     undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; it is not compared
 
@@ -69,14 +69,14 @@ class ItemMeasurer:
     items: Items
     kind: str  # what a target is, as in the profile
     classes: int  # number of classes that have names
-    dimensions: list[dict[str, int]]  # of the leaves of inputs and targets of the first training sample
+    dimensions: list[dict[str, int]]  # number of dimensions by leaf, of inputs and of targets, in training sample 0
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
         read = [self.items.read_item(sample, 0, None) for sample in samples]
         names = [f"{NAMES[self.items.side]} sample {sample}" for sample in samples]
         inputs, targets = (
             {
-                name: [convert_leaf(leaf) for leaf in values]
+                name: [leaf_to_array(leaf) for leaf in values]
                 for name, values in group_leaves(kind, leaves, names).items()
             }
             for kind, leaves in zip(("inputs", "targets"), zip(*read, strict=True), strict=True)
@@ -105,11 +105,11 @@ def measure_item_set(
     items = {side: Items(data, side) for side in NAMES}
     with keep_random_state():
         first = items["train"].read_item(0, 0, None)
-    named = [{name: convert_leaf(leaf) for name, leaf in name_leaves(leaves).items()} for leaves in first]
+    named = [{name: leaf_to_array(leaf) for name, leaf in name_leaves(leaves).items()} for leaves in first]
     dimensions = [{name: leaf.ndim for name, leaf in leaves.items()} for leaves in named]
-    alone = {name: leaf[np.newaxis] for name, leaf in named[1].items()}
-    profile.target_shape = [*alone[""].shape[1:]] if "" in alone else []
-    profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
+    batch_of_one = {name: leaf[np.newaxis] for name, leaf in named[1].items()}
+    profile.target_shape = [*batch_of_one[""].shape[1:]] if "" in batch_of_one else []
+    profile.targets = kind_of_targets(batch_of_one.get("", batch_of_one), data.classes, of_pictures=data.pictures)
     measurers = [ItemMeasurer(each, profile.targets, len(data.classes), dimensions) for each in items.values()]
     pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[Compared]()
     with closing(pool) if pool else nullcontext():
@@ -164,8 +164,8 @@ def add_split(
     return Compared._make(map(np.concatenate, zip(*compared, strict=True)))
 
 
-def convert_leaf(leaf: Any) -> NDArray[Any]:
-    """Return a leaf as an array; an object, for a collate of the user's own, is in an array []."""
+def leaf_to_array(leaf: Any) -> NDArray[Any]:
+    """Return a leaf as an array; what NumPy cannot hold as numbers or texts is in an object array []."""
     try:
         found = np.asarray(leaf)
     except (TypeError, ValueError):
@@ -177,9 +177,10 @@ def convert_leaf(leaf: Any) -> NDArray[Any]:
 
 
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
-    """Tell targets' kind by dtype and shape: integers [n] are CLASSES, float 0/1 rows LABELS, other integers TOKENS.
+    """Return the kind of targets by their dtype and shape; OTHERS for no array of numbers.
 
-    With ``of_pictures`` [n, h, w] are MASKS, and integers of 0 and 1 [n, k] LABELS. Else NUMBERS; OTHERS for no array.
+    Integers [n] are CLASSES, floats [n, k] of 0 and 1 LABELS, other integers TOKENS, all else NUMBERS. With
+    ``of_pictures`` [n, h, w] are MASKS, integers [n, k] of 0 and 1 LABELS, and other integers NUMBERS.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
@@ -199,11 +200,11 @@ def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: boo
 def measure_leaves(
     samples: Sequence[int], inputs: Mapping[str, Values], targets: Mapping[str, Values], kind: str, classes: int
 ) -> PartProfile:
-    leaves, not_finite = dict[str, Counter[str]](), dict[int, str]()
+    by_leaf, not_finite = dict[str, Counter[str]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
         for name, values in named.items():
             called = f"{side} {name}".rstrip()
-            leaves |= count_leaf(called, values, with_numbers=side == "inputs" or kind == OTHERS)
+            by_leaf |= count_leaf(called, values, with_numbers=side == "inputs" or kind == OTHERS)
             if not has_numbers(values):
                 continue
             for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
@@ -217,7 +218,7 @@ def measure_leaves(
             labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
             labelled = find_unnamed(samples, values, classes)
-    return PartProfile(Compared(np.array(samples, np.int64), labels, digests), counted, leaves, labelled, not_finite)
+    return PartProfile(Compared(np.array(samples, np.int64), labels, digests), counted, by_leaf, labelled, not_finite)
 
 
 def has_numbers(values: Values) -> bool:
@@ -271,7 +272,7 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
 
 
 def count_targets(values: Values, kind: str) -> Counter[str]:
-    """Return how many samples count for each class, label, or range of (first) numbers or tokens, by ``kind``."""
+    """Return the number of samples by class, label, range of the first number, or range of tokens, as ``kind`` says."""
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))
     if kind == MASKS:
@@ -287,7 +288,7 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
 
 
 def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
-    """Return the smallest and largest class number or token outside 0..classes-1, with a sample that has it."""
+    """Return the smallest and largest class number or token outside 0..classes-1, each with a sample's number."""
     lowest = reduce_samples(values, lambda rows: np.where(rows == IGNORED_TOKEN, 0, rows).min(1, initial=0))
     highest = reduce_samples(values, lambda rows: rows.max(1, initial=0))
     ends = {str(lowest.min()): int(lowest.argmin()), str(highest.max()): int(highest.argmax())}

@@ -18,7 +18,7 @@ class SplitProfile(DataClassJsonMixin):
 
     samples: int = 0
     # Number of samples by class number; a sample of several labels, or a mask, counts for each class that it has. Of
-    # numbers to predict: number of samples by the range of the first one; of tokens: by each range that it has one in.
+    # numbers to predict: number of samples by the range of the first one; of tokens: by each range that a token is in.
     labels: dict[str, int] = field(default_factory=dict)
     undecodable: int = 0
     # Number of samples by the value of each statistic: of encoded images "colour modes", "sizes" and "brightness", of
@@ -36,7 +36,7 @@ class DataProfile(DataClassJsonMixin):
     duplicates: int  # test samples with the pixels, or the inputs, of a training sample
     conflicts: int  # samples with the pixels, or the inputs, of a sample with another label
     bad: list[str]  # examples of samples that cannot be decoded, or are not finite, with the reason
-    labelled: dict[str, str]  # for a label, or token to predict, that is no class's number: a sample
+    labelled: dict[str, str]  # a sample by its label, or token to predict, that is no class's number
     duplicated: list[str]  # examples of duplicates
     conflicting: list[str]  # examples of conflicts
     targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS

@@ -87,6 +87,7 @@ def sample_numbers(data: EncodedSet, split: str) -> Indices:
 
 def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, threads: int) -> Iterator[PartProfile]:
     def measure_image(number: int, encoded: Encoded) -> tuple[int, int, int, tuple[str, ...], str]:
+        """Return number, label, digest, value of each of STATISTICS, and why it cannot be decoded ("": it can)."""
         try:
             pixels = decode_image(encoded.content)
             with open_with_pillow(encoded.content) as image:
@@ -113,12 +114,12 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
 
 
 def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
-    """Add duplicates and conflicts among the samples of the training and the test split to the profile."""
+    """Add duplicates and conflicts to the profile; ``compared`` is of the training split, then of the test split."""
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(*compared, strict=True))
     in_test = np.arange(len(numbers)) >= len(compared[0].numbers)
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
     shared = np.flatnonzero(sizes[group] > 1)
-    shared = shared[np.lexsort((shared, group[shared]))]  # grouped by pixels; in a group training comes first
+    shared = shared[np.lexsort((shared, group[shared]))]  # grouped by digest; in a group training comes first
     starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
 
     def name_at(place: int) -> str:

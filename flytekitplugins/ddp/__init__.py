@@ -48,7 +48,7 @@ class DDP:
 
 
 class DDPTask:
-    """Stands for the task types of this plugin: a call returns the one that the configuration's engine needs."""
+    """Stands for the task types of this plugin: a call returns a task of the type that the configuration needs."""
 
     def __new__(cls, task_config: DDP, task_function: Callable[..., Any], **options: Any) -> Any:
         from flytekitplugins.ddp.task import make_task

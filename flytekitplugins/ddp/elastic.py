@@ -67,7 +67,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
 
         memory_kills = count_out_of_memory_kills()
-        workers = copy(self)  # of which the plugin sends the function
+        workers = copy(self)  # the plugin sends this copy's function to the workers
         workers._task_function = function
         try:
             with hide_main_script(), silence_elastic_logs(), elastic_pods.end_after_rank_0(IgnoreOutputs):
@@ -109,6 +109,6 @@ def run_worker(call: Call, run: str) -> bytes | None:
         # Elastic itself would send tensors as shared memory, which goes with the worker.
         return pickle_by_value(run_in_folder(call, run, Request(), elastic.launch))
 
-    when_written.set([])
+    when_written.set([])  # whose actions are dropped: the pod records the result
     with translate_errors_for_flyte():
         return elastic.run_in_worker(lead)

@@ -66,7 +66,7 @@ def translate_errors_for_flyte() -> AbstractContextManager[None]:
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Raise a UserError of the block, around a task's ``dispatch_execute``, as the user's mistake.
+    """Raise a UserError of the block, around a task's ``dispatch_execute``, as Flyte's error for a user's mistake.
 
     flytekit reports any error before the body, such as of an input's conversion, as the system's.
     """

@@ -28,7 +28,7 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
 
 
 def replace_file_or_module(value: Any) -> Any:
-    """Return the address of a file of Flyte's, a digest of a module, the fields of a dataclass or pydantic model."""
+    """Return a Flyte file's address, a digest of a module, a dataclass's or pydantic model's fields, else the value."""
     if isinstance(value, Remote):
         return str(value.remote_source or value.path)
     if hasattr(value, "state_dict") and not isinstance(value, type):  # all attempts get the same weights from Flyte

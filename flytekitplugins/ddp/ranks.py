@@ -48,7 +48,7 @@ def find_task_function(module: str, name: str, root: str) -> Any:
 
 
 def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], raw_output: str, literals: bool) -> Call:
-    """Return the Call of :func:`run_body` for a task: by name if its module has the task so named, else by value."""
+    """Return the Call of :func:`run_body` for a task, its function by name if found in its module, else by value."""
     function = task.task_function
     code, own_code = digest_code(function)
     module, name = function.__module__, function.__name__
@@ -94,7 +94,7 @@ def run_body(
 
 
 def convert_outputs(value: Any, kinds: Sequence[Any]) -> Any:
-    """Return a body's outputs, NumPy's and tensors' numbers as Python's own where one of ``kinds`` is a number's."""
+    """Return a body's outputs, NumPy's and torch's numbers as Python's where ``kinds`` has bool, int, float or str."""
     if not isinstance(value, tuple):
         return value.item() if kinds and kinds[0] in (bool, int, float, str) and hasattr(value, "item") else value
     parts = [convert_outputs(part, kinds[place : place + 1]) for place, part in enumerate(value)]

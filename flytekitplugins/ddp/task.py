@@ -38,7 +38,7 @@ received: ContextVar[LiteralMap | None] = ContextVar("received", default=None)  
 
 
 class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit leaves untyped
-    """A task whose body runs on ranks; a base of the task types here, before that of an engine's plugin."""
+    """A task whose body runs on ranks. Its subclasses name it before the type of an engine's plugin."""
 
     ddp: DDP
     has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files

@@ -134,8 +134,8 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
 
     def talk() -> None:
         handle, _ = remote_handle(tmp_path)
-        handle.take(agent.receive("error"))
-        handle.take(agent.receive("exit"))
+        handle.handle_message(agent.receive("error"))
+        handle.handle_message(agent.receive("exit"))
         assert isinstance(find_root_cause([handle]), UserError)
         agent.launcher.send({"kind": "over", "error": None})
 

@@ -23,7 +23,7 @@ def test_results_and_events_of_ranks_elsewhere(tmp_path, monkeypatch, capfd) -> 
     monkeypatch.setattr(results, "PIECE_BYTES", 400)
     launcher, (pipe, theirs) = tmp_path / "launcher", Pipe()
     handle, rank = RemoteHandle(worker(0, pipe), "host", launcher, tmp_path), PipeEnd(theirs)
-    deliver = results.in_pieces(rank.send)
+    deliver = results.split_into_pieces(rank.send)
     (launcher / f"results/.full.{id(handle.results)}.tmp").mkdir(parents=True)  # in the way of its first piece
     for number in (1, 2):
         deliver("result", name="maps/large.bin", content=bytes([number]) * 1000)
@@ -32,7 +32,7 @@ def test_results_and_events_of_ranks_elsewhere(tmp_path, monkeypatch, capfd) -> 
         deliver("result", name=name, content=bytes(500) if name == "full" else b"")
     rank.send("completed")
     for message in handle.read_messages():
-        handle.take(message)
+        handle.handle_message(message)
     assert handle.completed
     assert (launcher / "results/maps/large.bin").read_bytes() == b"\2" * 1000
     assert (launcher / "results/empty").read_bytes() == b""
@@ -75,7 +75,8 @@ def test_a_checkpoint_does_not_wait_for_results() -> None:
     launcher, theirs = Pipe()
     rank = PipeEnd(theirs)
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(results.in_pieces(rank.send), "result", name="large", content=bytes(16 * results.PIECE_BYTES))
+        deliver, content = results.split_into_pieces(rank.send), bytes(16 * results.PIECE_BYTES)
+        pool.submit(deliver, "result", name="large", content=content)
         launcher.recv()  # the next piece is on its way
         pool.submit(rank.send, "saved", step=3)
         kinds = [launcher.recv()["kind"] for _ in range(16)]

@@ -12,7 +12,7 @@ import torch
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.remote import elastic_link
-from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.launch.supervise.failures import find_first_failure
 from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import translate_collective_errors
@@ -137,7 +137,7 @@ AT, LIMIT = "\n\nrank 1 is at:\nits stack\n\n", "600 s (FLYTE_DDP_TIMEOUT)"
     ],
 )
 def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:
-    assert str(first_failure(group, 600.0)).startswith(words)
+    assert str(find_first_failure(group, 600.0)).startswith(words)
 
 
 @pytest.mark.parametrize(("hosts", "worth_another_try"), [(("a", "a"), False), (("a", "b"), True)])
@@ -145,4 +145,4 @@ def test_collectives_that_fail_on_all_ranks_at_once_may_be_the_networks_fault(
     hosts: tuple[str, str], worth_another_try: bool
 ) -> None:
     group = [handle(rank, 1, "peer", host=host) for rank, host in enumerate(hosts)]
-    assert first_failure(group, 600.0).recoverable == worth_another_try
+    assert find_first_failure(group, 600.0).recoverable == worth_another_try

@@ -40,7 +40,7 @@ try:
 except Exception as raised:
     error = type(raised).__name__
 print(error)
-print("survivors:", [*(process.list_children(os.getpid()) - process.list_helpers())])
+print("survivors:", [*(process.list_children(os.getpid()) - process.list_helper_pids())])
 print("changed:", [name for name, value in mine().items() if value != before[name]])
 """
 

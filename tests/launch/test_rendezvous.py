@@ -24,7 +24,7 @@ from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import rank_handle
-from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.launch.supervise.failures import find_first_failure
 from flyte_ddp.launch.supervise.link import RankInfo, describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
@@ -184,7 +184,7 @@ def test_which_rank_failed_first_is_not_told_by_its_hosts_clock(tmp_path: Path, 
         group.append(RemoteHandle(worker(rank, pipe, host), host, tmp_path, tmp_path))
         agent.send({**describe_error(ValueError("of a rank")), "time": time_of_host})
     wait_and_handle_messages(group, StopRequest())
-    assert str(first_failure(group, 600.0)).startswith(f"rank {first}: ValueError: of a rank")
+    assert str(find_first_failure(group, 600.0)).startswith(f"rank {first}: ValueError: of a rank")
 
 
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", OutOfMemoryError), ("10.0.0.2", RankLostError)])
@@ -199,7 +199,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     counted[0] += 1
     theirs.close()
     wait_and_handle_messages([handle], StopRequest())
-    error = first_failure([handle], 600.0)
+    error = find_first_failure([handle], 600.0)
     assert (type(error), getattr(error, "recoverable", None)) == (expected, True)
     pipe.close()
 

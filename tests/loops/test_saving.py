@@ -109,7 +109,7 @@ def test_a_function_that_never_asks_has_8_seconds_to_save(tmp_path: Path, monkey
     saving.save(1, {"step": 1})
     saving.wait_until_written()
     begin = time.monotonic()
-    assert saving.save_now(60.0) == 1
+    assert saving.save_last(60.0) == 1
     assert 0.5 <= time.monotonic() - begin < 30
     saving.close()
 
@@ -173,7 +173,7 @@ def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     assert saving.load() == {"step": 1}
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(saving.save_now, 30.0)
+        asked = pool.submit(saving.save_last, 30.0)
         wait_until(saving.due)
         saving.save(2, {"step": 2})
         assert asked.result() == 2
@@ -189,7 +189,7 @@ def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path)
     saving = Checkpoints(tmp_path, NO_IDENTITY, None, 60.0)
     saving.save(1, {"step": 1})
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(saving.save_now, 30.0)
+        asked = pool.submit(saving.save_last, 30.0)
         wait_until(saving.due)
         saving.save(2, {"step": 2})
         saving.wait_until_written()

@@ -234,7 +234,7 @@ def test_the_constant_loss_is_that_of_the_best_constant_output(name: str, facts:
     columns = {key: column.double() for key, column in objective.columns(outputs, targets).items()}
     if (weights := objective.weights(targets)) is not None:
         columns["weight"] = weights.double().reshape(len(targets), -1).sum(1)
-    assert objective.constant_loss(columns) == pytest.approx(best_constant(objective, targets, shape), rel=1e-6)
+    assert objective.loss_of_best_constant(columns) == pytest.approx(best_constant(objective, targets, shape), rel=1e-6)
 
 
 def test_outputs_that_are_not_finite_are_not_measured() -> None:

@@ -117,16 +117,16 @@ def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
 def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
     """Which decides nothing, and so is none that counts."""
     gate.release("good")
-    found = gate.judge("good", counts=False)
+    found = gate.judge("good", may_promote=False)
     assert found.verdict.reason == "it has the champion's weights"
     assert found.verdict.challenger_score == pytest.approx(gate.runs["good"].test_accuracy)
     assert write_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
-    verdict = gate.judge("weak", counts=False).verdict
+    verdict = gate.judge("weak", may_promote=False).verdict
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert gate.release("weak").verdict.look == 2
     elsewhere = Registry(str(gate.folder / "elsewhere"), "digits")
-    found = gate.judge("good", registry=elsewhere, counts=False)
+    found = gate.judge("good", registry=elsewhere, may_promote=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
     assert "digits: Would be promoted" in write_page(found, "digits", gate.folder / "page.html").read_text()
 
@@ -179,7 +179,7 @@ def test_a_champion_that_cannot_be_evaluated(gate: DigitsGate, gone: str, monkey
     assert (gate.folder / "exports/model.onnx").exists() == (gone == "model.pt")
     assert gate.registry.read_champion() == entry
     with pytest.raises(UserError, match="cannot be evaluated"):
-        gate.judge("good", counts=False)
+        gate.judge("good", may_promote=False)
 
 
 def test_an_outage_is_no_verdict(gate: DigitsGate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_models_of_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lost = np.argsort(found.challenger.scores - found.champion.scores)[:40]
     table = tmp_path / "slices.csv"
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
-    verdict = gate.judge("weak", policy=Policy(slices=str(table), min_score=0.9999), counts=False).verdict
+    verdict = gate.judge("weak", policy=Policy(slices=str(table), min_score=0.9999), may_promote=False).verdict
     assert "slice 'hard' loses: F1 worse by " in verdict.reason
     assert "its F1 is " in verdict.reason
     checks = gate.judge("weak", policy=Policy(rule="not_worse", margin=0.02)).verdict.checks

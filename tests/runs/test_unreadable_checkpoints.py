@@ -15,7 +15,7 @@ from training_runs import QUIET
 from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
+from flyte_ddp.launch.remote.rendezvous import rewind_work
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
@@ -135,7 +135,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     cut(work / FOLDER / SLOTS[1])
     lost = Work("", None, Request(1), work, IDENTITY, QUIET)
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
-        resume_from_newest_checkpoint(lost, "a host is lost")
+        rewind_work(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
     write_failure_details(error, work)
     assert "no checkpoint yet" not in error.format_message()

@@ -76,7 +76,7 @@ def train(
 ) -> float:
     """Train as the library does: the host waits for the loss of the step before. Return the seconds from step 2 on."""
     last, begin = 0.0, 0.0
-    for step in clock.steps(range(steps)):
+    for step in clock.time_steps(range(steps)):
         if step == 1:
             device.busy.clear()
             begin = device.now
@@ -168,7 +168,7 @@ def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
     with pytest.raises(ArithmeticError), on_cpu("data"):
         raise ArithmeticError
     assert 0.0 < on_cpu.seconds["data"] <= on_cpu.total(), "a block that raises is counted"
-    assert [*on_cpu.steps("ab")] == ["a", "b"]
+    assert [*on_cpu.time_steps("ab")] == ["a", "b"]
     assert on_cpu.seconds.keys() == {"data"}, "a CPU waits for nobody"
 
 

@@ -19,7 +19,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import MachineError, RankError
-from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.launch.supervise.failures import find_first_failure
 from flyte_ddp.parallel.distributed import explain_failed_device, translate_collective_errors
 from flyte_ddp.run import Result
 from flyte_ddp.training.checkpointing import Checkpointer
@@ -120,7 +120,7 @@ def test_nccls_system_errors_are_worth_another_try(message: str, worth_another_t
     handles = [
         SimpleNamespace(rank=rank, error=report, exitcode=1, completed=False, lost=False, host="h") for rank in range(2)
     ]
-    assert first_failure(handles, 600.0).recoverable == worth_another_try
+    assert find_first_failure(handles, 600.0).recoverable == worth_another_try
 
 
 @pytest.mark.parametrize("kind", ["lost device", "full device"])

@@ -85,6 +85,7 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
         (["--hp", "file.yaml"], "learning_rate: [", "--hp file.yaml: is not valid YAML: .*, line 1, column 17"),
         (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
+        (["--hp=nowhere.json"], "", "--hp nowhere.json: No such file or directory; give"),
     ],
 )
 def test_inputs_that_cannot_be_read(
@@ -99,6 +100,7 @@ def test_inputs_that_cannot_be_read(
     [
         ("training trainin_wf", "'trainin_wf' not found in module 'workflows.training'; choose one of "),
         ("prediction predict_wf --images nothing-here", "--images 'nothing-here': is no such file or folder"),
+        ("prediction predict_wf --images=nothing-here", "--images 'nothing-here': is no such file or folder"),
     ],
 )
 def test_a_name_or_a_path_that_is_not_there_is_one_sentence(

@@ -9,6 +9,6 @@ rank is to run, with the rank's ticket, and calls ``Rendezvous.run_ranks``; test
 - On RankEndedError the engine starts that agent again, up to ``launch``'s ``retries=`` times. ``check_engine`` raises
   UnreachableError when an agent will not come (again).
 - The rendezvous closes before the engine waits for its agents or kills them: they end when the connection does.
-- ``launch(work, *, retries=0, hosts_to_come=0)`` waits for that many hosts first, as for those of a new cluster.
+- ``launch(work, *, retries=0, hosts_to_come=0)`` first waits for ``hosts_to_come`` hosts, as of a new cluster.
 - ``RankInfo.local_rank`` counts among the GPUs that the agent's process sees.
 """

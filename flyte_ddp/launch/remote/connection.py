@@ -66,7 +66,10 @@ def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
 
 
 def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
-    """Connect to the launcher by one of the ticket's addresses, trying each for up to 20 s, and return the pipe."""
+    """Connect to the launcher, introduce this rank, and return the open pipe.
+
+    Tries each of the ticket's addresses for up to 20 s; if all fail, raises the last one's error.
+    """
     failure: Exception = OSError("the launcher has no address")
     for host in ticket.hosts:
         try:
@@ -76,14 +79,14 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
                 hello = {"rank": ticket.info.rank, "host": connected.getsockname()[0], "folder": own_folder}
                 with authenticated_pipe(connected, ticket.key, AGENT, CONNECT_SECONDS) as pipe:
                     pipe.send({**hello, "code": package_digest()})
-                    return pipe
+                    return pipe  # which stays open after the block
         except (OSError, EOFError, AuthenticationError) as error:
             failure = error
     raise failure
 
 
 def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
-    """Write the files that come before the work into ``folder``; return the work, and this host's address for ranks."""
+    """Write files that precede the work into ``folder``; return work and this host's address; RunOverError if over."""
     while (message := pipe.recv())["kind"] != "work":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
@@ -100,11 +103,11 @@ class WorkerConnection:
 
     rank: int
     host: str  # the agent's address as the agent sees it
-    folder: Path | None  # where it keeps the run's files; None: it sees the launcher's output folder
+    folder: Path | None  # where the agent keeps the run's files; None: the agent sees the launcher's output folder
     code: str  # digest of the agent's library
     pipe: Connection
-    seen_at: str  # its address as the launcher sees it
-    reached_at: str  # the launcher's address that it connected to
+    seen_at: str  # the agent's address as the launcher sees it
+    reached_at: str  # the launcher's address that the agent connected to
 
     @property
     def is_on_launcher_host(self) -> bool:
@@ -123,7 +126,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             authenticated_pipe(connected, key, LAUNCHER, HELLO_SECONDS) as pipe,
         ):
             hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
-            # Another build's may have more values, or fewer; whoever takes it compares ``code``.
+            # Another build's hello may have more values, or fewer: gather_agents compares ``code``.
             said: dict[str, Any] = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
             seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
             arrived.put(WorkerConnection(**said, pipe=pipe, seen_at=seen_at, reached_at=reached_at))
@@ -137,7 +140,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             else:  # in a thread, so that a slow peer delays no other
                 threading.Thread(target=queue_if_authenticated, args=[connected], name="agent", daemon=True).start()
 
-    server.settimeout(WAIT_SECONDS)  # where shutting it down does not end its wait
+    server.settimeout(WAIT_SECONDS)  # where shutting the server down does not end accept()
     accepting = threading.Thread(target=accept, name="agents", daemon=True)
     accepting.start()
     try:

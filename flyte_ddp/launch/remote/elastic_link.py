@@ -28,7 +28,7 @@ NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before oth
 
 
 class WorkerLink(Link):
-    """An Elastic worker's connection to rank 0, which also receives the run's outcome; make it in the rank's thread."""
+    """An Elastic worker's connection to rank 0, which also gets the run's outcome; create it in the rank's thread."""
 
     def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
         self.outcome: Future[BaseException | None] = Future()
@@ -50,11 +50,11 @@ class WorkerLink(Link):
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:
-        """Set the run's first outcome; for an error, exit this process if it still runs after 2 s (rank 0: 10 s)."""
+        """Set the run's outcome, once; for an error, exit this process unless the rank ends in 2 s (rank 0: 10 s)."""
         if self.outcome.done():
             return
         if isinstance(outcome, RankError):
-            time.sleep(NOTICE_SECONDS)  # Elastic reports the worker that it sees exit first: the killed one should be
+            time.sleep(NOTICE_SECONDS)  # Elastic reports the first worker that it sees exit: let that be the killed one
         self.outcome.set_result(outcome)
         if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler

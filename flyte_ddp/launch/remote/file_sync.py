@@ -30,7 +30,7 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write a message of :func:`read_file_as_messages` into a folder; until its last piece a file is ``.NAME.tmp``."""
+    """Write a piece of a file into ``folder``: to ``.NAME.tmp`` until the last piece, but to metrics.jsonl itself."""
     path = folder / message["name"]
     partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
     try:
@@ -57,7 +57,7 @@ class FileSender:
         self.metrics_sent = size_or_zero(folder / METRICS)  # bytes
 
     def send_changes(self, *, all_files: bool = False) -> None:
-        """Send new lines of metrics.jsonl and changed checkpoints, or ``all_files`` that have changed."""
+        """Send new lines of metrics.jsonl and changed checkpoints, or with ``all_files`` every changed file."""
         metrics = self.folder / METRICS
         if (size := size_or_zero(metrics)) != self.metrics_sent:
             for piece in read_file_as_messages(metrics, METRICS, min(self.metrics_sent, size)):

@@ -34,8 +34,8 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
     with connection.open_local_folder(ticket) as folder:
         try:
             pipe = connection.connect_to_launcher(ticket, folder)
-        except (EOFError, OSError, AuthenticationError) as error:  # of another program's port, too
-            return isinstance(error, ConnectionRefusedError)
+        except (EOFError, OSError, AuthenticationError) as error:  # also where another program has the port by now
+            return isinstance(error, ConnectionRefusedError)  # nobody listens any more: the run is over
         sending = threading.Lock()
 
         def send(message: dict[str, Any]) -> None:
@@ -56,6 +56,7 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
 
 
 def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
+    """Get the rank's work, relay until the run is over, and return True; RunOverError if that is before the work."""
     try:
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
@@ -76,18 +77,18 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
 
 
 def relay_messages(handle: RankHandle, pipe: Connection, send: Send, files: FileSender | None) -> bool:
-    """Relay until the rank exits, send ``files``, obey the launcher; return whether "over" had come."""
+    """Relay messages, and changes of ``files``, until the rank exits; return whether the launcher has sent "over"."""
     over = False
 
     def send_from_rank(message: dict[str, Any]) -> None:
-        if files is not None:  # they go before the message that is about them
+        if files is not None:  # first, because the message may be about them
             files.send_changes(all_files=message["kind"] == "completed")
         send(message)
 
     while True:
         ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files else None)
         ended = handle.poll_exit()  # before its messages are read, so that none of them is missed
-        for message in handle.read_messages():  # sending counts as time of reading
+        for message in handle.read_messages():  # for a limited time, which includes the sending
             send_from_rank(message)
         if ended:
             send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
@@ -108,6 +109,6 @@ def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Send) -> Non
     elif message["kind"] == "stack":
         send({"kind": "stack", "text": handle.read_stack()})
     elif message["kind"] == "save" and not handle.has_started():
-        send({"kind": "saved", "step": handle.resumes_after})
+        send({"kind": "saved", "step": handle.resumed_step})
     else:
         handle.send(**message)

@@ -79,7 +79,7 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure, gathers restarted agents. ``check_engine`` raises if an agent will not come.
+        After a recoverable failure gathers agents anew and resumes. ``check_engine`` raises if an agent will not come.
         """
         failure: BaseException | None = None
         num_ranks = self.work.world.num_ranks
@@ -89,7 +89,7 @@ class Rendezvous:
                 try:
                     self.gather_agents(group, num_ranks, stop, check_engine)
                     if failure is not None:
-                        self.work = resume_from_newest_checkpoint(self.work, str(failure).splitlines()[0])
+                        self.work = rewind_work(self.work, str(failure).splitlines()[0])
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
                     send_work_in_turn(group, work, stop)
@@ -98,8 +98,8 @@ class Rendezvous:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
                         failure = error
                         continue
-                    came_not_again = isinstance(error, UnreachableError) and len(group) < num_ranks
-                    failure = failure if failure is not None and came_not_again else error
+                    no_retry_came = isinstance(error, UnreachableError) and len(group) < num_ranks
+                    failure = failure if failure is not None and no_retry_came else error
                     for handle in group:
                         handle.send("over", error=failure)  # which tells agents that no retry follows
                     raise failure from None
@@ -113,7 +113,7 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Fill ``group``; UnreachableError after 300 s, StoppedError on a stop, UserError for other library sources."""
+        """Wait for all agents, and fill ``group``; UnreachableError after 300 s, UserError for other library code."""
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         while len(found) < num_ranks:
@@ -195,13 +195,13 @@ class RemoteHandle(RankHandle):
             )
         super().send_work(work)
 
-    def take(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Keep what a message tells of the rank, and write its piece of a file or of a result, or its event.
 
         Drops "port", which the supervisor hands on before: it can come only after the work.
         """
         if message["kind"] == "error" and not self.worker.is_on_launcher_host:
-            message["time"] = time.monotonic()  # another host's clock has told its own
+            message["time"] = time.monotonic()  # the report has the time of another host's clock
         if message["kind"] == "exit":
             self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
         elif message["kind"] in ("stack", "stored"):
@@ -211,7 +211,7 @@ class RemoteHandle(RankHandle):
         elif message["kind"] in ("result", "event"):
             self.results.write(**message)
         else:
-            super().take(message)
+            super().handle_message(message)
 
     def read_stack(self) -> str:
         self.answer = None
@@ -228,24 +228,24 @@ class RemoteHandle(RankHandle):
         self.pipe.close()
 
     def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:
-        """Take messages until it is enough or too late, or the rank's exit code has come, which is the last one."""
+        """Take messages until ``is_enough()`` or the rank's exit code, which comes last; at most for ``seconds``."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
             while self.exitcode is None and not is_enough():
                 if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     return
-                self.take(self.pipe.recv())
+                self.handle_message(self.pipe.recv())
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:
     for handle in group:
         handle.send_work(work)
         if stop.signal is not None:
-            raise stop_error(stop.signal, handle.resumes_after)
+            raise stop_error(stop.signal, handle.resumed_step)
 
 
-def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
-    """Rewind the output folder to its newest checkpoint, print ``why``, and return the work with that, if any."""
+def rewind_work(work: Work, why: str) -> Work:
+    """Rewind the output folder to its newest checkpoint, or to the start; print ``why``; return the work to do then."""
     found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
     if work.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"

@@ -12,7 +12,7 @@ MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
 OWN = ("own", "machine", *MISTAKES)  # causes of a report that are no consequence of another rank's failure
 
 
-def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
+def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
     """Return the error of the rank that failed first; ``timeout``, the ranks' limit in seconds, is for its text."""
     if (error := find_root_cause(group)) is not None:
         return error
@@ -75,7 +75,7 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     shown = reports[:1] if missing else reports
     tracebacks = [f"{format_rank_error(error)}\n\n{error['traceback']}" for error in shown]
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
-    # A rank that ended may not end again; a hang may be the code's own.
+    # A lost rank may be the host's fault alone; a timeout may be a hang of the code, in each attempt anew.
     kind = RankLostError if recoverable and not late else RankError
     of_system = any("unhandled system error" in error["message"] for error in reports)  # NCCL's: no operation's fault
     return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable or of_system)

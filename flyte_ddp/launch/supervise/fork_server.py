@@ -37,7 +37,7 @@ END = signal.SIGUSR2  # makes the server kill its ranks with all that they have 
 
 
 class ForkedHandle(ProcessHandle):
-    """A rank forked by the rank server, a process that sends the rank's id and then its exit code by ``exit_pipe``."""
+    """A rank forked by the rank server, which sends the process's id and at its end the exit code, by ``exit_pipe``."""
 
     def __init__(
         self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, exit_pipe: Connection
@@ -87,7 +87,7 @@ class RankPipes:
 
 
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
-    """Start the rank server, which forks the ranks, and append their handles to ``group``; they wait for their work."""
+    """Start the rank server, which forks the ranks, and append their handles to ``group``; ranks then wait for work."""
     with spawn_context() as context:
         pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
         ranks = [RankPipes(info, *(theirs for _, theirs in ends)) for info, ends in zip(infos, pipes, strict=True)]
@@ -122,7 +122,7 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
     signal.signal(END, kill_ranks_and_exit)
     die_with_parent(END)
     launcher = multiprocessing.parent_process()
-    # If the parent is another, the launcher ended before die_with_parent was called.
+    # With another parent now, the launcher ended before die_with_parent was called.
     while running and launcher is not None and os.getppid() == launcher.pid:
         pid, status = os.wait()
         if pid in running:  # else it was an orphan of a rank

@@ -16,8 +16,8 @@ from typing import Any
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.network import set_network_interface
 
-GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, and its words, in its errors' texts
-TORCH_TIMEOUTS = ("timed out", "timeout")  # of torch's stores and NCCL, where users' code waits in them
+GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # parts of the texts of gloo's errors: a source file, and words
+TORCH_TIMEOUTS = ("timed out", "timeout")  # parts of the texts of NCCL's errors, and of torch's stores'
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 OfferSaving = Callable[[SaveFunction], None]
@@ -41,7 +41,7 @@ class PipeEnd:
         self.pipe, self._sending = pipe, threading.Lock()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message, from any thread, unless the other side is gone; wait, without a limit, for the pipe."""
+        """Send a message, from any thread, if the other side lives; wait without a limit while the pipe is full."""
         with self._sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 
@@ -129,7 +129,7 @@ def shorten_text(text: str) -> str:
 def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
-    One of "mistake", "unreachable", "machine", "timeout" (of a collective), "peer" (one failed before that), "own".
+    One of "mistake", "unreachable", "machine", "timeout" (of a collective), "peer" (another failed first), "own".
     """
     for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
         if isinstance(error, kind):

@@ -37,7 +37,7 @@ class Rank:
         self.store: Store | None = None  # the ranks' common store; join() alone sets it
 
     def open_store(self) -> TCPStore:
-        """Open the ranks' common store, at which groups by ``env://`` meet, too; rank 0 serves it at a free port."""
+        """Open the ranks' common store, also for ``env://`` groups. Rank 0 serves it; others wait for its address."""
         info, link, timeout = self.info, self.link, timedelta(seconds=self.work.settings.timeout)
         with translate_collective_errors():
             if info.rank != 0 and link is not None:
@@ -49,7 +49,7 @@ class Rank:
                 port = server.getsockname()[1]
                 store = TCPStore(
                     "127.0.0.1",
-                    port,  # 0 would do, but torch keeps closed stores' ports, and fails for groups at one that returns
+                    port,  # 0 would do, but torch keeps closed stores' ports, and its groups fail at one that recurs
                     info.world_size,
                     is_master=True,
                     timeout=timeout,
@@ -79,7 +79,7 @@ class Rank:
             )
 
     def join(self) -> None:
-        """Join torch's process group, and wait for all ranks, which must all call this, unless there is only one."""
+        """Join torch's process group, as all ranks must, and wait for all; do nothing if there is only one rank."""
         if self.info.world_size > 1:
             if self.info.store:  # a TCPStore looks up names of hosts, and would wait for a resolver that is down
                 self.store = FileStore(self.info.store, self.info.world_size)
@@ -117,7 +117,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
             torch.cuda.set_device(info.local_rank)
         deliver: results.Deliver = results.ResultWriter(work.output_folder).write
         if link is not None and not work.sees_run_folder:
-            deliver = results.in_pieces(link.send)
+            deliver = results.split_into_pieces(link.send)
         with results.deliver_results(deliver, info.rank), warnings.catch_warnings():
             pkgutil.resolve_name(work.function)(rank)
         rank.leave()
@@ -126,7 +126,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
 def keep_freed_memory(keep: bool = True) -> None:
     """Make glibc keep freed memory in this process for later steps; with ``keep`` False set glibc's defaults again.
 
-    Otherwise glibc returns it to the kernel, and each step has page faults, which are slow in virtual machines.
+    Otherwise glibc returns such memory to the kernel, and each step has page faults, slow in virtual machines.
     """
     set_malloc_option(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes

@@ -22,7 +22,7 @@ STACK_SECONDS = 1.0
 
 
 class RankHandle(PipeEnd):
-    """What a launcher knows of a rank, and how it talks to it; ``pipe`` leads to the rank or to its agent."""
+    """What a launcher knows of a rank, and how it talks to the rank; ``pipe`` leads to the rank or to its agent."""
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
         super().__init__(pipe)
@@ -34,7 +34,7 @@ class RankHandle(PipeEnd):
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
         self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
         self.completed = False  # whether the rank has said that it has completed
-        self.resumes_after = 0  # step of the checkpoint that the work resumes from
+        self.resumed_step = 0  # step of the checkpoint that the work resumes from
         self.saved: int | None = None  # step of the checkpoint that the rank was asked for
         self.stop_requested = False  # whether the rank, or its agent, got SIGTERM
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
@@ -66,11 +66,11 @@ class RankHandle(PipeEnd):
         return [*end, *([self.pipe] if self.listening else [])]
 
     def send_work(self, work: Any) -> None:
-        self.resumes_after = work.checkpoint.step if work.checkpoint else 0
-        self.send("work", work=pickle.dumps(work), saved=self.resumes_after, network=self.network)
+        self.resumed_step = work.checkpoint.step if work.checkpoint else 0
+        self.send("work", work=pickle.dumps(work), saved=self.resumed_step, network=self.network)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come from the rank, for up to 0.1 s, or all if it has ended."""
+        """Yield the messages that have come from the rank, for up to 0.1 s, or all if the rank has ended."""
         deadline = time.monotonic() + READ_SECONDS if self.exitcode is None else math.inf
         try:
             while self.listening and time.monotonic() < deadline and self.pipe.poll():
@@ -78,7 +78,7 @@ class RankHandle(PipeEnd):
         except (EOFError, OSError):
             self.listening = False
 
-    def take(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         if message["kind"] == "error":
             self.error = message
         elif message["kind"] == "completed":
@@ -117,7 +117,7 @@ class ProcessHandle(RankHandle):
 
     def send_work(self, work: Any) -> None:
         """Keep the work until the rank says that it listens: large work does not fit into a pipe that nobody reads."""
-        self.work, self.resumes_after = work, work.checkpoint.step if work.checkpoint else 0
+        self.work, self.resumed_step = work, work.checkpoint.step if work.checkpoint else 0
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
         for message in super().read_messages():

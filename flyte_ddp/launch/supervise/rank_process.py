@@ -33,18 +33,19 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     with call_on_signals((signal.SIGTERM,), lambda: link.send("stop")):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         code = run_and_report(info, link)
-        # Without the clean-up that waits for peers, which may be gone, and takes a second to take torch apart.
+        # Skips Python's clean-up, which would wait for peers that may be gone, and take a second to free torch.
         os._exit(code)
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
+    """Run the rank's work, report its end or its error to the launcher, and return the process's exit code."""
     try:
         from flyte_ddp.launch.supervise.rank import run_rank
 
-        pkgutil.resolve_name(info.function)
+        pkgutil.resolve_name(info.function)  # imports torch and the function's module while the work is on its way
         run_rank(link.receive_work().prepare_on_host(), info, link.offer_saving, link)
     except BaseException as error:
-        flush_output()  # before the report: when the launcher has it, it ends this process
+        flush_output()  # before the report, on which the launcher ends this process
         link.report_error(error)
         return 1
     flush_output()

@@ -43,7 +43,7 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
 
 
 class StopRequest:
-    """A request to stop. ``signal`` is None until it is made; then ``reader`` is ready for ``connection.wait``."""
+    """A request to stop. ``signal`` is None until the request; then ``reader`` is ready for ``connection.wait``."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 
 from flyte_ddp.errors import RankLostError
-from flyte_ddp.launch.supervise.failures import NO_STACK, find_root_cause, first_failure
+from flyte_ddp.launch.supervise.failures import NO_STACK, find_first_failure, find_root_cause
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.settings import Settings
@@ -23,14 +23,14 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, settings: Se
     Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to the settings' ``save_seconds``.
     """
     deadline = time.monotonic() + START_SECONDS
-    seconds: float | None = 0.0  # at first: a failure, or a stop, that came while work was sent is known already
+    seconds: float | None = 0.0  # no wait at first: a failure or a stop may have come while work was sent
     while not all(handle.completed for handle in group):
         wait_and_handle_messages(group, stop, seconds, stop_ends_wait=True)
         if any(handle.failed for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
             wait_for_root_cause(group, stop)
-            raise first_failure(group, settings.timeout)
+            raise find_first_failure(group, settings.timeout)
         if stop.signal is not None:
             raise stop_error(stop.signal, request_checkpoint(group, stop, settings.save_seconds))
         late = next((handle for handle in group if not handle.has_started()), None)
@@ -46,7 +46,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, settings: Se
 def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
-    """Wait up to ``seconds`` until a rank sends or ends, or a stop is requested; handle the messages so far."""
+    """Wait up to ``seconds`` for a rank to send or end (``stop_ends_wait``: or for a stop), and handle the messages."""
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
     for handle in group:
@@ -56,7 +56,7 @@ def wait_and_handle_messages(
                 for other in group[1:]:
                     other.send("address", host=handle.host, port=message["port"])
             else:
-                handle.take(message)
+                handle.handle_message(message)
         if handle.stop_requested:
             stop.make_request(signal.SIGTERM)
         if handle.exitcode is not None:  # an agent sends it as the last message of its rank
@@ -73,10 +73,10 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 
 
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
-    """Have rank 0 save, and return its step, 0 without a checkpoint, None without an answer; handles all messages."""
+    """Have rank 0 save within ``seconds``; return the newest checkpoint's step: 0 without one, None for no answer."""
     leader = group[0]
     if not leader.has_started():
-        return leader.resumes_after
+        return leader.resumed_step
     leader.saved = None
     leader.send("save", seconds=seconds)
     deadline = time.monotonic() + seconds
