@@ -38,13 +38,21 @@ def label(number: int) -> int:
     return number % len(CLASSES)
 
 
-def write_shards(folder: Path, shards: int, per_shard: int, different: int = DIFFERENT) -> Path:
+def write_shards(folder: Path, shards: int, samples_per_shard: int, different: int = DIFFERENT) -> Path:
     """Images in shards, so many of them different; returns their index."""
 
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         return f"{number:07d}", {".jpg": content(number % different), ".cls": str(label(number)).encode()}
 
-    pack_samples(sample, shards * per_shard, folder, classes=CLASSES, per_shard=per_shard, seed=None, progress="off")
+    pack_samples(
+        sample,
+        shards * samples_per_shard,
+        folder,
+        classes=CLASSES,
+        samples_per_shard=samples_per_shard,
+        seed=None,
+        progress="off",
+    )
     return folder / "train.json"
 
 

@@ -20,10 +20,10 @@ MANY = f"ours, {MORE} x the shards"
 
 
 def measure(options: Options) -> Result:
-    per_shard = 20 if options.quick else 500
-    images = SHARDS * per_shard
-    few = generated_images.write_shards(options.folder / "few", SHARDS, per_shard)
-    many = generated_images.write_shards(options.folder / "many", SHARDS * MORE, per_shard)
+    samples_per_shard = 20 if options.quick else 500
+    images = SHARDS * samples_per_shard
+    few = generated_images.write_shards(options.folder / "few", SHARDS, samples_per_shard)
+    many = generated_images.write_shards(options.folder / "many", SHARDS * MORE, samples_per_shard)
     order: dict[str, Any] = {"batch_size": 64, "dataset": f"shards:{few}"}
     order |= {"chunks": write_chunks(options.folder / "chunks", images)}
     order |= {"test_dataset": f"shards:{generated_images.write_shards(options.folder / 'tests', 1, 10)}"}

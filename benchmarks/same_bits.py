@@ -116,7 +116,7 @@ def check(folder: Path, revision: str, *, quick: bool) -> bool:
     there, here = folder / "revision", folder / "working-tree"
     extract_library(revision, there)
     shutil.copytree(ROOT / LIBRARY, here / LIBRARY, ignore=shutil.ignore_patterns("__pycache__"))
-    generated_images.write_shards(folder / "shards", shards=4, per_shard=10)
+    generated_images.write_shards(folder / "shards", shards=4, samples_per_shard=10)
     generated_images.write_folder(folder / "images", 40)
     chosen = {name: COMMON | changes for name, changes in CONFIGURATIONS.items()}
     if quick:

@@ -36,7 +36,7 @@ def pack_shards(
             folder,
             split=split,
             name=name,
-            per_shard=samples_per_shard,
+            samples_per_shard=samples_per_shard,
             seed=seed,
             progress=read_settings().progress,
         )

@@ -122,7 +122,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
 
 
 def iterate_test_images(model: SavedModel, data: PreparedSet, channels: int) -> Iterator[Pixels]:
-    """Yield the test split's decodable images, uint8 [H, W, channels], not cropped nor resized; grey ones as RGB."""
+    """Yield the test split's decodable images, uint8 [H, W, channels], neither cropped nor resized."""
     if not isinstance(data, EncodedSet):
         items = Items(data, "test")
         for sample in range(data.test_samples):

@@ -189,8 +189,8 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
 def make_resize_matrix(inputs: Any, outputs: int) -> Tensor:
     """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
-    The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle as wide as two
-    pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt.
+    The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle that is 0
+    from one pixel of the coarser row away. ``inputs`` is an int, or torch's SymInt.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

@@ -134,7 +134,7 @@ class EncodedSamples(SampleLoader):
     def fit_to_square(
         self, image: Pixels, target: NDArray[Any], draws: NDArray[np.float64] | None, where: str
     ) -> tuple[Pixels, NDArray[Any]]:
-        """Return own code's image as a square in colour; crop a target of the image's height and width alike."""
+        """Return own code's image as a colour square; crop a mask of its size likewise; UserError for odd channels."""
         if image.shape[2] == 1:
             image = image.repeat(3, axis=2)
         if image.shape[2] != 3:

@@ -146,7 +146,10 @@ def open_image_reader(
 def open_item_splits(
     data: ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
 ) -> Splits:
-    """Return the splits of arrays, or of a set on demand; ``workers`` processes load what needs the user's own code."""
+    """Open the splits of arrays or of a set on demand, and start ``workers`` processes for the user's own code.
+
+    Raises UserError for inputs that ``mixup`` cannot mix.
+    """
     _, augment = import_own_loading(hp)
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup and isinstance(facts.inputs, LeavesSpec):
@@ -158,7 +161,8 @@ def open_item_splits(
     crop = "none" if augment else hp.augment
     options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "crop": crop, "image_size": hp.image_size}
     direct, by_processes = open_sources(data, {"train": augment, "test": None}, facts, device, workers, **options)
-    sources = {**by_processes, **direct}  # evaluations do without the user's code, if they can
+    # "train" is in both with an own augmentation: by processes for training, direct for validation.
+    sources = {**by_processes, **direct}
     training = Split(by_processes.get("train", sources["train"]), orders["training"])
     validation, test = Split(sources["train"], orders["validation"]), Split(sources["test"], orders["test"])
     return Splits(training, validation, test, facts.inputs, facts.targets)

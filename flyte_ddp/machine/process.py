@@ -121,6 +121,7 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
+    # The last call, if it comes to that, switches adoption on; it returns whether it was on before.
     adopts = in_main and not list_children(os.getpid()) - list_helper_pids() and not become_subreaper()
     try:
         yield

@@ -160,7 +160,10 @@ def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str =
 
 
 def choose_local_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return the device type for a request where there are so many GPUs; UserError if some rank cannot have one."""
+    """Return "cuda" or "cpu" for a request where there are ``gpus``; UserError if nccl or a rank lacks one.
+
+    ``who_has`` begins the error's sentence, such as "this process sees".
+    """
     device_type = choose_device_type(request.backend, gpus > 0, f"{who_has} no GPU", other_fix)
     if device_type == "cuda" and request.num_ranks > gpus:
         raise UserError(

@@ -175,7 +175,7 @@ def delete_parts(weights: Any, parts: Collection[str]) -> None:
 
 
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
-    """Remove, in place, prefixes that all names have, such as DDP's, if a name is then one of ``model_names``."""
+    """Remove shared prefixes, such as DDP's, in place, but only if that makes a name one of ``model_names``."""
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     names, prefixes = [*weights], []

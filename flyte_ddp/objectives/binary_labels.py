@@ -71,6 +71,7 @@ def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve
     """Return ROC and precision-recall curve of a label with positives and negatives, at 300 thresholds at most."""
     _, right, wrong = count_above(truth, scores)
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)
+    # At equal steps of the sum, which rises from 0 to 2 along the ROC curve.
     places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))
     x, y, precisions = (values[places].tolist() for values in (alarms, recall, precision))
     text = "Each point is a threshold, on the test samples. Grey: probabilities that say nothing."

@@ -49,6 +49,7 @@ class OwnOrder(ListedOrder):
         return chosen
 
     def call_function(self, epoch: int) -> Indices:
+        """Return the samples that the user's function chooses; UserError if they are not of this split."""
         chosen = np.asarray(self.choose_samples(self.listed.astype(np.int64), self.seed, epoch))
         if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
             raise UserError(

@@ -65,9 +65,9 @@ def batches(
     """Return this rank's samples of each global batch of an epoch: a ``batch_sampler`` for torch's DataLoader.
 
     Each epoch permutes all of 0..n-1, by ``seed`` and ``epoch`` alone; no sample is dropped or repeated, so the last
-    batch may be smaller. Multiply the mean loss of a rank's batch by its :meth:`RankBatches.loss_factors`. Layers that
-    compute over a whole batch, such as BatchNorm, also see samples with factor 0.0. ``batch_size`` is that of all ranks
-    together; ``epoch`` counts from 0; ``first`` batches are done in it, for a resume. Without ``rank`` and
+    batch may be smaller. Multiply the mean loss of a rank's batch by its :meth:`RankBatches.loss_factors`. A rank
+    without samples in a batch gets one with factor 0.0, which its BatchNorm sees, too. ``batch_size`` is that of all
+    ranks together; ``epoch`` counts from 0; ``first`` batches are done in it, for a resume. Without ``rank`` and
     ``num_ranks`` these are of torch's process group, else of torchrun's variables, else 0 of 1. Raises UserError for a
     number out of range.
     """

@@ -90,7 +90,7 @@ class SharedMemorySync(GradientSync):
                 bucket.has_gradient[own, index] = parameter.grad is not None
                 by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
             # Behind the barrier all ranks have written this half of the memory. A fast rank goes on in the other half,
-            # and comes back to this one only after the next barrier, when all have read it.
+            # and comes back to this one only after the next barrier, when all have read it: each changes ``turn``.
             self.memory.wait_at_barrier()
             exists = bucket.has_gradient.any(dim=0).tolist()
             for parameter, by_rank, has_gradient in zip(parameters, bucket.gradients, exists, strict=True):

@@ -103,7 +103,7 @@ def sync_checkpoints(
 
 
 def record_result(store: CheckpointStore) -> None:
-    """Note in the blob store that the attempt has a result; delete abandoned files for up to 30 s; ignore errors."""
+    """Note that the attempt has a result; delete old files of all the project's runs for up to 30 s; ignore errors."""
     with suppress(Exception):  # the result counts even if the blob store does not answer
         store.record_attempt_end(None)
     # In a thread, which a request that gets no answer does not hold up.

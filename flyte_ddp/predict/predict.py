@@ -88,7 +88,10 @@ def write_prediction_table(
 
 
 def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
-    """Predict batches and write a CSV row per sample; UserError without a decodable sample, or for changing columns."""
+    """Predict batches; write a CSV row for each sample, and files of masks into ``masks``.
+
+    Raises UserError if no sample can be decoded, or the columns change.
+    """
     writer: csv.DictWriter[str] | None = None
     waiting = list[dict[str, str]]()  # rows before the first sample that was decoded
     for batch in batches:

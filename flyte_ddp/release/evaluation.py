@@ -137,7 +137,7 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
     objective, truth = found.objective, found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None
-    # Own columns without a likelihood mean outputs that are no logits, of which no constant answer is known.
+    # With columns of its own and no likelihood the outputs are no logits, so a constant answer cannot be made.
     base = Multilabel if isinstance(objective, Multilabel) else Classification
     if overrides(objective, base, "columns") and "nll" not in found.columns:
         return None
@@ -149,7 +149,7 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
         truth = truth.long()
         counts = truth.bincount(minlength=objective.outputs)
         answers = [(counts / len(truth)).log().clamp(min=-SURE)]
-        if objective.main_measure != "accuracy":  # accuracy is equal for all answers with one first class
+        if objective.main_measure != "accuracy":  # which depends on the first class alone: the commonest, as above
             commonest = counts.topk(min(TRIED, len(counts))).indices
             answers += [*(functional.one_hot(commonest, len(counts)) * SURE)]
 

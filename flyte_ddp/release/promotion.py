@@ -36,8 +36,9 @@ def store_version(
 ) -> Version:
     """Upload a judged model with its verdict, and return the version; promote nothing.
 
-    ``beside`` are further files by their names. A stored version gets a revision only if the verdict promotes. Raises
-    a UserError if the verdict is on another model, or the weights are stored with another name or task.
+    ``beside`` are further files by their names. If the weights are stored already, writes a revision if the
+    verdict promotes, else nothing. Raises a UserError if the verdict is on another model, or the weights are stored
+    with another name or task.
     """
     name = file_digest(weights)
     if verdict.challenger != name:
@@ -82,7 +83,7 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    Reads all files of the version, which is the best from then on. ``once``: returns an earlier such entry of ``by``.
+    Verifies all files of the version; the entry also makes it the best one. ``once``: returns such an entry of ``by``.
     Raises a UserError for a missing version, the present champion, a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()

@@ -96,6 +96,7 @@ def p_value_of_integers(differences: Integers) -> float:
     """Return the p-value of the sign-flip test of whole numbers, with a relative error of about 1e-12."""
     values, counts = np.unique(np.abs(differences[differences != 0]), return_counts=True)
     total, lost = int(values @ counts), -int(differences[differences < 0].sum())
+    # P(a random negative part is at most ``lost``). It is symmetric about total / 2.
     if 2 * lost < total:
         return probability_of_at_most(lost, values, counts)
     return 1.0 - probability_of_at_most(total - lost - 1, values, counts, least=1e-17)

@@ -88,7 +88,7 @@ def pack(
     """
     from flyte_ddp.datasets.packing import pack_source  # a room above this one, which only this command uses
 
-    options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
+    options = {"samples_per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
     click.echo(f"{folder / name}.json: {format_counts(index)}")
 

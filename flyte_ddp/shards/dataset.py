@@ -171,7 +171,7 @@ class ShardReader:
             yield shard
 
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
-        """Start daemon threads that fetch shards in this order, up to ``most_ahead``; later reads raise the errors."""
+        """Let daemon threads fetch shards in order, at most ``most_ahead`` before their use; that raises errors."""
         state = self.state
         with state.lock:
             state.wanted |= {number: None for number in numbers if number not in state.ahead}

@@ -29,7 +29,7 @@ def pack_samples(
     *,
     classes: Sequence[str],
     name: str = "train",
-    per_shard: int = 1000,
+    samples_per_shard: int = 1000,
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
@@ -41,13 +41,17 @@ def pack_samples(
     samples make the same bytes. A failure leaves no files. Raises UserError if an argument is out of range, a file
     exists, or the folder cannot be written.
     """
-    for option, value, least in (("count", count, 1), ("samples_per_shard", per_shard, 1), ("seed", seed or 0, 0)):
+    for option, value, least in (
+        ("count", count, 1),
+        ("samples_per_shard", samples_per_shard, 1),
+        ("seed", seed or 0, 0),
+    ):
         if value < least:
             raise UserError(f"{option}={value}: must be at least {least}")
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
     classes = normalize_class_names(name, classes)
-    starts = range(0, count, per_shard)
+    starts = range(0, count, samples_per_shard)
     digits = max(6, len(str(len(starts) - 1)))  # as many for all shards, so that their names are in order
     paths = [folder / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
     index = resolve_index_output(folder / f"{name}.json")
@@ -61,7 +65,9 @@ def pack_samples(
     try:
         with map_in_threads(make_sample, order.tolist(), AHEAD) as made, track as advance:
             for path in paths:
-                samples = list(itertools.islice(made, per_shard))  # not in replace_file(), which explains OSErrors
+                samples = list(
+                    itertools.islice(made, samples_per_shard)
+                )  # not in replace_file(), which explains OSErrors
                 write_shard(path, samples, advance)
         shards = [str(path) for path in paths]
         return create_index(shards, index, name=name, classes=classes, ranges=False, progress="off")

@@ -98,7 +98,7 @@ class Checkpointer(CheckpointWriter):
         return self.newest_step
 
     def is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return True if losses and trained weights are finite, and torch.load(weights_only=True) takes the rest."""
+        """Return True if losses and trained weights are finite, and torch.load(weights_only=True) takes the model's."""
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
         # A user's state_dict may have other names.

@@ -29,7 +29,7 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState) -> str:
-    """Try an own model or objective on a few samples; return a warning (no copy, or :func:`describe_shift`), or ""."""
+    """Try an own model or objective on a few samples; return a warning (no copy, or wrong shift), or ""."""
     hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
         return ""
@@ -60,11 +60,11 @@ def try_evaluation(state: TrainingState) -> str:
             elif hp.sampling == "shuffled":  # another sampling may leave the sample out
                 try_samples(state, model, "training", sample, epoch=0)
         inputs, targets, _ = test.load_batch(first)
-        return describe_shift(state.objective, inputs, targets)
+        return warn_of_wrong_shift(state.objective, inputs, targets)
 
 
-def describe_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
-    """Return a warning if a language model would learn to copy its inputs, or the token after the next; else ""."""
+def warn_of_wrong_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
+    """Return a warning if a language model's targets are its inputs, or would be shifted twice; else ""."""
     if not isinstance(objective, Language) or not isinstance(targets, Tensor):
         return ""
     counted = targets != IGNORED_TOKEN

@@ -39,15 +39,16 @@ def user_source_digest(*specs: str) -> str:
 
 
 def digest_sources(sources: Iterable[Source]) -> str:
+    """Return a SHA-256 of sources in any order; record each file's; UserError if an imported module has changed."""
     lines = []
     for name, path, content, tree in sources:
         digest = hashlib.sha256(normalize_code(content, tree)).hexdigest()
-        refuse_outdated_module(name, path, digest)
+        record_or_refuse_module(name, path, digest)
         lines.append(f"{name} {digest}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
+def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
     """Record a file's digest; UserError if it has changed since this process imported it: the old code would run."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another one

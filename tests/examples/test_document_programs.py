@@ -128,7 +128,7 @@ def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
 @on(without=[AGENTS, DASK])
 def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     images = write_image_folder(tmp_path / "images", COUNT)
-    pack_image_folder(str(images), tmp_path / "shards", per_shard=20, progress="off")
+    pack_image_folder(str(images), tmp_path / "shards", samples_per_shard=20, progress="off")
     config = Config(str(tmp_path / "shards/train.json"), epochs=2, batch_size=6, cache_dir=str(tmp_path / "cache"))
     wids = case(train_in_ray, config)
     returned, undisturbed = wids.run_killed(), wids.run_undisturbed()

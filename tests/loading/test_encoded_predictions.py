@@ -73,7 +73,7 @@ def test_predictions_of_images_that_cannot_be_decoded(kind: str, learnt, tmp_pat
         (tests / name).write_bytes(b"no image")
     if kind == "shards":
         for source in (folder, tests):
-            pack_image_folder(str(source), tmp_path / "packed", name=source.name, per_shard=5, progress="off")
+            pack_image_folder(str(source), tmp_path / "packed", name=source.name, samples_per_shard=5, progress="off")
         folder, tests = tmp_path / "packed" / "images.json", tmp_path / "packed" / "tests.json"
     sets = f"{kind}:{folder}", f"{kind}:{tests}"
     with pytest.raises(UserError, match="2 such samples, more than bad_samples=1"):

@@ -50,7 +50,7 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_process_would(shards: Path, tmp_path: Path) -> None:
     """On data sets with weights, too: of one half in an epoch, and of the other all of it twice."""
-    pack_source("digits", tmp_path / "more", split="test", per_shard=60, progress="off")
+    pack_source("digits", tmp_path / "more", split="test", samples_per_shard=60, progress="off")
     joined = tmp_path / "joined.json"
     join_indexes([str(shards / "train.json"), str(tmp_path / "more" / "train.json")], joined, weights=[0.5, 2.0])
     hp = of(joined, num_ranks=2, accumulation_steps=2, epochs=1)

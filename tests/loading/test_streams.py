@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("user_models")
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the digits in twenty shards."""
-    pack_source("digits", folder := tmp_path_factory.mktemp("shards"), per_shard=PER_SHARD, progress="off")
+    pack_source("digits", folder := tmp_path_factory.mktemp("shards"), samples_per_shard=PER_SHARD, progress="off")
     return folder
 
 
@@ -80,7 +80,7 @@ def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(tmp_path: Path) ->
     image = image_bytes()
     numbered = lambda number: (f"{number:03d}", {".png": image, ".cls": b"%d" % number})  # noqa: E731
     classes = [f"{number}" for number in range(300)]
-    pack_samples(numbered, 300, tmp_path, classes=classes, per_shard=30, seed=None, progress="off")
+    pack_samples(numbered, 300, tmp_path, classes=classes, samples_per_shard=30, seed=None, progress="off")
 
     def labels(seed: int) -> list[list[int]]:
         images = StreamImages(options_of(tmp_path, classes=300, shuffle_buffer=100, seed=seed), torch.device("cpu"))
@@ -109,7 +109,7 @@ def test_the_same_batch_asked_for_again_is_the_same(shards: Path) -> None:
 @pytest.mark.slow
 def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
     """Every second one is: of two workers one would get all of those, and the rank would wait for it for ever."""
-    pack_source("digits", tmp_path, split="test", per_shard=15, progress="off")
+    pack_source("digits", tmp_path, split="test", samples_per_shard=15, progress="off")
     content = json.loads((tmp_path / "train.json").read_text())
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass
@@ -156,7 +156,9 @@ def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards:
 )
 def test_samples_that_cannot_be_used_are_one_error(tmp_path: Path, workers: int, bad_samples: int, said: str) -> None:
     contents = {".jpg": b"no image", ".cls": b"1"}
-    pack_samples(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
+    pack_samples(
+        lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], samples_per_shard=3, progress="off"
+    )
     options = options_of(tmp_path, classes=2, workers=workers, bad_samples=bad_samples)
     images = StreamImages(options, torch.device("cpu"))
     with pytest.raises(UserError, match=rf"^sample '\d+' in shard .*{said}") as caught:

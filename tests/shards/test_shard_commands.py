@@ -100,7 +100,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 def test_verifying_finds(tmp_path: Path) -> None:
-    pack_image_folder(str(write_files(tmp_path / "images", FILES)), tmp_path / "out", per_shard=5, progress="off")
+    pack_image_folder(
+        str(write_files(tmp_path / "images", FILES)), tmp_path / "out", samples_per_shard=5, progress="off"
+    )
     for damage, (apply, expected) in DAMAGE.items():
         folder = Path(shutil.copytree(tmp_path / "out", tmp_path / damage))
         apply(folder)

@@ -52,7 +52,7 @@ def expected_images(files: dict[str, bytes]) -> list[tuple[str, bytes, bytes]]:
 
 def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
     source = write_files(tmp_path / "source", files | OTHERS)
-    index = pack_image_folder(str(source), tmp_path / "out", per_shard=7, progress="off")
+    index = pack_image_folder(str(source), tmp_path / "out", samples_per_shard=7, progress="off")
     assert index.classes == ("ant", "v1.0", "zebra")
     assert index.counts.tolist() == [7, 7, 7, 5]
     assert len({sample["__key__"] for sample in contents(tmp_path / "out" / "train.json")}) == len(files)
@@ -75,7 +75,7 @@ def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: P
     second = write_files(tmp_path / "second", dict(reversed(files.items())))
     os.utime(second / "ant/0.jpg", (1, 1))
     for name, source, seed in (("a", first, 0), ("b", second, 0), ("c", first, 1)):
-        pack_image_folder(str(source), tmp_path / name, per_shard=10, seed=seed, progress="off")
+        pack_image_folder(str(source), tmp_path / name, samples_per_shard=10, seed=seed, progress="off")
     a, b, c = (all_files(tmp_path / name) for name in "abc")
     assert a == b
     assert a["train-000000.tar"] != c["train-000000.tar"]

@@ -24,7 +24,7 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | 
 
     write_files(tmp_path, {"other.json": b""})
     with pytest.raises(UserError if isinstance(error, str) else type(error), match=str(error)) as caught:
-        pack_samples(sample, 20, tmp_path, per_shard=16, classes=[], seed=None, progress="off")
+        pack_samples(sample, 20, tmp_path, samples_per_shard=16, classes=[], seed=None, progress="off")
     assert isinstance(error, str) or caught.value is error
     assert all_files(tmp_path) == {"other.json": b""}
 
@@ -35,7 +35,7 @@ def letters(count: int, folder: Path, *, letter: str = "a", name: str = "train")
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         return f"{letter}{number}", {".txt": letter.encode()}
 
-    return pack_samples(sample, count, folder, classes=[], name=name, per_shard=2, seed=None, progress="off")
+    return pack_samples(sample, count, folder, classes=[], name=name, samples_per_shard=2, seed=None, progress="off")
 
 
 def test_braces_in_the_folders_name_are_no_range(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_other_errors(tmp_path: Path) -> None:
     source = str(tmp_path / "source")
     for folder, options, said in (
         (tmp_path / "file", {}, r"cannot write .*file.*: "),
-        (tmp_path / "out", {"per_shard": 0}, "samples_per_shard=0: must be at least 1"),
+        (tmp_path / "out", {"samples_per_shard": 0}, "samples_per_shard=0: must be at least 1"),
         (tmp_path / "out", {"name": "a/b"}, "name='a/b'"),
     ):
         with pytest.raises(UserError, match=said):

@@ -113,7 +113,10 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait for all agents, and fill ``group``; UnreachableError after 300 s, UserError for other library code."""
+        """Wait for all agents, and fill ``group``; raise on a stop signal.
+
+        UnreachableError after 300 s; UserError if an agent's flyte_ddp is another.
+        """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         while len(found) < num_ranks:
