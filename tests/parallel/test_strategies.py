@@ -103,6 +103,7 @@ def send_changed_buffers_only() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("values", torch.tensor([0.0, float("nan")]))
     buffers, own, sent = Buffers(model), dist.get_rank(), []
+    assert own or buffers.changed_names() == []  # a NaN that stays is no change
 
     def copy_and_count(tensors: list[torch.Tensor]) -> None:
         sent.append(tensors)

@@ -24,7 +24,13 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_csv_cell, write_predictions
+from flyte_ddp.predict.predict import (
+    find_answers,
+    find_undefined_rows,
+    format_csv_cell,
+    replace_folder,
+    write_predictions,
+)
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))
 RGB = InputSpec(channels=3, height=16, width=16, mean=(0.3, 0.4, 0.5), std=(0.2, 0.25, 0.3))
@@ -288,6 +294,15 @@ def test_channels_that_the_model_does_not_take_are_refused(grey_model, folder: P
 )
 def test_all_digits_of_a_number_are_in_the_table(value: Any, text: str) -> None:
     assert format_csv_cell("prediction", value) == text
+
+
+def test_masks_of_an_older_table_do_not_stay_beside_a_table_without_any(tmp_path: Path) -> None:
+    for names in (["old.png"], ["a.png", "b.png"], []):
+        with replace_folder(tmp_path / "masks") as new:
+            for name in names:
+                (new / name).touch()
+        assert sorted(path.name for path in tmp_path.rglob("*.png")) == names
+    assert not (tmp_path / "masks").exists()
 
 
 def test_outputs_that_are_no_numbers_are_no_answer() -> None:

@@ -85,7 +85,7 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
         (["--hp", "file.yaml"], "learning_rate: [", "--hp file.yaml: is not valid YAML: .*, line 1, column 17"),
         (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
-        (["--hp=nowhere.json"], "", "--hp nowhere.json: No such file or directory; give"),
+        (["--hp=."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
     ],
 )
 def test_inputs_that_cannot_be_read(
