@@ -70,7 +70,7 @@ cluster-test: install ## Check a Flyte cluster from outside: make cluster-test C
 COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header $(UPGRADE)
 lock: install ## Renew both locks; pins that still fit stay, or the newest versions are taken: make lock UPGRADE=--upgrade
-	$(COMPILE) $(addprefix --extra ,images streams elastic ray dask export) --output-file requirements.lock
+	$(COMPILE) $(addprefix --extra ,images streams elastic ray dask export sweep) --output-file requirements.lock
 	$(COMPILE) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 
 package: install ## Serialize tasks, workflows and launch plans into build/flyte-package.tgz

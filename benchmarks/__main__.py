@@ -14,7 +14,7 @@ from benchmarks import measuring, rendering
 from flyte_ddp.errors import StoppedError
 
 NAMES = ["images", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
-NAMES += ["table", "gpt", "preset", "cost", "gate"]
+NAMES += ["table", "gpt", "preset", "cost", "gate", "drift", "sweep"]
 LONG = ["published", "chaos", "gpu"]  # run when they are named
 CHECKS = ["same_bits"]  # so are these, which have no figures: the exit code says what they found
 ALL = [*NAMES, *LONG, *CHECKS]

@@ -26,6 +26,10 @@ class UnreachableError(UserError):
     """Something on another machine cannot be reached: either the address is wrong, or a retry may succeed later."""
 
 
+class BusyError(UserError):
+    """Another process writes into the same run folder."""
+
+
 class RankError(click.ClickException, RuntimeError):
     """A rank failed, not by a known mistake of the user; ``recoverable``: the machine failed, a retry may succeed.
 

@@ -16,6 +16,7 @@ from flyte_ddp.runs.identity import checkpoint_identity
 from flyte_ddp.runs.run_folder import (
     METRICS,
     REPORT,
+    RUNG,
     hold_run_folder,
     prepare_unfinished,
     publish_if_complete,
@@ -69,6 +70,25 @@ def run_training(
     KeyboardInterrupt after Ctrl-C. Then there is no new result, unless Ctrl-C came while it was moved into place;
     checkpoints and metrics stay in ``unfinished``.
     """
+    run_part(hp, data, run_folder, 1, settings, launch=launch, threads=threads)
+    return read_result(run_folder)
+
+
+def run_part(
+    hp: Hyperparameters,
+    data: Path,
+    run_folder: Path,
+    part: int,
+    settings: Settings | None = None,
+    *,
+    launch: Launch | None = None,
+    threads: int = 0,
+) -> None:
+    """Train as :func:`run_training` does, and stop after 1 / ``part`` of the steps, if that comes before the run's end.
+
+    The next call goes on from there: where calls stop changes no bit of the run. Leaves in ``unfinished`` the
+    checkpoint and ``rung.json``, with the step and the measure ``select_by`` of the validation split there.
+    """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
     from flyte_ddp.report.page import write_html
@@ -97,7 +117,7 @@ def run_training(
                         launch(
                             Work(
                                 function="flyte_ddp.training.train:train",
-                                arguments=TrainingJob(hp, data),
+                                arguments=TrainingJob(hp, data, part),
                                 request=request,
                                 output_folder=unfinished,
                                 identity=identity,
@@ -108,8 +128,9 @@ def run_training(
                                 on_host="flyte_ddp.training.job:find_data_on_host",
                             )
                         )
-                    # The last file: it marks the run as complete.
-                    write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
+                    if not (unfinished / RUNG).exists():
+                        # The last file: it marks the run as complete.
+                        write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
                 except BaseException:
                     remove_outputs(unfinished)  # also files that killed ranks have written in part
                     raise
@@ -119,7 +140,6 @@ def run_training(
             except BaseException:
                 publish_if_complete(run_folder)  # completes a move that a Ctrl-C has interrupted
                 raise
-        return read_result(run_folder)
 
 
 def read_result(folder: Path) -> Result:

@@ -33,15 +33,17 @@ from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, print_to_stderr
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.sweep.space import Sweep
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 CALL_SECONDS = 30.0  # time limit of a call to a cluster
-FILE_OPTIONS = ("--hp", "--policy", "--inputs-file")  # which may name files of JSON or YAML
+FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # which may name files of JSON or YAML
 
 
 def set_up_command() -> None:
@@ -65,11 +67,11 @@ def set_up_command() -> None:
 
 
 def print_fields(context: click.Context) -> None:
-    """Print name, default and meaning of each hyperparameter and policy's field, if the command takes them."""
+    """Print name, default and meaning of the fields of each dataclass that the command takes."""
     if context.invoked_subcommand is None:  # --help of the file
         return
     command = context.command.get_command(context, context.invoked_subcommand)  # type: ignore[attr-defined]
-    for option, form in (("hp", Hyperparameters), ("policy", Policy)):
+    for option, form in (("hp", Hyperparameters), ("policy", Policy), ("sweep", Sweep), ("window", WindowSource)):
         if option in [parameter.name for parameter in command.params]:
             text = click.HelpFormatter(width=shutil.get_terminal_size().columns)
             fields = dataclasses.fields(form)
@@ -150,7 +152,7 @@ def list_options() -> Iterator[tuple[str, str]]:
 
 
 def input_file_error(error: Exception) -> UserError | None:
-    """Return the error for a file of --hp, --policy or --inputs-file that cannot be parsed; read each once more.
+    """Return the error for a file of FILE_OPTIONS that cannot be parsed; read each once more.
 
     The exception alone does not tell: a user's own code may raise the same.
     """

@@ -1,4 +1,4 @@
-"""The console's forms for hyperparameters and policies: a field for each with its help, its default and its choices.
+"""The console's forms of checked dataclasses: a field for each with its help, its default and its choices.
 
 The console draws a form from a JSON schema of an older draft than flytekit writes into the type of a dataclass. So
 these transformers add such a schema to flytekit's.
@@ -14,7 +14,9 @@ from flytekit.models.types import LiteralType
 
 from flyte_ddp.checks.fields import CheckedFields
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.sweep.space import Sweep
 
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -73,5 +75,5 @@ def form_metadata(values: CheckedFields) -> dict[str, Any]:
     }
 
 
-for filled_in in (Hyperparameters, Policy):
+for filled_in in (Hyperparameters, Policy, Sweep, WindowSource):
     TypeEngine.register(FormTransformer(filled_in))

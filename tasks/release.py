@@ -105,8 +105,9 @@ def judge_files(
 ) -> Judged:
     """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    With the data's ``profile`` the verdict may promote: then the folder also gets exports and the profile.
+    With the data's ``profile`` the verdict may promote: then the folder also gets exports, profile and reference.
     """
+    from flyte_ddp.predict.sample_columns import write_reference
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
 
@@ -117,6 +118,8 @@ def judge_files(
         page = write_page(judgement, registry.name, folder / "verdict.html")
         if profile is not None:
             (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
+            if judgement.challenger is not None and judgement.challenger.described:
+                write_reference(folder / promotion.REFERENCE, judgement.challenger.described)
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))

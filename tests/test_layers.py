@@ -17,7 +17,12 @@ IDENTITY = (
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        pytest.param("import workflows.training, workflows.prediction", HEAVY, marks=pytest.mark.slow, id="workflows"),
+        pytest.param(
+            "import workflows.training, workflows.prediction, workflows.sweep",
+            HEAVY,
+            marks=pytest.mark.slow,
+            id="workflows",
+        ),
         pytest.param(f"import {LAUNCHER}", ("torch", "wandb"), id="what starts ranks"),
         pytest.param("import flyte_ddp.loops.run_ranks", ("numpy", *HEAVY), id="what starts ranks of own functions"),
         pytest.param(IDENTITY, ("torch", "torchvision"), id="what identifies a run with torchvision's weights"),

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,18 +23,34 @@ from flytekit.models.core.execution import WorkflowExecutionPhase
 from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, print_to_stderr
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.settings import read_text
+from flyte_ddp.sweep.space import Sweep, check_sweep
 from tasks.command_line import unreadable_reason
 from tasks.input_form import prefill_form
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
 EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.json, cron: 0 3 * * 0}"
-RELEASING = "release_wf"
-WORKFLOWS = ("training_wf", "retraining_wf", RELEASING, *(f"{engine}_training_wf" for engine in ENGINES))
+RELEASING, MONITORING, SWEEPING = "release_wf", "monitor_wf", "sweep_wf"
+TRAINING = ("training_wf", "retraining_wf", *(f"{engine}_training_wf" for engine in ENGINES))
+WORKFLOWS = (*TRAINING, RELEASING, MONITORING, SWEEPING)
+# The keys of an entry that are inputs, by its workflow; of others hyperparameters alone.
+INPUTS = {
+    RELEASING: ("hyperparameters", "model_name", "policy"),
+    MONITORING: ("model_name", "window"),
+    SWEEPING: ("hyperparameters", "sweep"),
+}
+# The keys that are an object or a file, with the workflow's input and its class.
+FORMS: dict[str, tuple[str, type[CheckedFields]]] = {
+    "hyperparameters": ("hp", Hyperparameters),
+    "policy": ("policy", Policy),
+    "window": ("window", WindowSource),
+    "sweep": ("sweep", Sweep),
+}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 # Five fields as Flyte's scheduler knows them: no seconds, no L, W or #, and Sunday is 0 only.
 CRON = re.compile(r"([\d*/,-]+ +){3}([\d*/,-]|[a-z]{3})+ +([0-6*/,-]|[a-z]{3})+", re.IGNORECASE)
@@ -52,8 +69,10 @@ class Schedule(CheckedFields, called="key"):
     workflow: str = setting("", "Name of the workflow's function.", choices=WORKFLOWS)
     hyperparameters: str = setting("", "Hyperparameters, an object or a file of the repository.", json=True)
     cron: str = setting("", "When, in UTC; without it only persons launch the plan.")
-    model_name: str = setting("", f"Name in the registry, for {RELEASING}.")
+    model_name: str = setting("", f"Name in the registry, for {RELEASING} and {MONITORING}.")
     policy: str = setting("", f"Policy of the release, an object or a file, for {RELEASING}.", json=True)
+    sweep: str = setting("", f"The sweep, an object or a file, for {SWEEPING}.", json=True)
+    window: str = setting("", f"Where the window is, an object or a file, for {MONITORING}.", json=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,17 +80,28 @@ class Schedule(CheckedFields, called="key"):
             raise UserError(f"name={self.name!r}: must be letters, digits and '_' only, and begin with a letter")
         if self.cron:
             refuse_bad_cron(self.cron)
-        if self.workflow == RELEASING:
+        for key in (*FORMS, "model_name"):
+            if getattr(self, key) and key not in self.keys:
+                raise UserError(f"{key} is not for {self.workflow}: leave it out")
+        if "model_name" in self.keys:
             check_model_name(self.model_name)
-        elif self.model_name or self.policy:
-            raise UserError(f"model_name and policy are for {RELEASING} only: leave them out of {self.workflow}")
         self.inputs()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are inputs of the workflow."""
+        return INPUTS.get(self.workflow, ("hyperparameters",))
 
     def inputs(self) -> dict[str, Any]:
         """Return the default inputs of the plan; UserError if they are unfit or a file cannot be read."""
-        inputs: dict[str, Any] = {"hp": read_fields(Hyperparameters, "hyperparameters", self.hyperparameters)}
-        if self.workflow == RELEASING:
-            inputs |= {"model_name": self.model_name, "policy": read_fields(Policy, "policy", self.policy)}
+        forms = [(key, *FORMS[key]) for key in self.keys if key in FORMS]
+        inputs: dict[str, Any] = {name: read_fields(form, key, getattr(self, key)) for key, name, form in forms}
+        if "model_name" in self.keys:
+            inputs["model_name"] = self.model_name
+        if self.workflow == MONITORING:
+            inputs["window"].at(datetime.now(UTC))  # which refuses a window of no samples
+        if self.workflow == SWEEPING:
+            check_sweep(inputs["sweep"], inputs["hp"])
         return inputs
 
 
@@ -140,7 +170,7 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
 
 
 def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
-    """Return the hyperparameters or the policy of an entry, from JSON or the path of a file of the repository.
+    """Return hyperparameters, policy or window of an entry, from JSON or the path of a file of the repository.
 
     Only such a file is part of a registration's version.
     """

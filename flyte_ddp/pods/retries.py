@@ -21,7 +21,7 @@ from flyte_ddp.settings import read_number, read_text
 from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5  # between two looks for new checkpoints
-SWEEP_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
+DELETION_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
 
 
 class Sigterm(BaseException):
@@ -107,8 +107,8 @@ def record_result(store: CheckpointStore) -> None:
     with suppress(Exception):  # the result counts even if the blob store does not answer
         store.record_attempt_end(None)
     # In a thread, which a request that gets no answer does not hold up.
-    sweep = partial(store.delete_abandoned_files, SWEEP_SECONDS)
-    start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)
+    delete = partial(store.delete_abandoned_files, DELETION_SECONDS)
+    start_thread_in_context("deletion", delete, daemon=True).join(DELETION_SECONDS)
 
 
 def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:

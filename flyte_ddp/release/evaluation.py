@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from typing import Any, Self
@@ -18,9 +18,10 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.objective import list_floats, overrides
-from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
+from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
+from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, join_columns
 from flyte_ddp.release.scores import is_higher_better, score_samples
-from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.samples.leaves import Leaves, map_leaves
 from flyte_ddp.text.formatting import name_measure
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
 
@@ -44,6 +45,7 @@ class Evaluation:
     measures: dict[str, float]  # by name; empty if an output is not finite, except in classification
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
+    described: SampleColumns = field(default_factory=dict)  # empty: not asked for, or own answers have none
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
@@ -98,38 +100,47 @@ class Evaluation:
         return np.asarray(self.columns["prediction"] == self.columns["truth"])
 
 
-def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
+def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = False) -> Evaluation:
     """Run the model on the test split, and return its evaluation on decodable samples; UserError for an unfit split."""
-    places = {name: place for place, name in enumerate(model.classes)}
-    ids, undecoded = list[str](), list[str]()
+    ids, undecoded, described = list[str](), list[str](), list[SampleColumns]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
         for batch in read_test_split(model, data):
-            truths = [*compress(batch.truths or (), batch.decoded)]
-            if unknown := [name for name in truths if name not in places]:
-                known = ", ".join(model.classes[:6])
-                raise UserError(
-                    f"class {unknown[0]!r} of the test split: the model knows {known}; give data with these"
-                )
+            targets = find_targets(model, batch, batch.decoded)
             ids.extend(compress(batch.ids, batch.decoded))
             undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
             if not any(batch.decoded):
                 continue
-            targets = batch.targets
-            if batch.truths is not None:
-                targets = torch.tensor([places[name] for name in truths], device=model.device)
-            elif isinstance(targets, Tensor):
-                targets = targets[torch.tensor(batch.decoded)]
-                model.objective.check_targets(targets.cpu().numpy())
             outputs = model.compute_outputs(batch.inputs)
             model.objective.check_outputs(str(model.sidecar["model"]), outputs, targets)
             yield outputs, targets, sum(batch.decoded)
+            if describe:
+                with suppress(Exception):  # of own answers; after the evaluation, as no verdict may depend on them
+                    described.append(describe_batch(model, batch.inputs, outputs))
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
+    with suppress(Exception):  # of parts with other columns
+        columns = join_columns(described)
+        found.described = columns if {len(values) for values in columns.values()} == {len(ids)} else {}
     return found
+
+
+def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Leaves:
+    """Return the targets of a batch's ``chosen`` samples as the objective takes them; UserError for unfit ones."""
+    if batch.truths is not None:
+        places = {name: place for place, name in enumerate(model.classes)}
+        truths = [*compress(batch.truths, chosen)]
+        if unknown := [name for name in truths if name not in places]:
+            known = ", ".join(model.classes[:6])
+            raise UserError(f"class {unknown[0]!r} of the test split: the model knows {known}; give data with these")
+        return torch.tensor([places[name] for name in truths], device=model.device)
+    targets = batch.targets if all(chosen) else map_leaves(lambda leaf: leaf[torch.tensor(chosen)], batch.targets)
+    if isinstance(targets, Tensor) and len(targets):
+        model.objective.check_targets(targets.cpu().numpy())
+    return targets
 
 
 def evaluate_constant(found: Evaluation) -> Evaluation | None:

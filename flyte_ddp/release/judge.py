@@ -135,7 +135,7 @@ def decide_promotion(judgement: Judgement) -> Decision:
         if back := taken_back.get(model.digest):
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
     judgement.tell(f"evaluates version {model.digest[:12]} on the test split")
-    ours = judgement.challenger = evaluate_split(model, judgement.split)
+    ours = judgement.challenger = evaluate_split(model, judgement.split, describe=judgement.may_promote)
     verdict.samples, verdict.challenger_score = ours.samples, ours.score
     finite = checks.check_finite_outputs(ours)
     verdict.checks.append(finite)

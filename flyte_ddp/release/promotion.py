@@ -28,7 +28,7 @@ from flyte_ddp.validation.profile import DataProfile
 if TYPE_CHECKING:
     from torch import nn
 
-PROFILE = "data_profile.json"
+PROFILE, REFERENCE, VERDICT = "data_profile.json", "reference.npz", "verdict.json"
 
 
 def store_version(
@@ -54,7 +54,7 @@ def store_version(
             )
         if not verdict.promotes:
             return stored
-    files = {"verdict.json": verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **beside}
+    files = {VERDICT: verdict.to_json(indent=1).encode() + b"\n", WEIGHTS: weights, SIDECAR: sidecar, **beside}
     return registry.write_version(files)
 
 
@@ -131,10 +131,16 @@ def download_version(registry: Registry, version: str, folder: Path, manifest: s
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
     """Download model.pt and model.json of the champion into an existing folder; UserError if there is no champion."""
+    entry = find_champion(registry)
+    return download_version(registry, entry.version, folder, entry.manifest)
+
+
+def find_champion(registry: Registry) -> Entry:
+    """Return the log's entry that names the champion; UserError if there is no champion."""
     entry = registry.read_champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
-    return download_version(registry, entry.version, folder, entry.manifest)
+    return entry
 
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:

@@ -1,4 +1,4 @@
-"""Read the CSV file of a policy's slices: parts of a test split that are checked as classes are."""
+"""Read CSV files about samples by their ids, such as a policy's slices: parts of a split checked as classes are."""
 
 import csv
 import io
@@ -11,18 +11,19 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 
 
-def read_slices_file(address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and slice of each row of a CSV file, read with retries; UserError if that fails."""
+def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, str, str]]:
+    """Return line number, id and ``column`` of each row of a CSV file, read with retries; UserError if that fails."""
     try:
         content = storage.retry(address, storage.read_file)
     except storage.UnavailableError as failure:
-        raise failure.to_user_error(f"slices={address!r}: cannot be read: {failure}; check the address") from None
+        raise failure.to_user_error(f"{setting}={address!r}: cannot be read: {failure}; check the address") from None
     try:
         text = content.decode("utf-8-sig")  # Excel begins its files with a byte order mark
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        return [(table.line_num, row["id"], row["slice"]) for row in table]
+        return [(table.line_num, row["id"], row[column]) for row in table]
     except (UnicodeDecodeError, csv.Error, KeyError) as error:
-        raise UserError(f"slices={address!r}: must be CSV in UTF-8 with the columns id and slice ({error})") from None
+        rule = f"must be CSV in UTF-8 with the columns id and {column}"
+        raise UserError(f"{setting}={address!r}: {rule} ({error})") from None
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
@@ -32,7 +33,7 @@ def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str])
     """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}
-    for line, sample, name in read_slices_file(address):
+    for line, sample, name in read_id_table("slices", "slice", address):
         if name and sample in places:
             members.setdefault(name, set()).add(places[sample])
         elif not name or sample not in undecoded:

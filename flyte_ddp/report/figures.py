@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.report.page import TEMPLATES, class_colors, encode_as_data_uri, render_template
-from flyte_ddp.text.formatting import format_column, format_percent
+from flyte_ddp.text.formatting import format_column, format_percent, format_setting
 from flyte_ddp.text.sections import Chart, Confusions, Curve, Histogram, Pictures, Scatter, Section, Table
 
 if TYPE_CHECKING:
@@ -113,6 +113,27 @@ def draw_line_chart(
         return f"{y_label}, logarithmic"
 
     return draw_svg(plot_lines, x_label, (0.125, 0.16, 0.855, 0.74), label_word="over")
+
+
+def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Draw a line for each row through its value's rank in each column, the first rows dark; return an SVG element."""
+    from matplotlib import colormaps
+
+    places, labels = [], []
+    for name, *column in zip(names, *rows, strict=True):
+        numeric = all(type(each) in (int, float) for each in column)
+        values, ranks = np.unique(column if numeric else [*map(str, column)], return_inverse=True)
+        places.append(ranks / max(1, len(values) - 1))
+        labels.append(f"{name}\n{' to '.join(format_setting(values[at].item()) for at in (0, -1))}")
+
+    def plot_rows(axes: Any) -> str:
+        for row, line in reversed([*enumerate(np.transpose(places))]):
+            axes.plot(line, "o-", color=colormaps["viridis"](0.9 * row / len(rows)), linewidth=1.1)
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_yticks([])
+        return "lowest to highest"
+
+    return draw_svg(plot_rows, "", (0.08, 0.16, 0.86, 0.74), label_word="by", figsize=(2 * SIZE[0], SIZE[1]))
 
 
 def export_svg(figure: "Figure", label: str) -> str:

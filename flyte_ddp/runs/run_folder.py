@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import results
-from flyte_ddp.errors import RankError, UserError, describe_resumption, print_to_stderr
+from flyte_ddp.errors import BusyError, RankError, UserError, describe_resumption, print_to_stderr
 from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
@@ -23,18 +23,19 @@ METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
 REPORT = "report.html"  # written and moved last: if it is in unfinished/, the run in it is complete
 OUTPUTS = (WEIGHTS, SIDECAR, PREDICTIONS, REPORT)
+RUNG = "rung.json"  # in unfinished/: a part of the run is done, and how good it is then
 TRACEBACK = "traceback.txt"  # where the run has written, if a rank has raised
 REPLACED = ".replaced"
 
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder for the block, without waiting; raise UserError if another process or run has the lock."""
+    """Lock the folder for the block, without waiting; raise BusyError if another process or run has the lock."""
     with ExitStack() as lock:
         try:
             lock.enter_context(hold_lock(folder.resolve().parent / ".locks", folder.name, wait=False))
         except BlockingIOError:
-            raise UserError(
+            raise BusyError(
                 f"run folder {folder}: another run is writing into it; wait for its end or name another folder"
             ) from None
         except OSError as error:
@@ -59,7 +60,8 @@ def prepare_unfinished(folder: Path) -> Path:
         publish_if_complete(folder)
         unfinished.mkdir(parents=True, exist_ok=True)
         remove_outputs(unfinished)
-        (unfinished / TRACEBACK).unlink(missing_ok=True)
+        for name in (TRACEBACK, RUNG):
+            (unfinished / name).unlink(missing_ok=True)
         (unfinished / METRICS).open("ab").close()
     except OSError as error:
         raise unwritable_folder_error(folder, error) from None

@@ -20,6 +20,10 @@ def format_value(value: float | None) -> str:
     return "n/a" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
+def format_setting(value: object) -> str:
+    return format_value(value) if isinstance(value, float) else str(value)
+
+
 def format_measure(name: str, value: float | None) -> str:
     """Return a measure's value, "91.42 %" for accuracy, else about four digits; a dash if it is not defined."""
     if value is None or math.isnan(value):

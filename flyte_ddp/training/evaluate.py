@@ -132,6 +132,11 @@ class Selection:
             evaluations = f"{self.evaluations_since_best} evaluation(s)"
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
+    def kept_measure(self, validation: Evaluation) -> float:
+        """Return the measure, on the validation split, of the weights that would be kept after this evaluation."""
+        found = validation.measures.get(self.measure, math.nan)
+        return found if self.keep != "best" or self.sign * found < self.best else self.sign * self.best
+
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 

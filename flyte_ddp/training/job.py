@@ -23,6 +23,7 @@ class TrainingJob:
 
     hp: Hyperparameters
     data: Path  # folder of the prepared data set
+    part: int = 1  # training stops after 1 / part of the run's steps; no hyperparameter, as it changes no step
 
 
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:

@@ -1,5 +1,6 @@
 """Write a run's model, sidecar and predictions, the first and the last record of its metrics, notes for its report."""
 
+import json
 import math
 import platform
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
-from flyte_ddp.runs.run_folder import PREDICTIONS
+from flyte_ddp.runs.run_folder import PREDICTIONS, RUNG
 from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.text.formatting import join_first
@@ -135,6 +136,14 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
             "notes": notes,
         }
     )
+
+
+def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> None:
+    """Write how good the weights are that a run would keep if it ended here; on rank 0 alone."""
+    if rank() == 0:
+        found = {"step": state.step, "value": state.selection.kept_measure(validation)}
+        with replace_file(folder / RUNG) as file:
+            file.write(json.dumps(replace_non_finite(found)).encode())
 
 
 def describe_model(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from flyte_ddp.datasets.prepared import refuse_too_few_shards
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import choose_hardware
 from flyte_ddp.launch.supervise.rank import Rank
+from flyte_ddp.loading.split import Split
 from flyte_ddp.machine.resources import bf16_support
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
@@ -30,7 +31,7 @@ from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
 from flyte_ddp.training.optimisation import check_optimizer_state, gradient_clip_norm
-from flyte_ddp.training.outputs import write_outputs, write_start_record
+from flyte_ddp.training.outputs import write_outputs, write_rung, write_start_record
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
@@ -41,7 +42,8 @@ OPTIMIZER_SEEDS = 2**34  # added to the seed for an own optimiser's random numbe
 def train(rank: Rank) -> None:
     """Train and evaluate on this rank, and write all files into the output folder: the function of a training's Work.
 
-    All ranks must call it. Resumes from the work's checkpoint, if there is one. Seeds the global random generators.
+    All ranks must call it. Resumes from the work's checkpoint, if there is one. Seeds the global random generators. If
+    the job is a part of a run, stops after its last step, and leaves a checkpoint and rung.json in place of the files.
     Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     rank.join()
@@ -51,6 +53,7 @@ def train(rank: Rank) -> None:
     refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
     state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
+        state.stop_after_part(job.part)
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             load_training_state(state, recorder, work.checkpoint)
@@ -62,16 +65,22 @@ def train(rank: Rank) -> None:
         )
         with Checkpointer(work, state, recorder) as checkpoints, explain_full_device(fix):
             rank.offer_saving(checkpoints.save_last)
-            while state.epoch < state.epochs and not state.selection.stopped:
+            while state.epoch < state.last_epoch and not state.selection.stopped:
                 for batch in state.clock.time_steps(remaining_batches(state)):
                     train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
                 is_last = state.step == state.total_steps
+                if state.step < (state.epoch + 1) * state.steps_per_epoch and not is_last:
+                    break  # a part ends in the middle of an epoch
                 evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
-                evaluations = evaluate_splits(state) if evaluate else ()
+                evaluations = evaluate_splits(state, state.validation, state.test) if evaluate else ()
                 state.splits.refuse_too_many_bad_samples(hp.bad_samples)
                 finish_epoch(state, recorder, evaluations)
                 checkpoints.save_epoch()
+            if state.epoch < state.epochs and not state.selection.stopped:
+                checkpoints.save_last()  # before an evaluation that the run does not have, which may change buffers
+                write_rung(work.output_folder, state, *evaluate_splits(state, state.validation))
+                return
         write_outputs(work, state, recorder)  # the caller leaves the process group
 
 
@@ -80,7 +89,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
     epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, hp.batch_size, first=done)
-    wanted = itertools.islice(batches, state.total_steps - state.step)
+    wanted = itertools.islice(batches, max(0, state.last_step - state.step))
 
     def list_rank_samples(item: tuple[int, sampling.Indices]) -> list[sampling.Indices]:
         step, batch = item
@@ -218,8 +227,8 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
     return norm
 
 
-def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
-    """Average BatchNorm's running statistics over the ranks; evaluate the kept weights on both splits. Collective."""
+def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, ...]:
+    """Average BatchNorm's running statistics over the ranks; evaluate the kept weights on these splits. Collective."""
     hp = state.hp
     with state.clock("communication"):
         # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
@@ -233,12 +242,10 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             state.buffers.copy_after_step()
     evaluate = partial(evaluate_split, state.predict, batch_size=hp.test_batch_size, objective=state.objective)
     with state.clock("evaluation"), state.evaluation_mode():
-        return evaluate(state.validation), evaluate(state.test)
+        return tuple(evaluate(split) for split in splits)
 
 
-def finish_epoch(
-    state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
-) -> None:
+def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, ...]) -> None:
     """Count the epoch; record ``evaluations``, and select the weights by them; UserError for a non-finite loss."""
     state.check_model()
     with state.exclude_snapshots():
@@ -249,5 +256,6 @@ def finish_epoch(
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
                 raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")
         if evaluations:
-            recorder.record_evaluation(state.epoch, state.step, *evaluations, state.model)
-            state.selection.select_weights(state.epoch, *evaluations, state.kept_model().state_dict())
+            validation, test = evaluations
+            recorder.record_evaluation(state.epoch, state.step, validation, test, state.model)
+            state.selection.select_weights(state.epoch, validation, test, state.kept_model().state_dict())

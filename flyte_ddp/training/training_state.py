@@ -119,10 +119,21 @@ class TrainingState:
         self.steps_per_epoch = steps_per_epoch(len(self.training), hp.batch_size)
         self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
+        self.last_step, self.last_epoch = self.total_steps, self.epochs  # where this attempt stops
         self.spec = self.splits.inputs
         if isinstance(self.spec, InputSpec):
             weights = catalog.find_weights(hp.model, hp.init_from)
             self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
+
+    def stop_after_part(self, part: int) -> None:
+        """Let training stop after 1 / ``part`` of the steps, rounded up; UserError if there are fewer steps."""
+        if self.total_steps < part:
+            raise UserError(
+                f"the run has {self.total_steps} steps, of which a rung takes 1/{part}: there must be at least {part}; "
+                "lower rungs, raise epochs, or lower batch_size"
+            )
+        self.last_step = -(-self.total_steps // part)
+        self.last_epoch = -(-self.last_step // self.steps_per_epoch)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
         """Return the model with its first weights, on the device; set dtype, memory format and ``frozen_modules``."""

@@ -23,13 +23,15 @@ from google.protobuf.struct_pb2 import Struct
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.sweep.space import Sweep
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
 DEADLINE = 300.0  # seconds, for one execution
 POLL_SECONDS = 0.5
-HINTS: dict[str, Any] = {"hp": Hyperparameters, "policy": Policy}
+HINTS: dict[str, Any] = {"hp": Hyperparameters, "policy": Policy, "sweep": Sweep, "window": WindowSource}
 PRINT_SAVED_STEP = """
 import sys
 from flyte_ddp.pods import checkpoint_store, platforms, retries

@@ -17,9 +17,11 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.profiles import PROFILES
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.sweep.space import Sweep
 
 SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}
 LONG: dict[str, Any] = {"epochs": 3000, "num_ranks": 2, "eval_interval": 500}
@@ -27,6 +29,22 @@ KILL_RANK_1 = """
 import os, pathlib
 [rank] = [comm.parent for comm in pathlib.Path("/proc").glob("[0-9]*/comm") if comm.read_text().strip() == "rank 1"]
 os.kill(int(rank.name), 9)
+"""
+INVERTED_DIGITS = """
+from sklearn.datasets import load_digits
+from flyte_ddp import image_arrays
+
+def read(first):
+    images, classes = load_digits(return_X_y=True)
+    pixels = (255 - 15 * images).astype("uint8").reshape(-1, 8, 8)
+    tests = slice(first, first + 150)
+    return image_arrays(pixels[300:], classes[300:], pixels[tests], classes[tests], [*map(str, range(10))])
+
+def inverted(_):
+    return read(0)
+
+def also_inverted(_):
+    return read(150)
 """
 
 
@@ -176,6 +194,7 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     execution = cluster.wait_for_success(cluster.launch_training(epochs=1, seed=unused_seed(cluster)))
     bucket = "/".join(output_address(execution, "sidecar").split("/")[:3])
     version, name = f"{cluster.version}-release", f"cluster-test-{int(time.time())}"
+    (cluster.sources / "inverted_digits.py").write_text(INVERTED_DIGITS)
     cluster.register(version, FLYTE_DDP_REGISTRY=f"{bucket}/cluster-test-models")
 
     def run_release(workflow: str, **inputs: Any) -> dict[str, str]:
@@ -196,9 +215,34 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     predicted = cluster.launch("workflows.prediction.predict_wf", {"model_name": name, "dataset": "digits"}, version)
     rows = cluster.read_blob(output_address(cluster.wait_for_success(predicted), "table")).decode().splitlines()
     assert len(rows) == 1 + 297
+
+    def watch(dataset: str) -> str:
+        inputs = {"model_name": name, "window": WindowSource(dataset=dataset)}
+        return cluster.launch("workflows.monitor.monitor_wf", inputs, version)
+
+    cluster.wait_for_success(watch("digits"))
+    cluster.wait_for_success(watch("inverted_digits:inverted"))
+    said = "inverted_digits:also_inverted: alarm: "
+    assert said in cluster.wait_for_error(watch("inverted_digits:also_inverted"))
     refused = cluster.launch("workflows.release.rollback_wf", {"model_name": name, "reason": "once more"}, version)
     said = "there is no champion before the present one; nothing was changed"
     assert last_line(cluster.wait_for_error(refused)).endswith(said)
+
+
+def test_a_sweep_trains_from_rung_to_rung(cluster: Cluster) -> None:
+    """Three trials to a third of their steps, then one, and train_model goes on where that one is."""
+    space = {"learning_rate": {"from": 0.01, "to": 0.3, "log": True}}
+    sweep = Sweep(space=json.dumps(space), trials=3, rungs=2)
+    hp = Hyperparameters(epochs=6, num_ranks=1, seed=unused_seed(cluster))
+    execution = cluster.wait_for_success(cluster.launch("workflows.sweep.sweep_wf", {"hp": hp, "sweep": sweep}))
+    lines = cluster.read_blob(output_address(execution, "metrics")).decode().splitlines()
+    starts = [each["resumed_after_step"] for each in map(json.loads, lines) if each["kind"] == "start"]
+    ends = [each for each in map(json.loads, lines) if each["kind"] == "end"]
+    assert starts[0] == 0
+    assert max(starts) > 0
+    assert len(ends) == 1
+    page = cluster.read_blob(output_address(execution, "sweep_report")).decode()
+    assert "Sweep: 3 trials" in page
 
 
 @pytest.mark.parametrize("root", ["writable", "read-only"])

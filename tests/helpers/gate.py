@@ -7,10 +7,11 @@ from typing import Any
 
 from training_runs import QUIET
 
+from flyte_ddp.predict.sample_columns import write_reference
 from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import apply_verdict, store_version
+from flyte_ddp.release.promotion import REFERENCE, apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
 
@@ -36,6 +37,10 @@ class Gate:
         """Judge a model, and do what its verdict says."""
         found = self.judge(model, data, policy)
         page = write_page(found, self.registry.name, self.folder / "page.html")
-        version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page})
+        beside = {page.name: page}
+        if found.challenger is not None and found.challenger.described:
+            beside[REFERENCE] = self.folder / REFERENCE
+            write_reference(beside[REFERENCE], found.challenger.described)
+        version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

@@ -32,6 +32,7 @@ from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.run import Result
 from flyte_ddp.text.json_lines import read_records
+from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.optimisation import MovingAverage
 from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
@@ -55,6 +56,10 @@ def first_batches(order: sampling.Order) -> list[sampling.Indices]:
 
 def new_state(hp: Hyperparameters, data: Path) -> TrainingState:
     return TrainingState(hp, detect_hardware(hp), open_arrays(data), None)
+
+
+def evaluate_both(state: TrainingState) -> tuple[Evaluation, ...]:
+    return evaluate_splits(state, state.validation, state.test)
 
 
 def after_steps(hp: Hyperparameters, data: Path) -> TrainingState:
@@ -127,11 +132,11 @@ def evaluations_in_ranks(folder: Path) -> None:
     """Leaves what rank 0 has, of a model that changes its buffers and of one that draws in evaluations."""
     data, hp = folder / "digits", replace(BASE, num_ranks=2, test_batch_size=60)
     centred = after_steps(replace(hp, model="stateful_models:Centred"), data)
-    _, test = evaluate_splits(centred)
+    _, test = evaluate_both(centred)
     uncertain = after_steps(replace(hp, model="stateful_models:Uncertain"), data)
-    losses = [evaluate_splits(uncertain)[1].columns["loss"] for _ in range(2)]
+    losses = [evaluate_both(uncertain)[1].columns["loss"] for _ in range(2)]
     of_one_sample = after_steps(replace(ONE_SAMPLE, num_ranks=2), data)
-    evaluate_splits(of_one_sample)
+    evaluate_both(of_one_sample)
     left = (
         centred.model.state_dict(),
         centred.model.hidden,
@@ -160,7 +165,7 @@ def test_all_ranks_have_the_buffers_of_rank_0_and_evaluate_what_is_saved(tmp_pat
     torch.testing.assert_close(losses, losses_of(model, data), rtol=0, atol=1e-9)
     assert torch.equal(uncertain, again)
     hp = replace(BASE, model="stateful_models:Uncertain", num_ranks=1, test_batch_size=60)
-    _, of_one_rank = evaluate_splits(after_steps(hp, data))
+    _, of_one_rank = evaluate_both(after_steps(hp, data))
     torch.testing.assert_close(uncertain, of_one_rank.columns["loss"], rtol=0, atol=1e-9)
     alone = after_steps(replace(ONE_SAMPLE, num_ranks=1), data).model.state_dict()
     for name, value in of_one_sample.items():  # a rank that never had a sample counts for nothing
@@ -193,7 +198,7 @@ def test_an_evaluation_that_fails_leaves_no_trace(digits: Path, monkeypatch: pyt
     before = {name: value.clone() for name, value in state.kept_model().named_buffers()}
     monkeypatch.setattr(state, "predict", predict_and_fail)
     with pytest.raises(ArithmeticError):
-        evaluate_splits(state)
+        evaluate_both(state)
     assert state.kept_model().training
     assert before["hidden"].any(), "which an evaluation takes from a new model"
     assert all(torch.equal(value, before[name]) for name, value in state.kept_model().named_buffers())
@@ -266,7 +271,7 @@ def test_registered_buffers_are_those_that_the_model_was_made_with(digits: Path,
 )
 def test_what_cannot_be_trained_is_refused(digits: Path, model: str, words: str) -> None:
     with pytest.raises(UserError, match=f"model 'unusual_models:{model}' {words}"):
-        evaluate_splits(after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1), digits))
+        evaluate_both(after_steps(replace(BASE, model=f"unusual_models:{model}", num_ranks=1), digits))
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])

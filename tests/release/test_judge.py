@@ -158,8 +158,8 @@ def test_a_champion_that_cannot_be_evaluated(gate: DigitsGate, gone: str, monkey
     assert entry is not None
     if gone == "its answers":
 
-        def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
-            return evaluate_split(model, split) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
+        def failing(model: SavedModel, split: PreparedSet, **options: Any) -> Evaluation:
+            return evaluate_split(model, split, **options) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
         monkeypatch.setattr(judge, "evaluate_split", failing)
     else:
@@ -199,9 +199,9 @@ def test_both_models_may_meet_as_many_undecodable_images(gate: DigitsGate, monke
     gate.release("weak")
     allowed: list[int] = []
 
-    def counting(model: SavedModel, split: PreparedSet) -> Evaluation:
+    def counting(model: SavedModel, split: PreparedSet, **options: Any) -> Evaluation:
         allowed.append(model.bad_samples)
-        return evaluate_split(model, split)
+        return evaluate_split(model, split, **options)
 
     monkeypatch.setattr(judge, "evaluate_split", counting)
     gate.judge(gate.alter(lambda _, sidecar: sidecar["hyperparameters"].update(bad_samples=3)))

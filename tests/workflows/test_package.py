@@ -18,17 +18,20 @@ from packaged import Package
 from pod_inputs import CHECK, FETCH, PREDICT, TRAIN
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.user_code.digest import library_digest, package_digest
 
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "verify_packed")))
 LIGHT = (CHECK,)
-JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
+JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version", "tasks.monitor.watch_champion")
 PROMOTING = tuple(f"tasks.release.{name}" for name in ("carry_out_verdict", "promote_version", "roll_back_champion"))
+ALARM = "tasks.monitor.raise_alarm"
 PROFILE, VALIDATE = (f"tasks.validation.{name}_dataset" for name in ("profile", "validate"))
 pytestmark = pytest.mark.slow
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
+RUNG, REPORT = "tasks.sweep.run_rung", "tasks.sweep.report_sweep"
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
 GPU, ONE_GPU = (
     {"CPU": cpu, "MEMORY": memory, "GPU": number, "EPHEMERAL_STORAGE": "20Gi"}
@@ -53,10 +56,15 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
     workflows = {
         *(f"workflows.training.{name}_wf" for name in ("training", "retraining")),
         *("workflows.prediction.predict_wf", "workflows.shards.shards_wf"),
+        *("workflows.sweep.sweep_wf", "workflows.monitor.monitor_wf"),
         *(f"workflows.release.{name}_wf" for name in ("release", "promote", "rollback", "evaluate")),
         *(f"workflows.{engine}_training.{engine}_training_wf" for engine in ENGINES),
     }
-    assert set(default.tasks) == {*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, PROFILE, VALIDATE}
+    searching = {RUNG, REPORT, *(f"tasks.sweep.{name}" for name in ("plan_rung", "search"))}
+    assert set(default.tasks) == {
+        *(*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, ALARM, PROFILE, VALIDATE),
+        *searching,
+    }
     assert set(default.workflows) == workflows
     # Each workflow has a plan of its own name, Flyte's default.
     assert set(default.launch_plans) == PLANS | workflows | {"nightly_release"}
@@ -116,12 +124,12 @@ def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
 def test_who_knows_wandb_and_where_results_go(default: Package, sandbox: Package) -> None:
     wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
     for name, task in default.tasks.items():
-        knows, secrets = name in TRAINING, task.template.security_context.secrets
+        knows, secrets = name in {*TRAINING, RUNG}, task.template.security_context.secrets
         told = {key: value for key, value in environment(default, name).items() if "WANDB" in key}
         assert told == (wandb if knows else {}), name
         found = [(each.group, each.key, each.mount_requirement) for each in secrets]
         assert found == ([("wandb", "api_key", Secret.ENV_VAR)] if knows else [])
-        assert ("FLYTE_DDP_RESULTS" in environment(default, name)) is (name in TRAINING)
+        assert ("FLYTE_DDP_RESULTS" in environment(default, name)) is knows
     assert environment(default, TRAIN)["FLYTE_DDP_RESULTS"] == "s3://bucket/results"
     assert environment(sandbox, TRAIN)["FLYTE_DDP_WANDB_SECRET"] == "off"
     assert "FLYTE_DDP_RESULTS" not in environment(sandbox, TRAIN), "a folder would go with the pod"
@@ -136,7 +144,7 @@ def test_caches_decks_and_outputs(default: Package) -> None:
             assert metadata.discovery_version == (package_digest() if name == PROFILE else library_digest())
             assert tuple(metadata.cache_ignore_input_vars) == ignored[name]
     shown = {name for name, task in default.tasks.items() if task.template.metadata.generates_deck.value}
-    assert shown == {*TRAINING, PREDICT, *JUDGING, VALIDATE}
+    assert shown == {*TRAINING, PREDICT, *JUDGING, VALIDATE, RUNG, REPORT}
     outputs = default.workflows["workflows.training.training_wf"].template.interface.outputs.variables
     assert set(outputs) == {"epoch_accuracies", "model_state", "sidecar", "report", "metrics"}
     assert outputs["model_state"].type.blob.format == "python_pickle"
@@ -183,9 +191,10 @@ def test_a_fork_with_a_schedule_of_its_own(sandbox: Package) -> None:
 def test_the_console_draws_forms(default: Package) -> None:
     """Flytekit knows the types of a stored launch plan by them, as a client does that fetches one."""
     importlib.import_module("tasks.input_form")  # registers them in this process, as each import of tasks does
-    for name in (name for name in default.workflows if name.endswith(("training_wf", "release_wf"))):
+    forms = {"hp": Hyperparameters(), "policy": Policy(), "window": WindowSource()}
+    for name in (name for name in default.workflows if name.endswith(("training_wf", "release_wf", "monitor_wf"))):
         inputs = default.workflows[name].template.interface.inputs.variables
-        for variable, values in {"hp": Hyperparameters(), "policy": Policy()}.items():
+        for variable, values in forms.items():
             if variable in inputs:
                 kind, metadata = type(values), inputs[variable].type.metadata
                 assert metadata["$ref"] == f"#/definitions/{kind.__name__}"
@@ -193,6 +202,8 @@ def test_the_console_draws_forms(default: Package) -> None:
                 assert [*fields] == [*values.to_dict()], "in this order, however Flyte shuffles objects"
                 assert {name: fields[name]["default"] for name in fields} == values.to_dict()
                 assert TypeEngine.guess_python_types({"x": Variable.from_flyte_idl(inputs[variable])}) == {"x": kind}
+        if "hp" not in inputs:
+            continue
         hp = packaged.form_fields(inputs["hp"].type.metadata["definitions"]["Hyperparameters"])
         assert list(hp["keep"]["enum"]) == ["last", "best", "ema"]
         assert "enum" not in hp["schedule"], "which would refuse the user's own"

@@ -44,7 +44,15 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     assert "the champion is kept: " in judged.output
     version = tmp_path / "runs/registry/digits/versions" / second["version"]
     assert {path.name for path in version.iterdir()} == {
-        *("model.pt", "model.json", "verdict.json", "verdict.html", "data_profile.json", "manifest.json")
+        *(
+            "model.pt",
+            "model.json",
+            "verdict.json",
+            "verdict.html",
+            "data_profile.json",
+            "reference.npz",
+            "manifest.json",
+        )
     }
     log = tmp_path / "runs/registry/digits/log"
     actions = [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())]

@@ -9,6 +9,7 @@ from cli import ROOT
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
 from workflows.schedules import Schedule, read_schedules
 
@@ -19,7 +20,7 @@ def read(folder: Path, text: str) -> list[Schedule]:
 
 
 def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
-    inline, preset, release = read(
+    inline, preset, release, watch = read(
         tmp_path,
         """
         - name: weekly
@@ -28,6 +29,7 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
           hyperparameters: {epochs: 3, learning_rate: 1e-1}
         - {name: quick, workflow: training_wf, hyperparameters: config/fast.json}
         - {name: best, workflow: release_wf, cron: "0 0 1 JAN MON-FRI", model_name: digits, policy: {rule: not_worse}}
+        - {name: watch, workflow: monitor_wf, model_name: digits, window: {images: in/%H, hours_back: 1}}
         """,
     )
     assert (inline.name, inline.workflow, inline.cron) == ("weekly", "elastic_training_wf", "30 4 * * 0")
@@ -36,6 +38,8 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
     assert (preset.inputs(), preset.cron) == ({"hp": Hyperparameters(**fast)}, "")
     best = {"hp": Hyperparameters(), "model_name": "digits", "policy": Policy(rule="not_worse")}
     assert release.inputs() == best
+    window = WindowSource(images="in/%H", hours_back=1)
+    assert watch.inputs() == {"model_name": "digits", "window": window}
     (tmp_path / "empty.yaml").write_text("# none\n")
     assert read_schedules(tmp_path / "empty.yaml") == []
 
@@ -52,8 +56,13 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
             for rest, said in {
                 "train_wf": "unknown workflow 'train_wf': did you mean 'training_wf'? choose one of",
                 "training_wf, crom: x": "unknown key 'crom': did you mean",
-                "training_wf, model_name: x": "model_name and policy are for release_wf only: leave",
+                "training_wf, model_name: x": "model_name is not for training_wf: leave it out",
+                "monitor_wf, model_name: x": "images='', dataset='', table='': give exactly one",
+                "monitor_wf, model_name: x, policy: {alpha: 0.1}": "policy is not for monitor_wf: leave it out",
                 "release_wf, model_name: x, policy: {alpha: 2}": "alpha=2.0: must be below 0.5",
+                "sweep_wf": 'space="": names nothing to vary; for example',
+                "training_wf, sweep: {trials: 3}": "sweep is not for training_wf: leave it out",
+                "sweep_wf, sweep: {space: {momentum: [0.9, 1]}}": "space, momentum: momentum=1.0: must be below 1",
                 "training_wf, hyperparameters: {epoch: 3}": "unknown hyperparameter 'epoch': did you",
                 "training_wf, hyperparameters: config/fats.json": "hyperparameters='config/fats.json': No such file or "
                 "directory; must be an object, or a file of",

@@ -1,0 +1,77 @@
+"""The page of a window: its verdict, what moved and how, the most unusual samples; its tables."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.monitor.compare import count_categories, has_categories
+from flyte_ddp.monitor.watch import Watched
+from flyte_ddp.monitor.window import Window
+from flyte_ddp.objectives.table_columns import format_page_cell
+from flyte_ddp.predict.sample_columns import SampleColumns
+from flyte_ddp.report.figures import BLUE, ORANGE, SIZE, draw_svg
+from flyte_ddp.report.page import render_template, write_html
+from flyte_ddp.text.formatting import format_value, name_measure
+
+DRAWN = 8  # columns
+BINS = 30
+BARS = 10  # categories whose shares differ most
+ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
+
+
+def write_page(window: Window, watched: Watched, name: str, path: Path) -> Path:
+    """Write the HTML page of a window that was recorded, replacing a file; return its path."""
+    page = render_template(
+        "window.html",
+        name=name,
+        window=window,
+        measure=name_measure(window.measure),
+        rows=[
+            (each.column, format_value(each.effect), format_value(each.p), "yes" if each.moved else "")
+            for each in sorted(window.columns, key=lambda each: (-each.moved, -each.effect))
+        ],
+        charts=[
+            (each.column, draw_distributions(each.column, watched.reference[each.column], watched.columns[each.column]))
+            for each in window.moved[:DRAWN]
+        ],
+        pictures=[picture for _, picture in watched.unusual],
+    )
+    return write_html(path, page)
+
+
+def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any]) -> str:
+    """Draw the shares of a column's values, or ranges of values, in reference and window; return an SVG element."""
+
+    def plot_shares(axes: Any) -> str:
+        if has_categories(reference):
+            values, counts = count_categories(reference, window)
+            shares = counts / counts.sum(1, keepdims=True)
+            chosen = np.sort(np.argsort(-np.abs(shares[0] - shares[1]), kind="stable")[:BARS])
+            shares, edges = shares[:, chosen], np.arange(len(chosen) + 1) - 0.5
+            labels = [format_page_cell(value)[:14] for value in values[chosen].tolist()]
+            axes.set_xticks(range(len(chosen)), labels, rotation=30 if max(map(len, labels)) > 5 else 0)
+        else:
+            every = np.concatenate((reference, window)).astype(np.float64)
+            edges = np.histogram_bin_edges(np.quantile(every[np.isfinite(every)], ENDS), BINS)
+            sides = [side.astype(np.float64).clip(edges[0], edges[-1]) for side in (reference, window)]
+            shares = np.stack([np.histogram(side, edges)[0] / len(side) for side in sides])
+        for share, label, color in zip(shares, ("held out", "this window"), (BLUE, ORANGE), strict=True):
+            axes.stairs(share, edges, fill=True, color=color, alpha=0.45, label=label)
+        axes.legend(loc="best")
+        return "share of samples"
+
+    return draw_svg(plot_shares, name, (0.125, 0.17, 0.855, 0.75), label_word="by", figsize=SIZE)
+
+
+def write_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:
+    """Write columns as CSV, with the samples' ids if there are some."""
+    given: dict[str, Sequence[Any]] = {"id": ids} if ids else {}
+    given |= {name: values.tolist() for name, values in columns.items()}
+    # surrogateescape: file names that are not UTF-8 go through as they are.
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([[*given], *zip(*given.values(), strict=True)])
+    return path

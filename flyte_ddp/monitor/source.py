@@ -1,0 +1,49 @@
+"""Where a window of new samples is: one flat, frozen, validated dataclass."""
+
+# No "from __future__ import annotations" here: flytekit derives the console's form from real types.
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
+
+from flyte_ddp.checks.fields import CheckedFields, setting
+from flyte_ddp.errors import UserError
+
+KINDS = ("images", "dataset", "table")
+ADDRESSES = (*KINDS, "data_source", "truth")
+
+
+@dataclass(frozen=True)
+class WindowSource(CheckedFields, called="window setting"):
+    """Where a window's samples and their truth are. Give one of images, dataset and table."""
+
+    images: str = setting(
+        "",
+        "Folder of images to predict. In each address here fields of strftime are filled in, such as "
+        "s3://bucket/in/%Y-%m-%d/%H.",
+    )
+    dataset: str = setting("", "Data set whose test split is predicted, as in the hyperparameters.")
+    table: str = setting("", "File of new rows, which the model's own prepare reads, such as s3://bucket/%Y%m%d.csv.")
+    data_source: str = setting("", "Where the files of dataset are, as in the hyperparameters.")
+    truth: str = setting(
+        "",
+        "A CSV file with the columns `id` and `truth`, for classification and regression; ids as in the tables of "
+        "predictions. A dataset has its own truth.",
+    )
+    hours_back: int = setting(
+        0, "Hours from the time of the addresses to the start: 1 reads the hour that is over.", at_least=0
+    )
+    fail_on_alarm: bool = setting(True, "Whether an alarm ends the execution as failed, so that Flyte notifies people.")
+
+    def at(self, time: datetime) -> Self:
+        """Return the source with the fields of strftime filled in; UserError unless exactly one kind is given."""
+        if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
+            given = ", ".join(f"{kind}={getattr(self, kind)!r}" for kind in KINDS)
+            raise UserError(f"{given}: give exactly one of the three")
+        moment = time.astimezone(UTC) - timedelta(hours=self.hours_back)
+        filled: dict[str, Any] = {name: moment.strftime(getattr(self, name)) for name in ADDRESSES}
+        return replace(self, **filled)
+
+    @property
+    def address(self) -> str:
+        """What is predicted, in words."""
+        return self.images or self.table or " ".join(filter(None, (self.dataset, self.data_source)))

@@ -1,0 +1,165 @@
+"""Predict a window of samples with the champion, and compare it with the held-out samples."""
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import SIDECAR, WEIGHTS
+from flyte_ddp.loading.encoded import BadSamples
+from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
+from flyte_ddp.monitor.source import WindowSource
+from flyte_ddp.monitor.truth import add_truth, find_known_truths, measure_truth
+from flyte_ddp.monitor.window import FEWEST, Window
+from flyte_ddp.objectives.objective import map_floats
+from flyte_ddp.objectives.table_columns import describe_samples
+from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
+from flyte_ddp.predict.new_rows import read_new_rows
+from flyte_ddp.predict.predict import find_undefined_rows, images_from_inputs, own_decoding
+from flyte_ddp.predict.prediction_batches import Batch, SavedModel, find_images, read_folder_batches, read_test_split
+from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, draw_samples, join_columns, read_reference
+from flyte_ddp.progress import Progress
+from flyte_ddp.release.evaluation import find_targets
+from flyte_ddp.release.promotion import REFERENCE, VERDICT
+from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.report.figures import Picture
+from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.settings import Settings
+from flyte_ddp.text.formatting import format_count, join_first
+from flyte_ddp.training.evaluate import compute_columns
+from flyte_ddp.user_code.source import explain_own_errors
+
+MOST_BAD = 0.1  # of all samples
+PICTURED = 24
+
+
+@dataclass
+class Watched:
+    """What is known of a window's samples, beside what the record says."""
+
+    model: SavedModel
+    reference: SampleColumns
+    bad: BadSamples = field(default_factory=lambda: BadSamples(sys.maxsize))
+    ids: list[str] = field(default_factory=list)
+    columns: SampleColumns = field(default_factory=dict)
+    measured: list[dict[str, Tensor]] = field(default_factory=list)  # by batch, the objective's columns [n, ...]
+    unusual: list[tuple[float, Picture]] = field(default_factory=list)  # the first PICTURED (24)
+
+    def predict(self, batches: Iterable[Batch]) -> None:
+        """Predict all batches, and keep what is asked of their samples; UserError for other columns than before."""
+        parts, model = [], self.model
+        for batch in batches:
+            chosen = np.array(batch.decoded)
+            if not chosen.any():
+                continue
+            ids = np.array(batch.ids)[chosen]
+            with explain_own_errors(f"model {model.sidecar['model']!r} on samples {ids[0]} to {ids[-1]}"):
+                outputs = model.compute_outputs(batch.inputs)
+                columns = describe_batch(model, batch.inputs, outputs)
+            if columns.keys() != self.reference.keys():
+                names = f"the columns {join_first(columns)}, the held-out ones {join_first(self.reference)}"
+                raise UserError(f"samples {ids[0]} to {ids[-1]} have {names}: must have the same names in each batch")
+            usable = ~find_undefined_rows(outputs, len(ids))
+            self.bad.names |= dict.fromkeys(ids[~usable].tolist(), "its outputs are NaN")
+            self.ids += ids[usable].tolist()
+            parts.append({name: values[usable] for name, values in columns.items()})
+            self.keep_unusual(batch.inputs, ids, columns, np.flatnonzero(usable))
+            known = usable & find_known_truths(batch)[chosen]
+            if known.any():
+                chosen[chosen] = known
+                targets = find_targets(model, batch, chosen.tolist())
+                if not known.all():
+                    outputs = map_floats(outputs, lambda values: values[known])  # noqa: B023
+                with torch.no_grad():
+                    found = compute_columns(model.objective, outputs, targets, int(known.sum()))
+                self.measured.append({name: column.double().cpu() for name, column in found.items()})
+        self.columns = join_columns(parts)
+
+    def keep_unusual(
+        self, inputs: Leaves, ids: NDArray[np.str_], columns: SampleColumns, usable: NDArray[np.int64]
+    ) -> None:
+        """Keep pictures of the most unusual samples, among those at the places ``usable`` and those of before."""
+        ratings, spec = rate_samples(self.reference, columns), self.model.spec
+        first = usable[np.argsort(-ratings[usable], kind="stable")[:PICTURED]]
+        images = images_from_inputs(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
+        predictions = describe_samples(columns, "prediction", len(ids))  # type: ignore[arg-type]
+        scores = columns.get("confidence", [None] * len(ids))
+        for place, image in zip(first.tolist(), images, strict=False):
+            picture = Picture(str(ids[place]), image, predictions[place], score=scores[place])
+            self.unusual.append((float(ratings[place]), picture))
+        self.unusual = sorted(self.unusual, key=lambda each: -each[0])[:PICTURED]
+
+
+def predict_window(
+    registry: Registry, entry: Entry, source: WindowSource, local: Path, *, settings: Settings, by: str
+) -> tuple[Window, Watched]:
+    """Predict a window with the champion of the log's ``entry``; return what was found, and change nothing.
+
+    ``local`` is where the images or the table are on this machine. Runs the code that the champion's sidecar names.
+    Raises UserError for a champion without a reference, and if a tenth of the samples cannot be decoded or predicted.
+    """
+    version = registry.read_version(entry.version, entry.manifest)
+    if REFERENCE not in version.files:
+        raise UserError(
+            f"version {version.name[:12]} of {registry.name} has no {REFERENCE}: it was judged before there was "
+            "monitoring, or its objective's answers failed; mend them, and release another model by release_wf, with "
+            "another seed for instance"
+        )
+    verdict = Verdict.from_json(registry.read_version_file(version, VERDICT))
+    with TemporaryDirectory() as folder:
+        weights, sidecar = (registry.download_file(version, name, Path(folder)) for name in (WEIGHTS, SIDECAR))
+        model = SavedModel(weights, sidecar, settings)
+        watched = Watched(model, read_reference(registry.read_version_file(version, REFERENCE)))
+        batches = open_window(model, source, local, watched.bad)
+        watched.predict(add_truth(model, source.truth, batches) if source.truth else batches)
+    samples, bad = len(watched.ids), watched.bad.names
+    if bad:
+        counted = f"{len(bad):,} of {format_count(samples + len(bad), 'sample')} cannot be decoded or predicted"
+        listed = join_first(sorted(f"{name} ({reason})" for name, reason in bad.items()))
+        if len(bad) > MOST_BAD * (samples + len(bad)):
+            raise UserError(f"{source.address}: {counted}; a tenth may be so, repair them: {listed}")
+        Progress(settings.progress).print_note(f"{source.address}: {counted}: {listed}")
+    if source.truth and not watched.measured:
+        rule = f"has none of the ids of the samples, such as {join_first(watched.ids, 2)}"
+        raise UserError(f"truth={source.truth!r}: {rule}; give the ids of a table of predictions")
+    digest = sha256(b"".join(values.tobytes() for values in watched.columns.values())).hexdigest()
+    drawn = draw_samples(watched.columns, SAMPLES, int(digest[:16], 16))
+    found = Window(
+        version=entry.version,
+        address=source.address,
+        time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        by=by,
+        digest=digest,
+        samples=samples,
+        bad=len(bad),
+        columns=compare_columns(watched.reference, drawn) if samples >= FEWEST else [],
+        measure=verdict.measure,
+        held_out=verdict.challenger_score,
+        **measure_truth(model.objective, watched.measured),
+    )
+    return found, watched
+
+
+def open_window(model: SavedModel, source: WindowSource, local: Path, bad: BadSamples) -> Iterator[Batch]:
+    if source.images:
+        return read_folder_batches(model, local, find_images(local), model.batch_size, bad)
+    if source.table:
+        rows, ids = read_new_rows(model.sidecar, str(local))
+        return read_test_split(model, SampleArrays(source.table, rows, None, rows, None, test_ids=ids), bad=bad)
+    sample = own_decoding(model.files[1])
+    data = find_or_fetch_data_set(source.dataset, source.data_source, "", sample=sample)
+    return read_test_split(model, open_prepared(data), bad=bad)

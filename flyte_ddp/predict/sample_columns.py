@@ -1,0 +1,138 @@
+"""Columns of samples, by which windows of data are compared: of the inputs as a model gets them, and of its outputs."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
+from flyte_ddp.files import replace_file
+from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.objectives import Classification, Language
+from flyte_ddp.objectives.language import find_logits
+from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.samples.leaves import Leaves, name_leaves
+
+REFERENCE_SAMPLES = 5000
+COLUMNS = 64  # of rows with more numbers, the mean and the deviation are the columns
+
+SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts, which are categories
+
+
+def describe_batch(model: SavedModel, inputs: Leaves, outputs: Any) -> SampleColumns:
+    """Return columns of n samples; raise whatever the objective's own ``answers`` raises."""
+    spec, leaves = model.spec, dict[str, Tensor]()
+    if isinstance(spec, InputSpec):
+        found: dict[str, Any] = describe_pictures(inputs, spec)
+    else:
+        leaves = {name: leaf.cpu() for name, leaf in name_leaves(inputs).items() if isinstance(leaf, Tensor)}
+        found, shapes = {}, {name: leaf.shape for name, leaf in spec.leaves}
+        named = model.sidecar.get(PREPROCESSING, {}).get("columns", {})  # of frames
+        for name, leaf in leaves.items():
+            varies = shapes.get(name, ())[:1] == (None,)
+            found |= describe_leaf(f"input {name}".rstrip(), leaf, named.get(name, ()), varies=varies)
+    own = type(model.objective).answers
+    if own is Classification.answers:
+        found |= describe_classes(outputs, model.objective.facts.classes)
+    elif own is Language.answers:
+        found |= describe_texts(find_logits(outputs), leaves)
+    else:
+        answers = {name: np.asarray(values) for name, values in model.objective.answers(outputs).items()}
+        numbers = [values for values in answers.values() if values.dtype.kind in "biuf"]
+        many = len(numbers) > COLUMNS
+        found |= split_rows("output", np.stack(numbers, axis=1), ()) if many else answers
+    return {name: convert_column(values) for name, values in found.items()}
+
+
+def describe_pictures(images: Tensor, spec: InputSpec) -> dict[str, Any]:
+    """Return brightness, contrast and sharpness (log variance of the Laplacian) of normalised images [n, C, H, W]."""
+    mean, std = (torch.tensor(values, device=images.device) for values in (spec.mean, spec.std))
+    grey = torch.einsum("nchw,c->nhw", images.float(), std / len(std)) + mean.mean()
+    around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
+    sharpness = ((around - 4 * grey[:, 1:-1, 1:-1]).var((1, 2)) + 1e-8).log()
+    return {"brightness": grey.mean((1, 2)), "contrast": grey.std((1, 2)), "sharpness": sharpness}
+
+
+def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> dict[str, Any]:
+    """Return columns of a leaf [n, ...]; of one whose length ``varies``, and of long texts, by the length.
+
+    Of a text one token, which its own sum chooses, stands for all: so samples stay independent, as the tests need
+    them, whatever batch they are in.
+    """
+    is_text = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.dim() == 2
+    if not varies and not (is_text and leaf.shape[1] > COLUMNS):
+        return split_rows(name, leaf.reshape(len(leaf), -1).numpy(), columns)
+    if leaf.dtype == torch.bool:  # a mask, which says no more than the lengths of what it masks
+        return {}
+    lengths = measure_lengths(leaf)
+    if is_text:
+        tokens = leaf.gather(1, (leaf.long().sum(1) % lengths.clamp(min=1))[:, None])[:, 0]
+        return {f"{name} length": lengths, f"{name} token": tokens.numpy().astype(str)}
+    numbers = lengths * leaf[0, 0].numel()
+    return {f"{name} length": lengths, f"{name} mean": leaf.double().flatten(1).sum(1) / numbers.clamp(min=1)}
+
+
+def measure_lengths(leaf: Tensor) -> Tensor:
+    """Return the lengths [n] of samples [n, longest, ...]; zeros at the end of a sample count as padding."""
+    there = (leaf != 0).reshape(*leaf.shape[:2], -1).any(2)
+    return (there * torch.arange(1, leaf.shape[1] + 1)).amax(1)
+
+
+def describe_classes(logits: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    logs = logits.double().log_softmax(1).cpu()
+    names = np.array(classes)[logs.argmax(1).numpy()]
+    return {"prediction": names, "confidence": logs.amax(1).exp(), "entropy": torch.special.entr(logs.exp()).sum(1)}
+
+
+def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the mean probability and entropy of texts' tokens [n, longest, k], without places after a text's end."""
+    tokens = [leaf for leaf in leaves.values() if leaf.shape == logits.shape[:2]] or [torch.ones(logits.shape[:2])]
+    found = []
+    for text, length in zip(logits, measure_lengths(tokens[0]).tolist(), strict=True):  # each is large
+        shares = text[: max(1, length)].softmax(1)
+        found.append((shares.amax(1).mean().item(), torch.special.entr(shares).sum(1).mean().item()))
+    return dict(zip(("confidence", "entropy"), zip(*found, strict=True), strict=True))
+
+
+def split_rows(name: str, rows: NDArray[Any], names: Sequence[str]) -> SampleColumns:
+    """Return the columns of rows [n, k] by ``names``, if those are k; of more than COLUMNS (64) mean and deviation."""
+    width = rows.shape[1]
+    if width > COLUMNS:
+        return {f"{name} mean": rows.mean(1, np.float64), f"{name} deviation": rows.std(1, np.float64)}
+    called = names if len(names) == width else [*map(str, range(width))]
+    return {f"{name} {each}" if width > 1 or names else name: rows[:, place] for place, each in enumerate(called)}
+
+
+def convert_column(values: Any) -> NDArray[Any]:
+    array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
+    return array if array.dtype.kind == "U" else array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+
+
+def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
+    """Return the columns of all parts, {} without any; KeyError unless all have the same."""
+    names = [*dict.fromkeys(name for part in parts for name in part)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def draw_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:
+    """Return up to ``most`` of the samples, drawn by ``seed`` without replacement, in their order."""
+    samples = len(next(iter(columns.values())))
+    chosen = np.sort(np.random.default_rng(seed).choice(samples, min(samples, most), replace=False))
+    return {name: values[chosen] for name, values in columns.items()}
+
+
+def write_reference(path: Path, columns: SampleColumns) -> None:
+    """Write up to 5,000 of the samples, drawn by a seed of their own."""
+    drawn = draw_samples(columns, REFERENCE_SAMPLES, 0)
+    with replace_file(path) as file:  # names as an array, as a name may be one that NumPy's function has itself
+        np.savez_compressed(file, np.array([*drawn]), *drawn.values())
+
+
+def read_reference(content: bytes) -> SampleColumns:
+    with np.load(io.BytesIO(content)) as stored:
+        return {str(name): stored[f"arr_{place}"] for place, name in enumerate(stored["arr_0"], 1)}

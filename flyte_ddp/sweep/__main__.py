@@ -1,0 +1,44 @@
+"""The command for sweeps without Flyte: ``python -m flyte_ddp.sweep --help``."""
+
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.files import SIDECAR
+from flyte_ddp.pods.paths import print_local_files, resolve_folder
+from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
+from flyte_ddp.run import run_part
+from flyte_ddp.sweep.halving import Rung, pick_winner, plan_rung, run_rung
+from flyte_ddp.sweep.page import PAGES, write_page
+from flyte_ddp.sweep.space import Sweep, check_sweep
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.argument("base", type=click.File(encoding="utf-8"))
+@click.argument("sweep", type=click.File(encoding="utf-8"))
+@click.option("--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("sweep"))
+def main(base: TextIO, sweep: TextIO, output: Path) -> None:
+    """Train the trials of SWEEP, rung by rung, and write sweep.html and best.json into a folder.
+
+    BASE has hyperparameters, SWEEP the space, as JSON. Runs are in FLYTE_DDP_RUNS.
+    """
+    hp, searched, done = Hyperparameters.from_json(base.read()), Sweep.from_json(sweep.read()), list[Rung]()
+    check_sweep(searched, hp)
+    output.mkdir(parents=True, exist_ok=True)
+    _, version = check_and_identify_run(hp, "", None)
+    data = find_or_fetch_data_set(hp.dataset, hp.data_source, hp.test_dataset, version, sample=hp.sample)
+    while trials := plan_rung(searched, hp, version, done):
+        for trial in trials:
+
+            def train(_: str, folder: Path, trial: Rung = trial) -> None:
+                run_part(trial.hp, data, folder, trial.part)
+
+            done.append(run_rung(trial, str(resolve_folder("sweeps")), train))
+    write_page(searched, done, resolve_folder(pick_winner(done).run) / SIDECAR, output)
+    print_local_files("sweep done; made in", {output / name: what for name, what in PAGES.items()})
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m flyte_ddp.sweep")

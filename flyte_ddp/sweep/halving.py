@@ -1,0 +1,152 @@
+"""Successive halving: each rung trains its trials a part of their steps, and the best third of them go on.
+
+A trial is an ordinary run, which stops at its rungs, and goes on from its checkpoint.
+"""
+
+# No "from __future__ import annotations" here: flytekit derives the types of tasks from real types.
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, List, Optional  # noqa: UP035
+
+from dataclasses_json import DataClassJsonMixin
+
+from flyte_ddp import storage
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import BusyError, OutOfMemoryError, RankError, UnreachableError, UserError
+from flyte_ddp.pods.paths import resolve_folder
+from flyte_ddp.report.report import Run
+from flyte_ddp.runs.identity import run_name
+from flyte_ddp.runs.run_folder import RUNG, UNFINISHED, is_finished
+from flyte_ddp.storage import MissingError, UnavailableError
+from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
+
+
+@dataclass(frozen=True)
+class Rung(DataClassJsonMixin):
+    """A trial in a rung: what is to be trained, and after that what has come of it."""
+
+    trial: int  # its number, from 0
+    hp: Hyperparameters
+    run: str  # name of the run
+    part: int  # the rung ends after 1 / part of the run's steps
+    step: int = 0  # steps that are done
+    steps: int = 0  # of the whole run
+    value: Optional[float] = None  # noqa: UP045  # of select_by on the validation split; None: failed
+    higher: bool = False  # whether higher values are better
+    failed: str = ""  # why
+    seconds: float = 0.0  # that this rung took
+    curve: List[List[float]] = field(default_factory=list)  # noqa: UP006  # each evaluation's step and value
+
+    @property
+    def loss(self) -> float | None:
+        """The value with a sign by which less is better."""
+        return self.value if self.value is None or not self.higher else -self.value
+
+
+def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequence[Rung]) -> list[Rung]:
+    """Return the next trials to train, after all those ``done``; none if the last rung is done.
+
+    ``data_version`` is that of check_and_identify_run. UserError if all trials of a rung have failed.
+    """
+    parts, fingerprint = sweep.list_parts(), data_version.partition("@")[0].removeprefix("datasets/")
+    first = [rung for rung in done if rung.part == parts[0]]
+    drawn = draw_trials(sweep, base, {rung.hp: rung.loss for rung in first})
+    if new := drawn[len(first) :]:
+        return [Rung(number, hp, run_name(hp, fingerprint), parts[0]) for number, hp in enumerate(new, len(first))]
+    for part, following in pairwise(parts):
+        rungs = [rung for rung in done if rung.part == part]
+        if not any(rung.part == following for rung in done):
+            best = rank_trials(rungs)[: max(1, len(rungs) // ETA)]
+            return [Rung(rung.trial, rung.hp, rung.run, following) for rung in best]
+    return []
+
+
+def rank_trials(rungs: Sequence[Rung]) -> list[Rung]:
+    """Return a rung's trials without failed ones, the best first; UserError if all have failed."""
+    ranked = sorted((rung for rung in rungs if rung.value is not None), key=lambda rung: (rung.loss, rung.trial))
+    if not ranked:
+        [(reason, count)] = Counter(rung.failed for rung in rungs).most_common(1)
+        raise UserError(f"all {len(rungs)} trials of the sweep have failed, {count} of them with: {reason}")
+    return ranked
+
+
+def pick_winner(done: Sequence[Rung]) -> Rung:
+    return rank_trials([rung for rung in done if rung.part == 1])[0]
+
+
+def run_rung(rung: Rung, results: str, train: Callable[[str, Path], object]) -> Rung:
+    """Train a trial up to its rung by ``train(run, folder)``; return, and print, what has come of it.
+
+    Takes it from the folder or address ``results`` if it is there, else stores it there. A trial fails by a mistake of
+    the user or of the user's code, or as memory runs out; that is not stored. Other failures are raised.
+    """
+    address, start = storage.join(results, f"{rung.run}/{rung.part}.json"), time.monotonic()
+    with suppress(MissingError):
+        return replace(rung, **json.loads(access_result(address, storage.read_file)))
+    try:
+        found = reach_rung(rung, train)
+    except (UnreachableError, BusyError):
+        raise
+    except (UserError, RankError) as error:
+        if isinstance(error, RankError) and error.recoverable and not isinstance(error, OutOfMemoryError):
+            raise
+        found, outcome = {"failed": error.message}, error.message
+    else:
+        found["seconds"] = time.monotonic() - start
+        access_result(address, lambda to: storage.write_file(to, json.dumps(found).encode()))
+        outcome = f"validation {rung.hp.select_by} {found['value']:.4g}"
+    print(f"trial {rung.trial}, 1/{rung.part} of its steps: {outcome}", flush=True)
+    return replace(rung, **found)
+
+
+def access_result(address: str, action: Callable[[str], Any]) -> Any:
+    try:
+        return storage.retry(address, action)
+    except MissingError:
+        raise
+    except UnavailableError as failure:
+        raise failure.to_user_error(f"the sweep's results in {address}: {failure}; it reads and writes there") from None
+
+
+def reach_rung(rung: Rung, train: Callable[[str, Path], object]) -> dict[str, Any]:
+    """Train a trial up to its rung, and return a Rung's fields; UserError for a value that is not finite.
+
+    A run that is further begins again under another name: the value is of the rung's step, whatever was trained before.
+    """
+    again = f"{rung.run}-{rung.part}"
+    for name in (rung.run, again):
+        folder = resolve_folder(name)
+        if not is_finished(folder):
+            train(name, folder)
+        found = read_rung(folder, rung.hp)
+        if found["step"] <= -(-found["steps"] // rung.part):
+            break
+    shutil.rmtree(resolve_folder(again), ignore_errors=True)
+    if found["value"] is None:
+        raise UserError(f"{rung.hp.select_by} is not a finite number on the validation split")
+    return found
+
+
+def read_rung(folder: Path, hp: Hyperparameters) -> dict[str, Any]:
+    """Return a Rung's fields by what a run has left in its folder, at a rung's end or finished."""
+    name, finished = f"validation_{hp.select_by}", is_finished(folder)
+    run = Run(folder if finished else folder / UNFINISHED)
+    curve = {each["step"]: each.get(name) for each in run.evaluations}
+    step, value = run.steps, run.kept_evaluation.get(name)
+    if not finished:
+        step, value = json.loads((folder / UNFINISHED / RUNG).read_bytes()).values()
+        curve.setdefault(step, value)
+    return {
+        "step": step,
+        "steps": run.start["steps"],
+        "value": value,
+        "higher": run.measures.get(hp.select_by) == "higher",
+        "curve": [[at, each] for at, each in curve.items() if each is not None],
+    }

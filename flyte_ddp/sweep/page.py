@@ -1,0 +1,97 @@
+"""The page of a sweep: the trials' curves and values, whether early rungs told which are good, what it cost."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from flyte_ddp.report import figures
+from flyte_ddp.report.page import render_template, write_html
+from flyte_ddp.sweep.halving import Rung, pick_winner
+from flyte_ddp.sweep.space import Sweep, list_values
+from flyte_ddp.text.formatting import format_duration, format_measure, format_setting, name_measure
+from flyte_ddp.text.sections import Table
+
+PAGES = {"sweep.html": "all trials, to open in a browser", "best.json": "the winner's hyperparameters, for --hp"}
+RANKS = "Spearman's rank correlation between a rung and the next, over the trials in both: 1 if both have one order."
+MISLEAD = " With schedule=one_cycle early rungs mislead: what profits from the learning rate's fall is not seen yet."
+
+
+def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) -> Path:
+    """Write the PAGES of a sweep into a folder, and return the path of the HTML page.
+
+    ``sidecar`` is that of the winner's model, with its measures on the test split.
+    """
+    last, winner = {rung.trial: rung for rung in done}, pick_winner(done)  # the last rung of each trial
+    # Of two trials that came equally far the better one comes first.
+    ordered = sorted(last.values(), key=lambda rung: (rung.part, rung.value is None, rung.loss or 0.0))
+    names = [each.name for each in sweep.list_dimensions()]
+    varied = {rung.trial: [list_values(rung.hp)[name] for name in names] for rung in ordered}
+    space = figures.draw_parallel_coordinates(names, [varied[rung.trial] for rung in ordered if rung.value is not None])
+    measures = json.loads(sidecar.read_bytes())["metrics"]
+    main, test = next(item for item in measures.items() if item[0].startswith("test_"))
+    measure, one_cycle = name_measure(winner.hp.select_by), any(rung.hp.schedule == "one_cycle" for rung in done)
+    rows = [
+        (
+            rung.trial,
+            *map(format_setting, varied[rung.trial]),
+            name_part(rung.part),
+            rung.value,
+            format_duration(sum(each.seconds for each in done if each.trial == rung.trial)),
+            rung.failed,
+        )
+        for rung in ordered
+    ]
+    compared = ("Rung", "Next rung", "Trials in both", "Correlation")
+    tables = (
+        Table("Do early rungs tell?", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
+        Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", "Failed"), rows),
+    )
+    steps = {rung.trial: rung for rung in done if rung.steps}.values()  # of a failed rung they are not known
+    page = render_template(
+        "sweep.html",
+        trials=len(last),
+        winner=winner,
+        won={name: format_setting(value) for name, value in zip(names, varied[winner.trial], strict=True)},
+        measure=measure,
+        main=name_measure(main.removeprefix("test_")),
+        test=format_measure(main.removeprefix("test_"), test),
+        spent=sum(rung.step for rung in steps),
+        full=sum(rung.steps for rung in steps),
+        curves=draw_curves(done, measure),
+        space=space,
+        sections=figures.list_section_values(tables, {}, ()),
+    )
+    (folder / "best.json").write_text(winner.hp.to_json(indent=2) + "\n", encoding="utf-8")
+    return write_html(folder / "sweep.html", page)
+
+
+def correlate_rungs(sweep: Sweep, done: Sequence[Rung]) -> list[tuple[str, str, int, float | None]]:
+    """Return for neighbouring rungs their parts, the trials in both, and the correlation of their values, if any."""
+    from scipy.stats import spearmanr
+
+    rows, values = [], {(rung.part, rung.trial): rung.value for rung in done if rung.value is not None}
+    for part, following in pairwise(sweep.list_parts()):
+        both = [trial for of, trial in values if of == following]
+        pairs = [[values[of, trial] for trial in both] for of in (part, following)]
+        can_be_ordered = len(both) > 2 and all(len({*each}) > 1 for each in pairs)
+        correlation = float(spearmanr(*pairs).statistic) if can_be_ordered else None
+        rows.append((name_part(part), name_part(following), len(both), correlation))
+    return rows
+
+
+def draw_curves(done: Sequence[Rung], measure: str) -> str:
+    """Draw each trial's value by step: of those left behind, then of those trained to the end, at last the winner's."""
+    kinds = {figures.MUTED: "left behind", figures.BLUE: "trained to the end", figures.ORANGE: "winner"}
+    winner, ended, series = pick_winner(done).trial, {rung.trial for rung in done if rung.part == 1}, []
+    for trial in sorted({rung.trial for rung in done}, key=lambda trial: (trial in ended, trial == winner)):
+        points = sorted({step: value for rung in done if rung.trial == trial for step, value in rung.curve}.items())
+        color = figures.ORANGE if trial == winner else figures.BLUE if trial in ended else figures.MUTED
+        if points:
+            x, y = zip(*points, strict=True)
+            series.append(figures.Series(kinds.pop(color, ""), x, y, color))
+    return figures.draw_line_chart(series, x_label="step", y_label=measure)
+
+
+def name_part(part: int) -> str:
+    return f"1/{part}" if part > 1 else "all"

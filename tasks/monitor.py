@@ -1,0 +1,75 @@
+"""Tasks that watch a champion: its window against its held-out samples, and the alarm. None is ever cached."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from flytekit import Deck
+from flytekit.exceptions.user import FlyteDataNotFoundException
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp import storage
+from flyte_ddp.errors import UserError
+from flyte_ddp.machine import resources
+from flyte_ddp.monitor.source import WindowSource
+from flyte_ddp.monitor.window import Window, record_window
+from flyte_ddp.pods import paths
+from flyte_ddp.pods.platforms import author_name, is_in_pod
+from flyte_ddp.pods.run_inputs import NO_SCHEDULE
+from flyte_ddp.release.promotion import find_champion
+from flyte_ddp.settings import read_settings
+from tasks import pods
+from tasks.flyte import flyte_task, output_folder
+from tasks.release import open_registry
+
+
+class Monitored(NamedTuple):
+    """What was found in the window, and a folder with its page and the tables of its columns and the reference's."""
+
+    found: Window
+    files: FlyteDirectory
+
+
+@flyte_task(**pods.prediction_pod())
+def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime) -> Monitored:
+    """Predict a window with the champion, compare it with the held-out samples, and record it in the registry."""
+    from flyte_ddp.monitor.page import write_page, write_table
+    from flyte_ddp.monitor.watch import predict_window
+
+    resources.check_expected_gpus(resources.count_gpus())
+    source = window.at(datetime.now(UTC) if kickoff_time == NO_SCHEDULE else kickoff_time)
+    registry = open_registry(model_name)
+    entry = find_champion(registry)
+    with paths.make_dated_folder("windows") as folder:
+        predicted, watched = predict_window(
+            registry, entry, source, fetch_samples(source), settings=read_settings(), by=author_name()
+        )
+        found = record_window(registry, entry, predicted, once=is_in_pod())
+        page = write_page(found, watched, model_name, folder / "window.html")
+        files = {
+            page: "what has moved, to open in a browser",
+            write_table(folder / "window.csv", watched.columns, watched.ids): "the window's columns",
+            write_table(folder / "reference.csv", watched.reference): "those of the held-out samples",
+        }
+    Deck("Window", page.read_text(encoding="ascii"))
+    paths.print_local_files(f"window {found.number}, {found.describe()}; made in", files)
+    return Monitored(found, output_folder(folder))
+
+
+def fetch_samples(source: WindowSource) -> Path:
+    """Return where the images or the table are on this machine, after a download if need be."""
+    address = source.images or source.table
+    if (path := storage.local_path(address)) is not None:
+        return path
+    try:
+        return Path((FlyteDirectory if source.images else FlyteFile).from_source(address).download())
+    except FlyteDataNotFoundException:
+        raise UserError(f"{address}: there is nothing; check the address, and the time that is filled in") from None
+
+
+@flyte_task(**pods.registry_pod())
+def raise_alarm(found: Window, window: WindowSource) -> None:
+    """Fail if the window is an alarm, so that Flyte notifies people; ``window`` may say that it must not."""
+    if found.alarm and window.fail_on_alarm:
+        raise UserError(f"{found.address}: {found.describe()}; see the page of watch_champion")

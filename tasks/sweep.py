@@ -1,0 +1,97 @@
+"""Tasks of sweeps: which trials come next, a trial's rung in a pod of its own, and the page. None is ever cached."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import List, NamedTuple, Optional
+
+from flytekit import Deck, map_task
+from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.pods import paths
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.retries import checkpoints_address, sync_checkpoints
+from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.run import run_part
+from flyte_ddp.runs.run_folder import UNFINISHED
+from flyte_ddp.storage import join
+from flyte_ddp.sweep import halving
+from flyte_ddp.sweep.halving import Rung
+from flyte_ddp.sweep.space import Sweep, check_sweep
+from tasks import pods
+from tasks.flyte import PLATFORM, flyte_task, output_file
+
+SOME = 0.0001  # share of a rung's trials that must not be lost: at least one
+LOST = "its pods were lost in all attempts, perhaps as memory ran out; the console says why"
+
+
+class Planned(NamedTuple):
+    """The trials of the next rung, the results of all rungs so far, and at the end the hyperparameters that won."""
+
+    trials: List[Rung]
+    done: List[Rung]
+    best: Hyperparameters
+
+
+@flyte_task(**pods.registry_pod())
+def plan_rung(
+    hp: Hyperparameters,
+    sweep: Sweep,
+    data_version: str,
+    done: List[Rung],
+    trials: List[Rung],
+    results: List[Optional[Rung]],
+) -> Planned:
+    """Add a rung's results to those before, and return the trials of the next one, or who has won."""
+    done = done + [result or replace(trial, failed=LOST) for trial, result in zip(trials, results, strict=True)]
+    following = halving.plan_rung(sweep, hp, data_version, done)
+    return Planned(following, done, hp if following else halving.pick_winner(done).hp)
+
+
+@flyte_task(**pods.training_pod())
+def run_rung(trial: Rung, data: FlyteDirectory) -> Rung:
+    """Train a trial up to its rung, from its newest checkpoint; in a pod keep checkpoints for the next rung."""
+
+    def train(run: str, folder: Path) -> None:
+        with (
+            upload_unsent_wandb(PLATFORM, folder),
+            # The run has no result yet, which would make others ignore its checkpoints.
+            sync_checkpoints(PLATFORM, run, folder / UNFINISHED, defer=lambda _: None) as record_attempt_start,
+        ):
+            prepared = Path(data.download())
+            record_attempt_start()
+            run_part(trial.hp, prepared, folder, trial.part, read_run_settings(PLATFORM, run))
+
+    results = str(paths.resolve_folder("sweeps"))
+    if is_in_pod():
+        results = join(checkpoints_address(PLATFORM.output_address()), "sweeps")
+    return halving.run_rung(trial, results, train)
+
+
+@flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
+def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version: str) -> Planned:
+    """Check a sweep, and train its trials rung by rung, each in a pod of its own."""
+    check_sweep(sweep, hp)
+    plan = partial(plan_rung, hp=hp, sweep=sweep, data_version=data_version)
+    planned = plan(done=[], trials=[], results=[])
+    # Locally, without Flyte's retries, a machine's failure must be seen.
+    rung = map_task(partial(run_rung, data=data), min_success_ratio=SOME if is_in_pod() else 1.0)
+    for _ in range(sweep.count_rungs()):
+        results = rung(trial=planned.trials)
+        planned = plan(done=planned.done, trials=planned.trials, results=results)
+    return planned
+
+
+@flyte_task(**pods.registry_pod(), **pods.WITH_DECK)
+def report_sweep(done: List[Rung], sweep: Sweep, sidecar: FlyteFile) -> FlyteFile:
+    """Write a sweep's page, also as a deck, and the winner's hyperparameters as best.json."""
+    from flyte_ddp.sweep.page import PAGES, write_page
+
+    with paths.make_dated_folder("sweep") as folder:
+        page = write_page(sweep, done, Path(sidecar.download()), folder)
+    Deck("Sweep", page.read_text(encoding="ascii"))
+    paths.print_local_files("sweep done; made in", {folder / name: what for name, what in PAGES.items()})
+    return output_file(FlyteFile, page)

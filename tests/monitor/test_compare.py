@@ -1,0 +1,76 @@
+"""Columns of a window against the reference's: against SciPy, and by hand."""
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency, ks_2samp
+
+from flyte_ddp.monitor.compare import ALPHA, FLOOR, compare_columns, compare_values, pool_rare, rate_samples
+
+RANDOM = np.random.default_rng(0)
+
+
+def test_p_values_are_scipys_corrected_by_holm() -> None:
+    reference = {"numbers": RANDOM.normal(size=5000), "shifted": RANDOM.normal(size=5000)}
+    window = {"numbers": RANDOM.normal(size=1000), "shifted": RANDOM.normal(0.5, size=1000)}
+    reference["classes"], window["classes"] = np.repeat(["a", "b"], 2500), np.repeat(["a", "b"], (700, 300))
+    found = {each.column: each for each in compare_columns(reference, window)}
+    tests = {name: ks_2samp(reference[name], window[name], method="asymp") for name in ("numbers", "shifted")}
+    classes = chi2_contingency([[2500, 2500], [700, 300]])
+    p_values = {**{name: test.pvalue for name, test in tests.items()}, "classes": classes.pvalue}
+    largest = 0.0
+    for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (3 - rank) * p_values[name]))
+        assert found[name].p == pytest.approx(largest)
+    assert found["numbers"].effect == pytest.approx(tests["numbers"].statistic)
+    assert found["classes"].effect == pytest.approx(0.2)
+    assert {name for name, each in found.items() if each.moved} == {"shifted", "classes"}
+
+
+@pytest.mark.parametrize(("share", "moved"), [(0.05, False), (0.2, True)])
+def test_a_change_below_the_floor_is_none_however_significant(share: float, moved: bool) -> None:
+    reference, window = np.repeat(["a", "b"], 50_000), np.repeat(["a", "b"], (50_000 - int(share * 1e5), 50_000))
+    [found] = compare_columns({"x": reference}, {"x": window})
+    assert found.p < ALPHA
+    assert found.moved == moved == (found.effect >= FLOOR)
+
+
+def test_categories_that_the_reference_does_not_have_count() -> None:
+    """Numbers of few different values are categories."""
+    reference, window = np.repeat([0.0, 1.0], 500), np.repeat([0.0, 1.0, 7.0, 9.0], (400, 400, 100, 100))
+    p, effect = compare_values(reference, window)
+    assert effect == pytest.approx(0.2)
+    assert p == pytest.approx(chi2_contingency([[500, 500, 0, 0], [400, 400, 100, 100]]).pvalue)
+
+
+def test_rare_categories_count_together() -> None:
+    table = np.array([[1000, 3, 20, 2, 1, 0], [100, 0, 2, 0, 0, 0]])
+    pooled = pool_rare(table)
+    assert (pooled.sum(1) == table.sum(1)).all()
+    assert (pooled.sum(0) * pooled.sum(1).min() / pooled.sum() >= 5).all() or pooled.shape[1] == 1
+    even = np.array([[50, 50], [60, 40]])
+    assert (np.sort(pool_rare(even), axis=1) == np.sort(even, axis=1)).all()
+    many = np.arange(1000).astype(str)
+    assert compare_values(many, many[:50]) == (1.0, 0.0)
+
+
+def test_what_is_not_known_is_a_value_of_its_own() -> None:
+    numbers = RANDOM.normal(size=1000)
+    window = np.where(RANDOM.random(1000) < 0.3, np.nan, numbers)
+    p, effect = compare_values(numbers, window)
+    assert p < 1e-9
+    assert effect == pytest.approx(np.isnan(window).mean(), abs=0.03)
+    assert compare_values(np.full(100, np.nan), np.full(60, np.nan)) == (1.0, 0.0)
+    assert compare_values(np.zeros(100), np.zeros(60)) == (1.0, 0.0)
+    assert compare_values(np.zeros(100), np.ones(60))[1] == 1.0
+
+
+def test_a_small_reference_of_numbers_has_no_categories() -> None:
+    few, others = RANDOM.normal(size=15), RANDOM.normal(size=100)
+    assert compare_values(few, others)[1] == pytest.approx(ks_2samp(few, others).statistic)
+
+
+def test_the_most_unusual_sample_is_the_one_farthest_out() -> None:
+    reference = {"number": np.arange(1.0, 101.0), "class": np.repeat(["a", "b"], (90, 10))}
+    window = {"number": np.array([50.0, 100.0, 3.0, 500.0]), "class": np.array(["a", "a", "b", "c"])}
+    expected = [2 * 50 / 100 * 0.9, 2 / 100 * 0.9, 2 * 3 / 100 * 0.1, 1 / 100 / 100]
+    np.testing.assert_allclose(rate_samples(reference, window), -np.log(expected))

@@ -1,0 +1,254 @@
+"""Windows of real champions: what moved is named, what cannot be used is told, and the truth is measured."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import window_tasks
+from cli import HELPERS
+from gate import Gate
+from PIL import Image
+from training_runs import QUIET, train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_arrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.monitor.page import write_page, write_table
+from flyte_ddp.monitor.source import WindowSource
+from flyte_ddp.monitor.truth import measure_truth
+from flyte_ddp.monitor.watch import Watched, predict_window
+from flyte_ddp.monitor.window import Window, record_window
+from flyte_ddp.objectives import Facts, make_objective
+from flyte_ddp.release.promotion import find_champion, promote_version, store_version
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.training.evaluate import compute_columns
+
+pytestmark = pytest.mark.slow
+NOW = datetime(2026, 11, 28, 7, 5, tzinfo=UTC)
+
+
+def release(folder: Path, hp: Hyperparameters, data: Path) -> Gate:
+    """Train a model, and make it a champion."""
+    gate = Gate({"good": train_in(folder / "run", hp, data)}, Registry(str(folder / "registry"), "model"), data, folder)
+    assert gate.release("good").verdict.promotes
+    return gate
+
+
+@pytest.fixture(scope="module")
+def digits_gate(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return release(tmp_path_factory.mktemp("digits"), Hyperparameters(num_ranks=1, epochs=5), digits)
+
+
+@pytest.fixture(scope="module")
+def prices(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("prices")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HELPERS)
+        own = {"dataset": "window_tasks:prices", "model": "window_tasks:linear", "objective": "regression"}
+        hp = Hyperparameters(num_ranks=1, epochs=10, learning_rate=0.05, optimizer="adamw", batch_size=20, **own)
+        yield release(folder, hp, fetch(hp.dataset, "", folder / "data", progress="off"))
+
+
+def watch(gate: Gate, **source: Any) -> tuple[Window, Watched]:
+    entry, window = find_champion(gate.registry), WindowSource(**source).at(NOW)
+    local = Path(window.images or window.table or ".")
+    return predict_window(gate.registry, entry, window, local, settings=QUIET, by="somebody")
+
+
+def moved(window: Window) -> set[str]:
+    return {each.column for each in window.moved}
+
+
+def write_digits(gate: Gate, folder: Path, change: Callable[[Any], Any] = lambda image: image) -> np.ndarray:
+    """Write the test split's pictures as files 000.png, 001.png and so on; return their classes."""
+    found = open_arrays(gate.data)
+    folder.mkdir(parents=True)
+    for number, pixels in enumerate(found.test_inputs):
+        Image.fromarray(change(np.array(pixels)[..., 0])).save(folder / f"{number:03}.png")
+    return np.array(found.test_targets)
+
+
+def test_pictures_that_are_the_same_have_not_moved_and_brighter_ones_have(digits_gate: Gate, tmp_path: Path) -> None:
+    """The folder's name has the hour before."""
+    write_digits(digits_gate, tmp_path / "2026-11-28/06")
+    same, watched = watch(digits_gate, images=f"{tmp_path}/%Y-%m-%d/%H", hours_back=1)
+    assert (same.samples, same.bad, same.address) == (297, 0, f"{tmp_path}/2026-11-28/06")
+    assert [*watched.columns] == ["brightness", "contrast", "sharpness", "prediction", "confidence", "entropy"]
+    assert max(each.effect for each in same.columns) < 0.01, "the very samples of the reference"
+    assert same.describe() == "no alarm: no column has moved"
+
+    write_digits(digits_gate, tmp_path / "bright", lambda pixels: (pixels * 0.5 + 127).astype(np.uint8))
+    bright, watched = watch(digits_gate, images=str(tmp_path / "bright"))
+    assert moved(bright) >= {"brightness", "contrast"}
+    assert "sharpness" not in moved(watch(digits_gate, dataset="digits")[0])
+    entry = find_champion(digits_gate.registry)
+    recorded = record_window(digits_gate.registry, entry, bright)
+    page = write_page(recorded, watched, "digits", tmp_path / "page.html").read_text()
+    assert "<h1>digits: No alarm</h1>" in page, "the first window is silent"
+    assert page.count("<svg") == len(recorded.moved)
+    assert page.count('class="mistake"') == 24
+    table = write_table(tmp_path / "window.csv", watched.columns, watched.ids).read_text().splitlines()
+    assert table[0] == "id,brightness,contrast,sharpness,prediction,confidence,entropy"
+    assert len(table) == 298
+    assert float(table[1].split(",")[1]) == pytest.approx(watched.columns["brightness"][0])
+
+
+def test_truth_is_measured_with_an_interval(digits_gate: Gate, tmp_path: Path) -> None:
+    """Of 200 pictures the class is known: the accuracy, and the usual formula; a data set has its own truth."""
+    classes = write_digits(digits_gate, tmp_path / "in")
+    truth = tmp_path / "truth.csv"
+    truth.write_text("id,truth\n" + "".join(f"{place:03}.png,{classes[place]}\n" for place in range(200)))
+    found, watched = watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))
+    right = watched.columns["prediction"][:200].astype(int) == classes[:200]
+    accuracy = right.mean()
+    reach = 1.959964 * math.sqrt(accuracy * (1 - accuracy) / 199)
+    assert (found.measure, found.truths) == ("accuracy", 200)
+    assert (found.score, found.low, found.high) == pytest.approx((accuracy, accuracy - reach, accuracy + reach))
+    own = watch(digits_gate, dataset="digits")[0]
+    assert own.truths == 297
+    assert own.score == own.held_out == pytest.approx(digits_gate.runs["good"].test_accuracy)
+    truth.write_text("id,truth\n000.png,eleven\n")
+    with pytest.raises(UserError, match="class 'eleven'"):
+        watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))
+    truth.write_text("id,truth\n0,1\n")
+    with pytest.raises(
+        UserError, match=r"has none of the ids of the samples, such as 000.png, 001.png, \.\.\.; give the"
+    ):
+        watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))
+    truth.write_text("id,truth\n000.png,1\n")
+    few = watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))[0]
+    assert (few.truths, few.score) == (1, None)
+
+
+def test_few_samples_have_no_verdict_and_unreadable_ones_are_named(
+    digits_gate: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_digits(digits_gate, tmp_path / "in")
+    for number in range(45, 297):
+        (tmp_path / f"in/{number:03}.png").unlink()
+    (tmp_path / "in/broken.png").write_text("no picture")
+    entry = find_champion(digits_gate.registry)
+    source, settings = WindowSource(images=str(tmp_path / "in")), replace(QUIET, progress="lines")
+    found, _ = predict_window(digits_gate.registry, entry, source, tmp_path / "in", settings=settings, by="me")
+    assert (found.samples, found.bad, found.columns) == (45, 1, [])
+    assert found.describe() == "no verdict: 45 samples are too few, 50 are needed"
+    assert "in: 1 of 46 samples cannot be decoded or predicted: " in capsys.readouterr().err
+    for number in range(10):
+        (tmp_path / f"in/broken-{number}.png").write_text("no picture")
+    with pytest.raises(UserError, match=r"in: 11 of 56 samples cannot be decoded or predicted; a tenth may be so"):
+        watch(digits_gate, images=str(tmp_path / "in"))
+
+
+def test_a_tables_columns_are_named_and_its_truth_is_numbers(prices: Gate, tmp_path: Path) -> None:
+    rows, truth = window_tasks.draw_rows(400, 3)
+    known = tmp_path / "truth.csv"
+    known.write_text("id,truth\n" + "".join(f"row {place},{each}\n" for place, each in enumerate(truth[:300])))
+    table = str(window_tasks.write_rows(tmp_path / "rows.csv", rows))
+    found, watched = watch(prices, table=table, truth=str(known))
+    assert [*watched.columns] == [*(f"input {place}" for place in range(4)), "prediction"]
+    assert not found.moved
+    weights = torch.load(prices.runs["good"].model, weights_only=True)
+    predicted = rows @ weights["weight"][0].numpy() + weights["bias"].item()
+    np.testing.assert_allclose(watched.columns["prediction"], predicted, rtol=1e-4, atol=1e-5)
+    squares = (predicted[:300] - truth[:300]) ** 2
+    reach = 1.959964 * squares.std(ddof=1) / math.sqrt(300)
+    expected = [math.sqrt(each) for each in (squares.mean(), squares.mean() - reach, squares.mean() + reach)]
+    assert [found.score, found.low, found.high] == pytest.approx(expected, rel=1e-4)
+    assert found.held_out == pytest.approx(
+        json.loads(prices.runs["good"].sidecar.read_text())["metrics"]["test_rmse"], rel=1e-5
+    )
+
+    rows[:, 1] += 0.5
+    rows[:100, 3] = window_tasks.CATEGORIES
+    found, _ = watch(prices, table=str(window_tasks.write_rows(tmp_path / "other.csv", rows)))
+    assert moved(found) >= {"input 1", "input 3"}
+    assert not moved(found) & {"input 0", "input 2"}
+
+
+def test_the_verdict_does_not_depend_on_the_windows_size(prices: Gate, tmp_path: Path) -> None:
+    """A shift below the floor, which 20,000 samples would make as significant as one likes."""
+    rows, _ = window_tasks.draw_rows(20_000, 4)
+    rows[:, 0] += 0.1
+    table = str(window_tasks.write_rows(tmp_path / "rows.csv", rows))
+    found, again = (watch(prices, table=table)[0] for _ in range(2))
+    assert found.samples == 20_000
+    assert not found.moved
+    assert replace(found, time="") == replace(again, time="")
+    [column] = [each for each in found.columns if each.column == "input 0"]
+    assert column.p > 1e-6, "1,000 of them are compared"
+
+
+def test_what_is_wrong_is_told(prices: Gate, tmp_path: Path) -> None:
+    rows, _ = window_tasks.draw_rows(100, 5)
+    table = str(window_tasks.write_rows(tmp_path / "rows.csv", rows))
+    for change, words in (
+        ({"table": str(window_tasks.write_rows(tmp_path / "few.csv", rows[:, :3]))}, r"has float \[3\], and the model"),
+        ({"images": "x"}, "give exactly one of the three"),
+        ({"table": ""}, "give exactly one of the three"),
+        ({"truth": str(tmp_path / "none.csv")}, "truth='.*none.csv': cannot be read"),
+        ({"truth": table}, "must be CSV in UTF-8 with the columns id and truth"),
+        ({"table": "", "images": str(tmp_path / "nothing")}, "nothing: must be a folder of images"),
+    ):
+        with pytest.raises(UserError, match=words):
+            watch(prices, **{"table": table, **change})
+    (tmp_path / "truth.csv").write_text("id,truth\nrow 0,much\n")
+    with pytest.raises(UserError, match=re.escape("could not convert string to float: 'much'; give a number for each")):
+        watch(prices, table=table, truth=str(tmp_path / "truth.csv"))
+
+
+def test_a_champion_of_before_has_no_reference(digits_gate: Gate, tmp_path: Path) -> None:
+    gate = Gate(digits_gate.runs, Registry(str(tmp_path / "registry"), "digits"), digits_gate.data, tmp_path)
+    judged = gate.judge("good")
+    version = store_version(gate.registry, *judged.model.files, judged.verdict, {})
+    with pytest.raises(UserError, match="digits has no champion; promote a version first"):
+        watch(gate, dataset="digits")
+    promote_version(gate.registry, version.name, "a test", by="me")
+    with pytest.raises(UserError, match=f"version {version.name[:12]} of digits has no reference.npz: it was judged"):
+        watch(gate, dataset="digits")
+
+
+@pytest.mark.parametrize("how", ["raises", "few", "other"])
+def test_a_release_does_not_depend_on_what_is_described(
+    how: str, prices: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model, of an objective whose own answers fail, is released by the same verdict, without a reference."""
+    monkeypatch.chdir(HELPERS)
+    weights, sidecar = (prices.runs["good"].run_folder / name for name in ("model.pt", "model.json"))
+    changed = json.loads(sidecar.read_text())
+    changed["objective"], changed["options"] = "window_tasks:Silent", {"objective": {"how": how}}
+    changed["hyperparameters"] |= {"objective": "window_tasks:Silent", "test_batch_size": 250}
+    save_model(tmp_path / "model", torch.load(weights, weights_only=True), changed)
+    gate = Gate({}, Registry(str(tmp_path / "registry"), "model"), prices.data, tmp_path)
+    found, before = gate.release(tmp_path / "model"), prices.judge("good", may_promote=False)
+    assert found.verdict.promotes, found.verdict.reason
+    assert before.challenger is not None
+    assert found.verdict.challenger_score == pytest.approx(before.challenger.score)
+    with pytest.raises(UserError, match=r"has no reference.npz: it was judged before .* answers failed; mend them"):
+        watch(gate, table="x")
+
+
+def test_an_interval_is_of_the_measure_or_there_is_none() -> None:
+    random = np.random.default_rng(0)
+    for shape, intervals in (((), True), ((1,), True), ((2,), False)):
+        objective = make_objective("regression", Facts(target_shape=shape), {})
+        outputs, targets = (torch.tensor(random.normal(size=(100, *shape))) for _ in range(2))
+        columns = compute_columns(objective, outputs, targets, 100)
+        found = measure_truth(objective, [columns])
+        expected = (outputs - targets).square().mean(0).sqrt().mean().item()
+        assert (found["truths"], found["score"]) == (100, pytest.approx(expected))
+        assert ("low" in found) == intervals
+        if intervals:
+            assert found["low"] < found["score"] < found["high"]
+        same = measure_truth(objective, [compute_columns(objective, targets + 1, targets, 100)])
+        assert same == {"truths": 100, "score": pytest.approx(1)}
+        outputs[3] = torch.inf
+        assert measure_truth(objective, [compute_columns(objective, outputs, targets, 100)]) == {"truths": 100}

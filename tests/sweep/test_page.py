@@ -1,0 +1,64 @@
+"""The figures of a sweep's page, against hand-computed ones."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from scipy.stats import spearmanr
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.sweep.halving import Rung
+from flyte_ddp.sweep.page import correlate_rungs, write_page
+from flyte_ddp.sweep.space import Sweep
+
+BASE = Hyperparameters(num_ranks=1, schedule="constant")
+SWEEP = Sweep(space='{"learning_rate": [0.001, 0.01, 0.1, 0.5], "optimizer": ["sgd", "adam"]}', trials=9, rungs=3)
+EARLY = [0.9, 0.5, 0.7, 0.2, 0.8, 0.6, 0.4, 0.3]
+LATER = {3: 0.15, 7: 0.25, 6: 0.11, 1: 0.3}
+
+
+def rungs(base: Hyperparameters = BASE) -> list[Rung]:
+    """Nine trials of 90 steps: all take 10, the four best 30, the best of these all; one fails at once."""
+    places = [(rate, kind) for rate in (0.001, 0.01, 0.1, 0.5) for kind in ("sgd", "adam")]
+    hps = [replace(base, learning_rate=rate, optimizer=kind) for rate, kind in places]
+    first = [
+        Rung(at, hp, f"r{at}", 9, 10, 90, EARLY[at], seconds=1.5, curve=[[10, EARLY[at]]]) for at, hp in enumerate(hps)
+    ]
+    second = [
+        replace(first[at], part=3, step=30, value=value, curve=[[10, EARLY[at]], [30, value]])
+        for at, value in LATER.items()
+    ]
+    last = replace(second[2], part=1, step=90, value=0.1)
+    failed = Rung(8, replace(base, learning_rate=9.0), "r8", 9, failed="the loss is <not> finite")
+    return [*first, failed, *second, last]
+
+
+def test_the_correlation_is_over_the_trials_in_both_rungs() -> None:
+    first, second = correlate_rungs(SWEEP, rungs())
+    expected = spearmanr([EARLY[at] for at in LATER], [*LATER.values()]).statistic
+    assert first == ("1/9", "1/3", 4, expected)
+    assert second == ("1/3", "all", 1, None)
+
+
+def page(folder: Path, base: Hyperparameters = BASE) -> str:
+    (folder / "model.json").write_text(json.dumps({"metrics": {"test_accuracy": 0.875, "test_loss": 0.4}}))
+    done = rungs(base)
+    html = write_page(SWEEP, done, folder / "model.json", folder)
+    assert Hyperparameters.from_json((folder / "best.json").read_text()) == done[-1].hp
+    return html.read_text()
+
+
+def test_the_page_says_all_of_it(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    plain = " ".join(re.sub("<[^>]*>", " ", text).split())
+    assert "Sweep: 9 trials" in plain
+    assert "The winner is trial 6: learning_rate 0.5, optimizer sgd ." in plain.replace("sgd.", "sgd .")
+    assert "On the test split 87.50" in plain.replace("&#160;", " ")
+    assert 4 * 10 + 3 * 30 + 90 == 220
+    assert "Steps trained 220 of 720 of all trials in full" in plain
+    assert "69.44" in plain, "saved"
+    assert "the loss is &lt;not&gt; finite" in text
+    assert "mislead" not in text
+    assert text.count("<svg") == 2
+    assert "mislead" in page(tmp_path, replace(BASE, schedule="one_cycle"))

@@ -1,0 +1,171 @@
+"""What a space may be, and which trials are drawn from it."""
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import kstest
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.sweep.space import Sweep, check_sweep, draw_trials, list_values, parse_dimension
+
+BASE = Hyperparameters(num_ranks=1)
+SPACE: dict[str, Any] = {
+    "learning_rate": {"from": 0.001, "to": 1, "log": True},
+    "momentum": {"from": 0.5, "to": 0.95},
+    "batch_size": {"from": 32, "to": 256, "step": 32},
+    "epochs": {"from": 2, "to": 5},
+    "augment": ["none", "crop"],
+}
+
+
+def sweep_of(space: dict[str, Any], **settings: Any) -> Sweep:
+    return Sweep(space=space, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({}, 'space="": names nothing to vary'),
+        ({"learnin_rate": [1]}, "unknown hyperparameter in space 'learnin_rate': did you mean 'learning_rate'?"),
+        ({"options": [{}]}, "unknown hyperparameter in space 'options'"),
+        ({"options.modle.width": [1]}, "unknown hyperparameter in space 'options.modle.width': did you mean "),
+        ({"dataset": ["digits", "mnist"]}, "space, dataset: must be the same for all trials"),
+        ({"seed": [0, 1]}, "space, seed: must be the same for all trials"),
+        ({"select_by": ["loss", "accuracy"]}, "space, select_by: must be the same for all trials"),
+        ({"learning_rate": []}, "space, learning_rate=[]: must be a list of choices, or a range"),
+        ({"learning_rate": 0.1}, "space, learning_rate=0.1: must be a list of choices, or a range"),
+        ({"learning_rate": {"from": 1}}, "space, learning_rate={'from': 1}: must be a list"),
+        ({"learning_rate": {"from": 0.1, "to": 1, "lgo": True}}, "must be a list of choices, or a range"),
+        ({"learning_rate": {"from": "a", "to": 1}}, "must be a list of choices, or a range"),
+        ({"learning_rate": {"from": 1, "to": 1}}, "{'from': 1, 'to': 1}: from must be less than to"),
+        ({"learning_rate": {"from": 0, "to": 1, "log": True}}, "with log, from must be above 0"),
+        ({"learning_rate": {"from": 0.1, "to": 1, "step": 0}}, "step must be above 0, and not larger than the range"),
+        ({"epochs": {"from": 1, "to": 2.5}}, "space, epochs={'from': 1, 'to': 2.5}: must be whole numbers"),
+        ({"momentum": {"from": 0.5, "to": 1}}, "space, momentum: momentum=1.0: must be below 1"),
+        ({"optimizer": ["sgd", "adamm"]}, "space, optimizer: unknown optimizer 'adamm': did you mean 'adam'?"),
+        ({"batch_size": [0.5]}, "space, batch_size: batch_size=0.5: must be a whole number"),
+        ({"keep": ["last", "ema"]}, "space, keep: keep='ema': there is no moving average; set ema_decay"),
+        ({"options.objective.loss": ["mse", "l1"]}, "space, options.objective.loss: changes the loss, by which"),
+        ({"class_weights": ["", "balanced"]}, "space, class_weights: changes the loss, by which trials are compared"),
+    ],
+)
+def test_a_bad_space_is_refused(space: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as refused:
+        check_sweep(sweep_of(space), BASE)
+    assert len(refused.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"space": "{"}, "space='{': is not JSON"),
+        ({"space": "[1]"}, "space='[1]': must be a JSON object"),
+        ({"trials": 0}, "trials=0: must be at least 1"),
+        ({"sampler": "random"}, "unknown sampler 'random'"),
+        ({"trial": 9}, "unknown sweep setting 'trial': did you mean 'trials'?"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        Sweep(**settings)
+
+
+def test_without_a_validation_split_nothing_can_be_compared() -> None:
+    with pytest.raises(UserError, match=re.escape("validation_fraction=0.0: a sweep compares trials")):
+        check_sweep(sweep_of(SPACE), replace(BASE, validation_fraction=0.0))
+
+
+def test_another_measure_allows_other_losses() -> None:
+    check_sweep(sweep_of({"class_weights": ["", "balanced"]}), replace(BASE, select_by="accuracy"))
+
+
+def test_values_are_within_their_ranges_and_spread_evenly() -> None:
+    trials = draw_trials(sweep_of(SPACE, trials=256), BASE, {})
+    assert len(trials) == 256
+    rates = np.log([hp.learning_rate for hp in trials])
+    for name, values in {
+        "learning_rate": (rates - np.log(0.001)) / np.log(1000),
+        "momentum": (np.array([hp.momentum for hp in trials]) - 0.5) / 0.45,
+    }.items():
+        assert kstest(values, "uniform").pvalue > 0.5, name
+    for name, choices in {"batch_size": range(32, 257, 32), "epochs": range(2, 6), "augment": ("none", "crop")}.items():
+        drawn = [list_values(hp)[name] for hp in trials]
+        assert {value: drawn.count(value) for value in choices} == dict.fromkeys(choices, 256 // len(choices))
+    assert all(replace(hp, **{name: getattr(BASE, name) for name in SPACE}) == BASE for hp in trials)
+
+
+def test_whole_numbers_on_a_logarithmic_range_reach_both_ends() -> None:
+    dimension = parse_dimension("epochs", {"from": 1, "to": 8, "log": True})
+    values = [dimension.value_at(place) for place in np.linspace(0, 1, 1000, endpoint=False)]
+    assert {*values} == {*range(1, 9)}
+    assert {type(value) for value in values} == {int}
+    share = values.count(1) / 1000
+    assert share == pytest.approx(np.log(2) / np.log(9), abs=0.002)
+
+
+def test_options_are_set_beside_those_of_the_base() -> None:
+    base = replace(BASE, options=json.dumps({"model": {"depth": 3}}))
+    trials = draw_trials(sweep_of({"options.model.width": [8, 16]}, trials=4), base, {})
+    assert [hp.parse_options() for hp in trials] == [
+        {"model": {"depth": 3, "width": list_values(hp)["options.model.width"]}} for hp in trials
+    ]
+    assert {list_values(hp)["options.model.width"] for hp in trials} == {8, 16}
+    assert len(trials) == 2, "equal trials are one"
+
+
+def test_more_trials_begin_with_those_of_fewer() -> None:
+    for fewer, more in ((1, 9), (9, 27), (27, 81)):
+        first = draw_trials(sweep_of(SPACE, trials=fewer), BASE, {})
+        assert draw_trials(sweep_of(SPACE, trials=more), BASE, {})[:fewer] == first
+    assert draw_trials(sweep_of(SPACE, trials=9, seed=1), BASE, {}) != draw_trials(sweep_of(SPACE, trials=9), BASE, {})
+
+
+def test_combinations_that_the_rules_refuse_are_left_out() -> None:
+    """Adam has no use for nesterov, but SGD without momentum cannot have it."""
+    space = {"optimizer": ["sgd", "adam"], "momentum": [0.0, 0.9]}
+    base = replace(BASE, nesterov=True, optimizer="adam")
+    with pytest.raises(UserError, match="space, momentum: nesterov"):
+        check_sweep(sweep_of(space), replace(base, optimizer="sgd"))
+    check_sweep(sweep_of(space), base)
+    drawn = {(hp.optimizer, hp.momentum) for hp in draw_trials(sweep_of(space, trials=64), base, {})}
+    assert drawn == {("sgd", 0.9), ("adam", 0.0), ("adam", 0.9)}
+
+
+def test_where_the_rules_refuse_all_the_last_reason_is_said() -> None:
+    with pytest.raises(UserError, match="space: its trials do not fit the hyperparameters' rules, the last one: nest"):
+        draw_trials(sweep_of({"momentum": [0.0]}), BASE, {})
+
+
+def test_tpe_draws_nine_at_a_time_and_the_same_again() -> None:
+    pytest.importorskip("optuna")
+    sweep = sweep_of(SPACE, trials=20, sampler="tpe")
+
+    def draw_all(sweep: Sweep) -> list[Hyperparameters]:
+        told: dict[Hyperparameters, float | None] = {}
+        counts = []
+        while len(told) < len(drawn := draw_trials(sweep, BASE, told)):
+            counts.append(len(drawn) - len(told))
+            # The best rate is 0.03; a failed trial has no value.
+            told |= {hp: abs(np.log(hp.learning_rate / 0.03)) for hp in drawn}
+            told[drawn[0]] = None
+        assert counts == [9] * (sweep.trials // 9) + ([sweep.trials % 9] if sweep.trials % 9 else [])
+        assert [*told] == drawn
+        return drawn
+
+    drawn = draw_all(sweep)
+    assert draw_all(sweep) == drawn
+    more = draw_all(replace(sweep, trials=45))
+    assert more[:18] == drawn[:18]
+    away = [abs(np.log(hp.learning_rate / 0.03)) for hp in more]
+    assert np.median(away[27:]) < 0.6 * np.median(away[:9]), "it learns"
+
+
+def test_without_optuna_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(UserError, match=r"optuna is not installed: it comes with the extra 'sweep'; .* uv pip install"):
+        check_sweep(sweep_of(SPACE, sampler="tpe"), BASE)

@@ -1,0 +1,78 @@
+"""What a user gets from ``pyflyte run workflows/monitor.py``, and what a cluster would be given."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import packaged
+import pytest
+from cli import ROOT, Ended, pyflyte
+from packaged import Package
+from PIL import Image
+
+from flyte_ddp.datasets import open_arrays
+
+pytestmark = pytest.mark.slow
+RELEASE, MONITOR = (str(ROOT / f"workflows/{name}.py") for name in ("release", "monitor"))
+
+
+def write_inverted(digits: Path, folder: Path, chosen: slice) -> None:
+    folder.mkdir(parents=True)
+    for number, pixels in enumerate(open_arrays(digits).test_inputs[chosen]):
+        Image.fromarray(255 - np.array(pixels)[..., 0]).save(folder / f"{number}.png")
+
+
+def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path) -> None:
+    def run(file: str, workflow: str, *arguments: str) -> Ended:
+        return pyflyte("run", file, workflow, "--model_name", "digits", *arguments, home=tmp_path)
+
+    def monitor(**window: object) -> Ended:
+        return run(MONITOR, "monitor_wf", "--window", json.dumps(window))
+
+    hp, policy = json.dumps({"num_ranks": 1, "epochs": 5}), '{"export": "off"}'
+    released = run(RELEASE, "release_wf", "--hp", hp, "--policy", policy)
+    assert released.exit_code == 0, released.output
+    for number in range(3):
+        write_inverted(digits, tmp_path / f"in/{number}", slice(number * 99, (number + 1) * 99))
+    same = monitor(dataset="digits")
+    assert same.exit_code == 0, same.output
+    assert "window 1, no alarm: no column has moved; made in " in same.output
+    first = monitor(images=str(tmp_path / "in/0"))
+    assert first.exit_code == 0, first.output
+    assert "window 2, no alarm yet, which 2 of 3 windows make: " in first.output
+    second = monitor(images=str(tmp_path / "in/1"))
+    assert second.exit_code == 1
+    assert f"{tmp_path}/in/1: alarm: " in second.panel
+    assert "brightness" in second.panel
+    quiet = monitor(images=str(tmp_path / "in/2"), fail_on_alarm=False)
+    assert quiet.exit_code == 0, quiet.output
+    assert "window 4, alarm: " in quiet.output
+    again = monitor(images=str(tmp_path / "in/1"))
+    assert again.exit_code == 1, "the same window is the same alarm"
+    windows = sorted((tmp_path / "runs/registry/digits/monitor/00000001").iterdir())
+    assert [path.name for path in windows] == [f"0000000{number}.json" for number in (1, 2, 3, 4)]
+    assert [json.loads(path.read_text())["alarm"] for path in windows] == [False, False, True, True]
+    pages = sorted((tmp_path / "runs").glob("windows-*"))
+    assert len(pages) == 5
+    assert {path.name for path in pages[0].iterdir()} == {"window.html", "window.csv", "reference.csv"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model_name", "../x", "--window", '{"dataset": "digits"}'), "model name '../x': must be letters, digits"),
+        (("--model_name", "x"), "images='', dataset='', table='': give exactly one of the three"),
+        (("--model_name", "x", "--window", '{"dataset": "digits"}'), "x has no champion; promote a version first"),
+        (("--model_name", "x", "--window", '{"image": "y"}'), "unknown window setting 'image': did you mean 'images'?"),
+    ],
+)
+def test_mistakes_are_refused(refusal: Callable[..., str], arguments: tuple[str, ...], said: str) -> None:
+    assert said in refusal("monitor", "monitor_wf", *arguments)
+
+
+def test_pods_know_the_registry_and_are_never_cached(default: Package) -> None:
+    for name in ("watch_champion", "raise_alarm"):
+        template = default.tasks[f"tasks.monitor.{name}"].template
+        assert not template.metadata.discoverable
+        assert packaged.variables(template)["FLYTE_DDP_REGISTRY"] == "s3://bucket/models"
