@@ -338,10 +338,8 @@ def check_class_weights(text: str) -> None:
     except ValueError:
         weights = [-1.0]
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        raise UserError(
-            f"class_weights={short_repr(text)}: must be balanced, or numbers of at least 0 separated by commas, not "
-            "all 0"
-        )
+        rule = "must be balanced, or numbers of at least 0 separated by commas, not all 0"
+        raise UserError(f"class_weights={short_repr(text)}: {rule}")
 
 
 def refuse_callables_of_torch(hp: Hyperparameters) -> None:

@@ -70,8 +70,9 @@ def run_training(
     KeyboardInterrupt after Ctrl-C. Then there is no new result, unless Ctrl-C came while it was moved into place;
     checkpoints and metrics stay in ``unfinished``.
     """
-    run_part(hp, data, run_folder, 1, settings, launch=launch, threads=threads)
-    return read_result(run_folder)
+    result = run_part(hp, data, run_folder, 1, settings, launch=launch, threads=threads)
+    assert result is not None
+    return result
 
 
 def run_part(
@@ -83,11 +84,11 @@ def run_part(
     *,
     launch: Launch | None = None,
     threads: int = 0,
-) -> None:
+) -> Result | None:
     """Train as :func:`run_training` does, and stop after 1 / ``part`` of the steps, if that comes before the run's end.
 
-    The next call goes on from there: where calls stop changes no bit of the run. Leaves in ``unfinished`` the
-    checkpoint and ``rung.json``, with the step and the measure ``select_by`` of the validation split there.
+    The next call goes on from there: where calls stop changes no bit of the run. Returns None if the run has not ended:
+    then ``unfinished`` has the checkpoint, and in ``rung.json`` the step and the validation split's ``select_by``.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
@@ -140,6 +141,7 @@ def run_part(
             except BaseException:
                 publish_if_complete(run_folder)  # completes a move that a Ctrl-C has interrupted
                 raise
+        return None if (unfinished / RUNG).exists() else read_result(run_folder)
 
 
 def read_result(folder: Path) -> Result:

@@ -95,7 +95,7 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def read_idx_files(folder: Path) -> Arrays:
-    """Read a data set's four gzipped IDX files; return train images [N, H, W] and labels [N], then the test ones.
+    """Read a data set's four gzipped IDX files; return images [N, H, W] and labels [N] of training, then of test.
 
     IDX ("THE IDX FILE FORMAT", LeCun, Cortes, Burges): two zero bytes, the type of the values (8: unsigned bytes), the
     number of dimensions, each dimension as a big-endian uint32, then the values in C order.

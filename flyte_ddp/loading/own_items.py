@@ -234,7 +234,7 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
-    """Return one spec for those of several batches: sizes that differ are None, a type is float if any is."""
+    """Return one spec for several batches: a size is None if batches differ in it, a dtype float if one has floats."""
     joined = dict[str, LeafSpec]()
     for name, first in specs[0].leaves:
         found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]

@@ -44,9 +44,11 @@ def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iter
 def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
     """Return for each of a batch's samples whether its truth is known, [n]."""
     targets = batch.targets
+    if batch.truths is not None:
+        return np.array([truth != "" for truth in batch.truths])
     if isinstance(targets, Tensor) and targets.dim() == 1 and targets.is_floating_point():
         return np.asarray(~targets.isnan().cpu().numpy())
-    return np.array([truth != "" for truth in batch.truths or ["" if targets is None else "known"] * len(batch.ids)])
+    return np.full(len(batch.ids), targets is not None)
 
 
 def measure_truth(objective: Objective, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

@@ -60,7 +60,10 @@ class Watched:
     unusual: list[tuple[float, Picture]] = field(default_factory=list)  # the first PICTURED (24)
 
     def predict(self, batches: Iterable[Batch]) -> None:
-        """Predict all batches, and keep what is asked of their samples; UserError for other columns than before."""
+        """Predict batches; keep their columns, unusual samples and, where truths are known, what measures need.
+
+        Raises UserError for other columns than the reference has.
+        """
         parts, model = [], self.model
         for batch in batches:
             chosen = np.array(batch.decoded)

@@ -84,7 +84,7 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def begin_call(self) -> Tensor:
-        """Return the states, int64 [N], from which this call of a dropout layer draws, and advance the pass's."""
+        """Return the states, int64 [N], from which this call of a dropout layer draws; advance those of the pass."""
         states = self.states
         if torch.compiler.is_compiling() and not self.forward_done:
             self.states = states + CALL  # not in place: the compiled backward pass uses the states, too

@@ -30,12 +30,15 @@ def describe_batch(model: SavedModel, inputs: Leaves, outputs: Any) -> SampleCol
     if isinstance(spec, InputSpec):
         found: dict[str, Any] = describe_pictures(inputs, spec)
     else:
-        leaves = {name: leaf.cpu() for name, leaf in name_leaves(inputs).items() if isinstance(leaf, Tensor)}
+        # Of the inputs' leaves alone: collate="padded" adds a mask, as wide as the batch's longest sample.
+        without_mask = inputs[0] if spec.form == "leaf" and isinstance(inputs, tuple) else inputs
+        given = name_leaves(without_mask)
+        leaves = {name: given[name].cpu() for name, _ in spec.leaves if isinstance(given[name], Tensor)}
         found, shapes = {}, {name: leaf.shape for name, leaf in spec.leaves}
-        named = model.sidecar.get(PREPROCESSING, {}).get("columns", {})  # of frames
+        columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})  # of frames
         for name, leaf in leaves.items():
-            varies = shapes.get(name, ())[:1] == (None,)
-            found |= describe_leaf(f"input {name}".rstrip(), leaf, named.get(name, ()), varies=varies)
+            varies = shapes[name][:1] == (None,)
+            found |= describe_leaf(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)
     own = type(model.objective).answers
     if own is Classification.answers:
         found |= describe_classes(outputs, model.objective.facts.classes)
@@ -114,9 +117,8 @@ def convert_column(values: Any) -> NDArray[Any]:
 
 
 def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
-    """Return the columns of all parts, {} without any; KeyError unless all have the same."""
-    names = [*dict.fromkeys(name for part in parts for name in part)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    """Return the columns of all parts, which have the same names; {} without any part."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
 def draw_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:

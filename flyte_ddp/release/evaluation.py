@@ -45,7 +45,8 @@ class Evaluation:
     measures: dict[str, float]  # by name; empty if an output is not finite, except in classification
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
-    described: SampleColumns = field(default_factory=dict)  # empty: not asked for, or own answers have none
+    described: SampleColumns = field(default_factory=dict)  # empty: not asked for, or not to be had
+    undescribed: Exception | None = None  # why not, such as what own answers have raised
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
@@ -102,7 +103,7 @@ class Evaluation:
 
 def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = False) -> Evaluation:
     """Run the model on the test split, and return its evaluation on decodable samples; UserError for an unfit split."""
-    ids, undecoded, described = list[str](), list[str](), list[SampleColumns]()
+    ids, undecoded, described, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
         for batch in read_test_split(model, data):
@@ -114,18 +115,30 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
             outputs = model.compute_outputs(batch.inputs)
             model.objective.check_outputs(str(model.sidecar["model"]), outputs, targets)
             yield outputs, targets, sum(batch.decoded)
-            if describe:
-                with suppress(Exception):  # of own answers; after the evaluation, as no verdict may depend on them
+            if describe and not failures:
+                try:
                     described.append(describe_batch(model, batch.inputs, outputs))
+                    require_same_columns(described, sum(batch.decoded))
+                except Exception as error:  # of own answers; after the evaluation, as no verdict may depend on them
+                    failures.append(error)
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
-    with suppress(Exception):  # of parts with other columns
-        columns = join_columns(described)
-        found.described = columns if {len(values) for values in columns.values()} == {len(ids)} else {}
+    if failures:
+        found.undescribed = failures[0]
+    else:
+        found.described = join_columns(described)
     return found
+
+
+def require_same_columns(described: Sequence[SampleColumns], samples: int) -> None:
+    """Raise UserError unless the last batch's columns have its ``samples``, and the names of the first batch's."""
+    if described[-1].keys() != described[0].keys() or {*map(len, described[-1].values())} != {samples}:
+        raise UserError(
+            "the objective's answers: must have the same columns in each batch, and a value for each sample"
+        )
 
 
 def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Leaves:

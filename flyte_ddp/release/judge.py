@@ -22,7 +22,7 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.promotion import download_version
+from flyte_ddp.release.promotion import REFERENCE, download_version
 from flyte_ddp.release.registry import Entry, Registry, read_task, replay_promotions
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
@@ -136,6 +136,9 @@ def decide_promotion(judgement: Judgement) -> Decision:
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
     judgement.tell(f"evaluates version {model.digest[:12]} on the test split")
     ours = judgement.challenger = evaluate_split(model, judgement.split, describe=judgement.may_promote)
+    if ours.undescribed is not None:
+        reason = describe_model_error(ours.undescribed)
+        judgement.tell(f"the version gets no {REFERENCE}, so that monitor_wf cannot watch it: {reason}")
     verdict.samples, verdict.challenger_score = ours.samples, ours.score
     finite = checks.check_finite_outputs(ours)
     verdict.checks.append(finite)

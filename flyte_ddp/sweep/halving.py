@@ -112,7 +112,9 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
     except MissingError:
         raise
     except UnavailableError as failure:
-        raise failure.to_user_error(f"the sweep's results in {address}: {failure}; it reads and writes there") from None
+        raise failure.to_user_error(
+            f"the sweep's results in {address}: {failure}; allow pods to read and write there"
+        ) from None
 
 
 def reach_rung(rung: Rung, train: Callable[[str, Path], object]) -> dict[str, Any]:

@@ -218,9 +218,9 @@ def test_a_champion_of_before_has_no_reference(digits_gate: Gate, tmp_path: Path
 
 @pytest.mark.parametrize("how", ["raises", "few", "other"])
 def test_a_release_does_not_depend_on_what_is_described(
-    how: str, prices: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, prices: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The same model, of an objective whose own answers fail, is released by the same verdict, without a reference."""
+    """The same model, of an objective whose own answers fail, is released by the same verdict; the reason is told."""
     monkeypatch.chdir(HELPERS)
     weights, sidecar = (prices.runs["good"].run_folder / name for name in ("model.pt", "model.json"))
     changed = json.loads(sidecar.read_text())
@@ -230,6 +230,9 @@ def test_a_release_does_not_depend_on_what_is_described(
     gate = Gate({}, Registry(str(tmp_path / "registry"), "model"), prices.data, tmp_path)
     found, before = gate.release(tmp_path / "model"), prices.judge("good", may_promote=False)
     assert found.verdict.promotes, found.verdict.reason
+    assert found.challenger is not None
+    assert found.challenger.undescribed is not None
+    assert ("Traceback" in capfd.readouterr().err) == (how == "raises")
     assert before.challenger is not None
     assert found.verdict.challenger_score == pytest.approx(before.challenger.score)
     with pytest.raises(UserError, match=r"has no reference.npz: it was judged before .* answers failed; mend them"):

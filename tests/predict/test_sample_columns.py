@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import ndimage, special, stats
 
+from flyte_ddp.loading.collate import batch_samples
 from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.sample_columns import (
@@ -134,6 +135,26 @@ def test_columns_do_not_depend_on_the_batch() -> None:
     for name, values in describe_padded(texts).items():
         kind = np.testing.assert_array_equal if values.dtype.kind in "iU" else np.testing.assert_allclose
         kind(values, alone[name])
+
+
+@pytest.mark.parametrize(("form", "masked"), [("leaf", ""), ("tuple", "0"), ("dict", "text")])
+def test_the_mask_of_padded_inputs_is_no_column(form: str, masked: str) -> None:
+    """It is as wide as the longest sample of a batch, so that no two batches would have the same columns."""
+    texts = [RANDOM.integers(1, 9, length) for length in (2, 5, 9, 40)]
+    wrapped: dict[str, Any] = {
+        "leaf": lambda text: text,
+        "tuple": lambda text: (text,),
+        "dict": lambda text: {masked: text},
+    }
+    samples = [(wrapped[form](text), None) for text in texts]
+    spec = LeavesSpec(form, ((masked, LeafSpec((None,), "int64")),))
+    found = [
+        describe(spec, batch_samples(part, ["a", "b"], padded=True, masked=masked)[0], torch.zeros(2, 2))
+        for part in (samples[:2], samples[2:])
+    ]
+    assert [*join_columns(found)] == [*found[1]]
+    length = f"input {masked}".rstrip() + " length"
+    assert [each for part in found for each in part[length].tolist()] == [2, 5, 9, 40]
 
 
 @pytest.mark.parametrize("samples", [7, 6000])
