@@ -97,8 +97,8 @@ def container(template: TaskTemplate) -> Container:
     if template.HasField("container"):  # the task has no pod template
         return template.container
     [found] = MessageToDict(template.k8s_pod.pod_spec)["containers"]
-    resources = {
-        kind: [Resources.ResourceEntry(name=RESOURCES[name], value=value) for name, value in given.items()]
+    resources = {  # sorted: a map of protobuf keeps no order
+        kind: [Resources.ResourceEntry(name=RESOURCES[name], value=value) for name, value in sorted(given.items())]
         for kind, given in found["resources"].items()
     }
     variables = [KeyValuePair(key=each["name"], value=each.get("value", "")) for each in found["env"]]
