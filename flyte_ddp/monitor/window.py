@@ -11,7 +11,8 @@ from typing import Optional
 from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp import storage
-from flyte_ddp.release.registry import Entry, Registry
+from flyte_ddp.errors import UserError
+from flyte_ddp.release.registry import DAMAGED, Entry, Registry
 from flyte_ddp.text.formatting import join_first
 
 FEWEST = 50  # samples of a verdict
@@ -72,11 +73,15 @@ def is_alarm(windows: Sequence[Window]) -> bool:
 
 
 def read_windows(registry: Registry, entry: Entry) -> list[Window]:
-    """Return the last 50 windows of a champion, oldest first."""
-    folder = registry.at("monitor", f"{entry.number:08}")
-    addresses = [storage.join(folder, name) for name in registry.list_files(folder)[-RECENT:]]
-    contents = [registry.read_file(address, storage.read_file) for address in addresses]
-    return [Window.from_json(content) for content in contents if content]
+    """Return the last 50 windows of a champion, oldest first; UserError for a damaged record."""
+    folder, windows = registry.at("monitor", f"{entry.number:08}"), list[Window]()
+    for name in registry.list_files(folder)[-RECENT:]:
+        address = storage.join(folder, name)
+        try:
+            windows.append(Window.from_json(registry.read_file(address, storage.read_file) or b""))
+        except (*DAMAGED, AttributeError):
+            raise UserError(f"{address}: is damaged; restore or delete it") from None
+    return windows
 
 
 def record_window(registry: Registry, entry: Entry, window: Window, *, once: bool = False) -> Window:

@@ -10,6 +10,7 @@ from pathlib import Path
 import promoter
 import pytest
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.monitor.window import ColumnChange, Window, is_alarm, read_windows, record_window
 from flyte_ddp.release.registry import Entry, Registry
 
@@ -66,6 +67,16 @@ def test_a_window_is_recorded_once_and_begins_anew_with_each_champion(registry: 
     assert len(read_windows(registry, entry)) == 4
     later = promoter.append(registry, entry, "another")
     assert not record_window(registry, later, window("d", 0.3)).alarm
+
+
+def test_a_damaged_record_is_named(registry: Registry) -> None:
+    entry = promoter.append(registry, None)
+    record_window(registry, entry, window("a"))
+    path = Path(registry.at("monitor", f"{entry.number:08}", "00000001.json"))
+    for content in ("", "[]", '{"version": 1}', path.read_text()[:-9]):
+        path.write_text(content)
+        with pytest.raises(UserError, match="00000001.json: is damaged; restore or delete it"):
+            record_window(registry, entry, window("b"))
 
 
 def record_many(who: str, registry: Registry, entry: Entry) -> list[int]:

@@ -1,7 +1,7 @@
 """What a user gets from ``pyflyte run workflows/monitor.py``, and what a cluster would be given."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +10,13 @@ import pytest
 from cli import ROOT, Ended, pyflyte
 from packaged import Package
 from PIL import Image
+from s3_server import S3Server, s3_server
 
 from flyte_ddp.datasets import open_arrays
 
 pytestmark = pytest.mark.slow
 RELEASE, MONITOR = (str(ROOT / f"workflows/{name}.py") for name in ("release", "monitor"))
+IMAGES = "s3://in/%d/%H"
 
 
 def write_inverted(digits: Path, folder: Path, chosen: slice) -> None:
@@ -23,33 +25,46 @@ def write_inverted(digits: Path, folder: Path, chosen: slice) -> None:
         Image.fromarray(255 - np.array(pixels)[..., 0]).save(folder / f"{number}.png")
 
 
-def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path) -> None:
-    def run(file: str, workflow: str, *arguments: str) -> Ended:
-        return pyflyte("run", file, workflow, "--model_name", "digits", *arguments, home=tmp_path)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
-    def monitor(**window: object) -> Ended:
-        return run(MONITOR, "monitor_wf", "--window", json.dumps(window))
+
+def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path, server: S3Server) -> None:
+    def run(file: str, workflow: str, *arguments: str) -> Ended:
+        environment = server.aws_environment()
+        return pyflyte("run", file, workflow, "--model_name", "digits", *arguments, home=tmp_path, **environment)
+
+    def monitor(hour: int = 0, **window: object) -> Ended:
+        """As a schedule does, five minutes after the hour, of the hour that is over."""
+        started = f"2026-11-28T{hour + 1:02}:05:00"
+        given = {"hours_back": 1, **window}
+        return run(MONITOR, "monitor_wf", "--kickoff_time", started, "--window", json.dumps(given))
 
     hp, policy = json.dumps({"num_ranks": 1, "epochs": 5}), '{"export": "off"}'
     released = run(RELEASE, "release_wf", "--hp", hp, "--policy", policy)
     assert released.exit_code == 0, released.output
     for number in range(3):
-        write_inverted(digits, tmp_path / f"in/{number}", slice(number * 99, (number + 1) * 99))
+        write_inverted(digits, server.folder / f"in/28/{number:02}", slice(number * 99, (number + 1) * 99))
     same = monitor(dataset="digits")
     assert same.exit_code == 0, same.output
     assert "window 1, no alarm: no column has moved; made in " in same.output
-    first = monitor(images=str(tmp_path / "in/0"))
+    first = monitor(0, images=IMAGES)
     assert first.exit_code == 0, first.output
     assert "window 2, no alarm yet, which 2 of 3 windows make: " in first.output
-    second = monitor(images=str(tmp_path / "in/1"))
+    second = monitor(1, images=IMAGES)
     assert second.exit_code == 1
-    assert f"{tmp_path}/in/1: alarm: " in second.panel
+    assert "s3://in/28/01: alarm: " in second.panel
     assert "brightness" in second.panel
-    quiet = monitor(images=str(tmp_path / "in/2"), fail_on_alarm=False)
+    quiet = monitor(2, images=IMAGES, fail_on_alarm=False)
     assert quiet.exit_code == 0, quiet.output
     assert "window 4, alarm: " in quiet.output
-    again = monitor(images=str(tmp_path / "in/1"))
+    again = monitor(1, images=IMAGES)
     assert again.exit_code == 1, "the same window is the same alarm"
+    nothing = monitor(3, images=IMAGES)
+    assert nothing.exit_code == 1
+    assert "s3://in/28/03: there is nothing; check the address" in nothing.panel
     windows = sorted((tmp_path / "runs/registry/digits/monitor/00000001").iterdir())
     assert [path.name for path in windows] == [f"0000000{number}.json" for number in (1, 2, 3, 4)]
     assert [json.loads(path.read_text())["alarm"] for path in windows] == [False, False, True, True]
