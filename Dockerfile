@@ -13,7 +13,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ wget && 
 
 # The lock file is mounted, not copied: this layer is made anew only when it changes, and what was downloaded for the
 # last one is still in the cache (also a mount, so hadolint's rule against caches in layers does not apply). pip compiles
-# to bytecode, which the user below could not save in this place.
+# to bytecode, which the user below could not save in this place. Older buildah and podman (1.28) overlook that the file
+# has changed (buildah's issue 5400): give them --no-cache.
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock \

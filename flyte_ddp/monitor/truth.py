@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.stats import binomtest, norm
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
@@ -54,7 +54,8 @@ def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
 def measure_truth(objective: Objective, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """Return fields of a Window from the objective's columns: samples with a truth, their main measure, its interval.
 
-    The 95 % interval is by the normal distribution of the mean of the samples' scores, where that mean is the measure.
+    The 95 % interval is Wilson's for an accuracy, else by the normal distribution of the mean of the samples' scores,
+    where that mean is the measure.
     """
     samples = sum(len(part["loss"]) for part in parts)
     found: dict[str, Any] = {"truths": samples}
@@ -67,6 +68,9 @@ def measure_truth(objective: Objective, parts: Sequence[Mapping[str, Tensor]]) -
     if not math.isfinite(score):
         return found
     found["score"] = score
+    if type(objective).measure is Classification.measure and objective.main_measure == "accuracy":
+        found["low"], found["high"] = binomtest(round(score * samples), samples).proportion_ci(method="wilson")
+        return found
     kind, several = type(objective), isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
     own = kind.measure not in FORMULAS or kind.scores not in (Objective.scores, Classification.scores)
     if not (own or several or needs_calls(objective)):

@@ -245,6 +245,14 @@ def test_a_sweep_trains_from_rung_to_rung(cluster: Cluster) -> None:
     assert "Sweep: 3 trials" in page
 
 
+def test_a_wave_of_a_sweep_may_have_no_trials(cluster: Cluster) -> None:
+    """Of ten trials there are two different ones, so that the second wave is empty."""
+    sweep = Sweep(space='{"schedule": ["constant", "cosine"]}', trials=10, rungs=1, sampler="tpe")
+    hp = Hyperparameters(epochs=1, num_ranks=1, seed=unused_seed(cluster))
+    execution = cluster.wait_for_success(cluster.launch("workflows.sweep.sweep_wf", {"hp": hp, "sweep": sweep}))
+    assert "Sweep: 2 trials" in cluster.read_blob(output_address(execution, "sweep_report")).decode()
+
+
 @pytest.mark.parametrize("root", ["writable", "read-only"])
 def test_podsecurity_restricted(restricted: Cluster, root: str, tmp_path: Path) -> None:
     """The read-only root filesystem needs the template of deploy/, here under a name of this run's own."""

@@ -103,16 +103,18 @@ def test_pictures_that_are_the_same_have_not_moved_and_brighter_ones_have(digits
 
 
 def test_truth_is_measured_with_an_interval(digits_gate: Gate, tmp_path: Path) -> None:
-    """Of 200 pictures the class is known: the accuracy, and the usual formula; a data set has its own truth."""
+    """Of 200 pictures the class is known: the accuracy, and Wilson's formula; a data set has its own truth."""
     classes = write_digits(digits_gate, tmp_path / "in")
     truth = tmp_path / "truth.csv"
     truth.write_text("id,truth\n" + "".join(f"{place:03}.png,{classes[place]}\n" for place in range(200)))
     found, watched = watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))
     right = watched.columns["prediction"][:200].astype(int) == classes[:200]
     accuracy = right.mean()
-    reach = 1.959964 * math.sqrt(accuracy * (1 - accuracy) / 199)
+    z = 1.959964
+    middle, reach = accuracy + z**2 / 400, z * math.sqrt(accuracy * (1 - accuracy) / 200 + z**2 / 160_000)
+    low, high = ((middle + side * reach) / (1 + z**2 / 200) for side in (-1, 1))
     assert (found.measure, found.truths) == ("accuracy", 200)
-    assert (found.score, found.low, found.high) == pytest.approx((accuracy, accuracy - reach, accuracy + reach))
+    assert (found.score, found.low, found.high) == pytest.approx((accuracy, low, high))
     own = watch(digits_gate, dataset="digits")[0]
     assert own.truths == 297
     assert own.score == own.held_out == pytest.approx(digits_gate.runs["good"].test_accuracy)
