@@ -62,7 +62,7 @@ class Sweep(CheckedFields, called="sweep setting"):
         json=True,
     )
     trials: int = setting(27, "Trials that are drawn; equal ones are trained once.", at_least=1, at_most=1000)
-    rungs: int = setting(4, "4 train 1/27, 1/9, 1/3 and all of a run, each the best third.", at_least=1, at_most=8)
+    rungs: int = setting(3, "3 train 1/9, 1/3 and all of a run, each the best third.", at_least=1, at_most=8)
     sampler: str = setting(
         "qmc",
         "qmc: trials cover the space evenly (Sobol's points), and more trials only add to them; tpe: nine at a time, "
