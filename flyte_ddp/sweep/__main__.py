@@ -6,10 +6,11 @@ from typing import TextIO
 import click
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.files import SIDECAR
+from flyte_ddp.files import SIDECAR, explain_write_errors
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
 from flyte_ddp.run import run_part
+from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.sweep.halving import Rung, pick_winner, plan_rung, run_rung
 from flyte_ddp.sweep.page import PAGES, write_page
 from flyte_ddp.sweep.space import Sweep, check_sweep
@@ -26,7 +27,8 @@ def main(base: TextIO, sweep: TextIO, output: Path) -> None:
     """
     hp, searched, done = Hyperparameters.from_json(base.read()), Sweep.from_json(sweep.read()), list[Rung]()
     check_sweep(searched, hp)
-    output.mkdir(parents=True, exist_ok=True)
+    with explain_write_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
     _, version = check_and_identify_run(hp, "", None)
     data = find_or_fetch_data_set(hp.dataset, hp.data_source, hp.test_dataset, version, sample=hp.sample)
     while trials := plan_rung(searched, hp, version, done):
@@ -36,7 +38,11 @@ def main(base: TextIO, sweep: TextIO, output: Path) -> None:
                 run_part(trial.hp, data, folder, trial.part)
 
             done.append(run_rung(trial, str(resolve_folder("sweeps")), train))
-    write_page(searched, done, resolve_folder(pick_winner(done).run) / SIDECAR, output)
+    winner = pick_winner(done)
+    folder = resolve_folder(winner.run)
+    if not is_finished(folder):  # results outlive the folders of runs
+        run_part(winner.hp, data, folder, winner.part)
+    write_page(searched, done, folder / SIDECAR, output)
     print_local_files("sweep done; made in", {output / name: what for name, what in PAGES.items()})
 
 

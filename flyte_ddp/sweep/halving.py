@@ -26,6 +26,7 @@ from flyte_ddp.runs.identity import run_name
 from flyte_ddp.runs.run_folder import RUNG, UNFINISHED, is_finished
 from flyte_ddp.storage import MissingError, UnavailableError
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
+from flyte_ddp.text.formatting import format_measure, name_measure
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,13 @@ def rank_trials(rungs: Sequence[Rung]) -> list[Rung]:
     ranked = sorted((rung for rung in rungs if rung.value is not None), key=lambda rung: (rung.loss, rung.trial))
     if not ranked:
         [(reason, count)] = Counter(rung.failed for rung in rungs).most_common(1)
-        raise UserError(f"all {len(rungs)} trials of the sweep have failed, {count} of them with: {reason}")
+        share = name_part(rungs[0].part)
+        raise UserError(f"no trial has reached {share} of its steps: {count} of {len(rungs)} failed with: {reason}")
     return ranked
+
+
+def name_part(part: int) -> str:
+    return f"1/{part}" if part > 1 else "all"
 
 
 def pick_winner(done: Sequence[Rung]) -> Rung:
@@ -97,12 +103,13 @@ def run_rung(rung: Rung, results: str, train: Callable[[str, Path], object]) -> 
     except (UserError, RankError) as error:
         if isinstance(error, RankError) and error.recoverable and not isinstance(error, OutOfMemoryError):
             raise
-        found, outcome = {"failed": error.message}, error.message
-    else:
-        found["seconds"] = time.monotonic() - start
+        found = {"failed": error.message}
+    found["seconds"] = time.monotonic() - start
+    if not (outcome := found.get("failed")):
         access_result(address, lambda to: storage.write_file(to, json.dumps(found).encode()))
-        outcome = f"validation {rung.hp.select_by} {found['value']:.4g}"
-    print(f"trial {rung.trial}, 1/{rung.part} of its steps: {outcome}", flush=True)
+        measure = rung.hp.select_by
+        outcome = f"validation {name_measure(measure)} {format_measure(measure, found['value'])}"
+    print(f"trial {rung.trial}, {name_part(rung.part)} of its steps: {outcome}", flush=True)
     return replace(rung, **found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flyte_ddp.report import figures
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.sweep.halving import Rung, pick_winner
+from flyte_ddp.sweep.halving import Rung, name_part, pick_winner
 from flyte_ddp.sweep.space import Sweep, list_values
 from flyte_ddp.text.formatting import format_duration, format_measure, format_setting, name_measure
 from flyte_ddp.text.sections import Table
@@ -54,6 +54,7 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
         winner=winner,
         won={name: format_setting(value) for name, value in zip(names, varied[winner.trial], strict=True)},
         measure=measure,
+        value=format_measure(winner.hp.select_by, winner.value),
         main=name_measure(main.removeprefix("test_")),
         test=format_measure(main.removeprefix("test_"), test),
         spent=sum(rung.step for rung in steps),
@@ -91,7 +92,3 @@ def draw_curves(done: Sequence[Rung], measure: str) -> str:
             x, y = zip(*points, strict=True)
             series.append(figures.Series(kinds.pop(color, ""), x, y, color))
     return figures.draw_line_chart(series, x_label="step", y_label=measure)
-
-
-def name_part(part: int) -> str:
-    return f"1/{part}" if part > 1 else "all"

@@ -69,7 +69,9 @@ class Sweep(CheckedFields, called="sweep setting"):
         "by what the first rung has shown of those before (Optuna).",
         choices=("qmc", "tpe"),
     )
-    seed: int = setting(0, "Seed of the draws; the seed of the trainings is a hyperparameter.", at_least=0)
+    seed: int = setting(
+        0, "Seed of the draws; the seed of the trainings is a hyperparameter.", at_least=0, at_most=2**32 - 1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -130,7 +130,7 @@ class TrainingState:
         if self.total_steps < part:
             raise UserError(
                 f"the run has {self.total_steps} steps, of which a rung takes 1/{part}: there must be at least {part}; "
-                "lower rungs, raise epochs, or lower batch_size"
+                "lower rungs or batch_size, or raise epochs or max_steps"
             )
         self.last_step = -(-self.total_steps // part)
         self.last_epoch = -(-self.last_step // self.steps_per_epoch)

@@ -64,7 +64,7 @@ def test_the_best_third_goes_on(values: list[float | None], higher: bool, promot
 
 def test_where_all_have_failed_the_reason_of_most_is_told() -> None:
     reasons = ["odd", "loss is nan", "loss is nan"]
-    with pytest.raises(UserError, match=r"^all 3 trials of the sweep have failed, 2 of them with: loss is nan$"):
+    with pytest.raises(UserError, match=r"^no trial has reached 1/9 of its steps: 2 of 3 failed with: loss is nan$"):
         rank_trials([replace(rung(trial, None), failed=reason) for trial, reason in enumerate(reasons)])
 
 
@@ -149,6 +149,7 @@ def test_a_trials_own_mistake_is_its_failure_and_is_not_stored(tmp_path: Path, e
 
     found = run_rung(rung(0, None), str(tmp_path / "sweeps"), fail)
     assert (found.value, found.failed) == (None, error.message)
+    assert found.seconds > 0, "the page shows what it took"
     assert not (tmp_path / "sweeps").exists()
 
 
@@ -168,6 +169,12 @@ def test_a_failure_of_the_machine_is_raised(tmp_path: Path, error: BaseException
 
     with pytest.raises(type(error)):
         run_rung(rung(0, None), str(tmp_path / "sweeps"), fail)
+
+
+def test_a_result_is_printed_as_a_runs_evaluation_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trial = Rung(0, replace(BASE, select_by="accuracy"), "run", 1)
+    run_rung(trial, str(tmp_path / "sweeps"), lambda _, folder: finish(folder, 0.26))
+    assert capsys.readouterr().out == "trial 0, all of its steps: validation accuracy 26.00\N{NO-BREAK SPACE}%\n"
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from click.testing import CliRunner
 from scipy.stats import spearmanr
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.sweep.__main__ import main
 from flyte_ddp.sweep.halving import Rung
 from flyte_ddp.sweep.page import correlate_rungs, write_page
 from flyte_ddp.sweep.space import Sweep
@@ -62,3 +64,17 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "mislead" not in text
     assert text.count("<svg") == 2
     assert "mislead" in page(tmp_path, replace(BASE, schedule="one_cycle"))
+    assert ">10.00 %<" in page(tmp_path, replace(BASE, select_by="accuracy")).replace("&#160;", " "), (
+        "as on the test split"
+    )
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path: Path) -> None:
+    hp, sweep = tmp_path / "hp.json", tmp_path / "sweep.json"
+    hp.write_text(BASE.to_json())
+    sweep.write_text('{"space": {"learning_rate": [0.1, 0.2]}}')
+    ended = CliRunner().invoke(main, [str(hp), str(sweep), "--output", str(hp / "found")])
+    assert (
+        ended.output
+        == f"Error: cannot write {hp / 'found'}: Not a directory; make its folder writable, or choose another folder\n"
+    )

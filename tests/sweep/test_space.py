@@ -66,6 +66,7 @@ def test_a_bad_space_is_refused(space: dict[str, Any], said: str) -> None:
         ({"space": "{"}, "space='{': is not JSON"),
         ({"space": "[1]"}, "space='[1]': must be a JSON object"),
         ({"trials": 0}, "trials=0: must be at least 1"),
+        ({"seed": 2**32}, "seed=4294967296: must be at most 4294967295"),
         ({"sampler": "random"}, "unknown sampler 'random'"),
         ({"trial": 9}, "unknown sweep setting 'trial': did you mean 'trials'?"),
     ],

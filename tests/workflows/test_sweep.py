@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,18 +83,21 @@ def test_a_sweep_given_again_given_more_trials_and_released(tmp_path: Path) -> N
     command = [sys.executable, "-m", "flyte_ddp.sweep", "hp.json", "sweep.json", "--output", "found"]
     (tmp_path / "hp.json").write_text(json.dumps(HP))
     (tmp_path / "sweep.json").write_text(json.dumps(TRIALS))
-    ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**surroundings(tmp_path, runs), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    environment = {**surroundings(tmp_path, runs), "PYTHONPATH": str(ROOT)}
+
+    def run_command() -> None:
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+
+    run_command()
     assert Hyperparameters.from_json((tmp_path / "found/best.json").read_text()) == best
     assert files(runs) == after, "the same trials"
-    assert (tmp_path / "found/sweep.html").exists()
+    (tmp_path / "found/sweep.html").unlink()
+
+    shutil.rmtree(runs / finished.parent.name)
+    run_command()
+    assert hashlib.sha256((runs / finished.parent.name / "model.pt").read_bytes()).hexdigest() == winner
+    assert (tmp_path / "found/sweep.html").exists(), "though only the results were left"
 
 
 @pytest.mark.parametrize(
