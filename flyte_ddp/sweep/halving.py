@@ -109,7 +109,8 @@ def run_rung(rung: Rung, results: str, train: Callable[[str, Path], object]) -> 
         access_result(address, lambda to: storage.write_file(to, json.dumps(found).encode()))
         measure = rung.hp.select_by
         outcome = f"validation {name_measure(measure)} {format_measure(measure, found['value'])}"
-    print(f"trial {rung.trial}, {name_part(rung.part)} of its steps: {outcome}", flush=True)
+    said = f"trial {rung.trial}, {name_part(rung.part)} of its steps: {outcome}"
+    print(said.replace("\N{NO-BREAK SPACE}", " "), flush=True)
     return replace(rung, **found)
 
 
