@@ -75,7 +75,7 @@ def test_a_damaged_record_is_named(registry: Registry) -> None:
     path = Path(registry.at("monitor", f"{entry.number:08}", "00000001.json"))
     for content in ("", "[]", '{"version": 1}', path.read_text()[:-9]):
         path.write_text(content)
-        with pytest.raises(UserError, match="00000001.json: is damaged; restore or delete it"):
+        with pytest.raises(UserError, match=r"00000001.json: is damaged; restore or delete it"):
             record_window(registry, entry, window("b"))
 
 
