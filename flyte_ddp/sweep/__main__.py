@@ -1,7 +1,7 @@
 """The command for sweeps without Flyte: ``python -m flyte_ddp.sweep --help``."""
 
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import click
 
@@ -17,10 +17,10 @@ from flyte_ddp.sweep.space import Sweep, check_sweep
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("base", type=click.File(encoding="utf-8"))
-@click.argument("sweep", type=click.File(encoding="utf-8"))
+@click.argument("base", type=click.File("rb"))
+@click.argument("sweep", type=click.File("rb"))
 @click.option("--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("sweep"))
-def main(base: TextIO, sweep: TextIO, output: Path) -> None:
+def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
     """Train the trials of SWEEP, rung by rung, and write sweep.html and best.json into a folder.
 
     BASE has hyperparameters, SWEEP the space, as JSON. Runs are in FLYTE_DDP_RUNS.

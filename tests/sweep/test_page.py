@@ -69,7 +69,7 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path: Path) -> None:
+def test_the_command_refuses_files_and_folders_before_training(tmp_path: Path) -> None:
     hp, sweep = tmp_path / "hp.json", tmp_path / "sweep.json"
     hp.write_text(BASE.to_json())
     sweep.write_text('{"space": {"learning_rate": [0.1, 0.2]}}')
@@ -78,3 +78,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path: Path)
         ended.output
         == f"Error: cannot write {hp / 'found'}: Not a directory; make its folder writable, or choose another folder\n"
     )
+    sweep.write_bytes("{\"space\": {}} ä".encode("latin-1"))
+    ended = CliRunner().invoke(main, [str(hp), str(sweep)])
+    assert ended.output.startswith("Error: sweep settings are not valid JSON: 'utf-8' codec can't decode")
