@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import chi2_contingency, ks_2samp
+from scipy.stats import chi2_contingency, fisher_exact, ks_2samp
 
 from flyte_ddp.monitor.window import ColumnChange
 from flyte_ddp.release.statistics import correct_p_values
@@ -31,16 +31,21 @@ def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, 
 
 
 def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
-    """Return p-value and effect of Kolmogorov and Smirnov's test, of categories of Pearson's chi-squared test."""
+    """Return p-value and effect of Kolmogorov and Smirnov's test, of categories of Pearson's chi-squared test.
+
+    Where all categories but one are rare, Fisher's exact test compares that one with the rest.
+    """
     reference, window = replace_nan(reference), replace_nan(window)
     if not has_categories(reference):
         numbers = ks_2samp(reference, window, method="asymp")
         return float(numbers.pvalue), float(numbers.statistic)
-    table = pool_rare(count_categories(reference, window)[1])
+    table = count_categories(reference, window)[1]
     if table.shape[1] < 2:
         return 1.0, 0.0
-    shares = table / table.sum(1, keepdims=True)
-    return float(chi2_contingency(table).pvalue), float(np.abs(shares[0] - shares[1]).sum() / 2)
+    table = pool_rare(table)
+    shares, found = table / table.sum(1, keepdims=True), chi2_contingency(table)
+    p = found.pvalue if found.expected_freq.min() >= LEAST_EXPECTED else fisher_exact(table).pvalue
+    return float(p), float(np.abs(shares[0] - shares[1]).sum() / 2)
 
 
 def has_categories(reference: NDArray[Any]) -> bool:
@@ -63,11 +68,11 @@ def count_categories(reference: NDArray[Any], window: NDArray[Any]) -> tuple[NDA
 
 
 def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return counts [2, k] with categories of fewer than 5 expected samples as one, with the next if need be."""
+    """Return counts [2, k] of K > 1 categories, k > 1; those with fewer than 5 expected samples, and the next, as one."""
     table = table[:, np.argsort(table.sum(0), kind="stable")]
     totals, least = table.sum(0), LEAST_EXPECTED * table.sum() / table.sum(1).min()
     pooled = max(int((totals < least).sum()), int(np.searchsorted(totals.cumsum(), least)) + 1)
-    return np.add.reduceat(table, [0, *range(pooled, len(totals))], axis=1)
+    return np.add.reduceat(table, [0, *range(min(pooled, len(totals) - 1), len(totals))], axis=1)
 
 
 def rate_samples(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.monitor.compare import count_categories, has_categories
+from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
 from flyte_ddp.monitor.watch import Watched
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.objectives.table_columns import format_page_cell
@@ -21,6 +21,7 @@ DRAWN = 8  # columns
 BINS = 30
 BARS = 10  # categories whose shares differ most
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
+LARGEST = 1e300  # that is drawn: twice as much is a number, too
 
 
 def write_page(window: Window, watched: Watched, name: str, path: Path) -> Path:
@@ -55,9 +56,12 @@ def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any])
             labels = [format_page_cell(value)[:14] for value in values[chosen].tolist()]
             axes.set_xticks(range(len(chosen)), labels, rotation=30 if max(map(len, labels)) > 5 else 0)
         else:
-            every = np.concatenate((reference, window)).astype(np.float64)
-            edges = np.histogram_bin_edges(np.quantile(every[np.isfinite(every)], ENDS), BINS)
-            sides = [side.astype(np.float64).clip(edges[0], edges[-1]) for side in (reference, window)]
+            sides = [replace_nan(side).astype(np.float64) for side in (reference, window)]
+            every = np.concatenate(sides)
+            low, high = np.quantile(every[np.isfinite(every)].clip(-LARGEST, LARGEST), ENDS)
+            # Of almost equal numbers, bins that are wide enough to be different numbers themselves.
+            edges = low + np.linspace(0, max(high - low, 1e-12 * abs(high)) or 1, BINS + 1)
+            sides = [side.clip(edges[0], edges[-1]) for side in sides]
             shares = np.stack([np.histogram(side, edges)[0] / len(side) for side in sides])
         for share, label, color in zip(shares, ("held out", "this window"), (BLUE, ORANGE), strict=True):
             axes.stairs(share, edges, fill=True, color=color, alpha=0.45, label=label)

@@ -30,7 +30,10 @@ class WindowSource(CheckedFields, called="window setting"):
         "predictions. A dataset has its own truth.",
     )
     hours_back: int = setting(
-        0, "Hours from the time of the addresses to the start: 1 reads the hour that is over.", at_least=0
+        0,
+        "Hours from the time of the addresses to the start: 1 reads the hour that is over.",
+        at_least=0,
+        at_most=87_600,
     )
     fail_on_alarm: bool = setting(True, "Whether an alarm ends the execution as failed, so that Flyte notifies people.")
 

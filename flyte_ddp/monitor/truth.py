@@ -77,5 +77,7 @@ def measure_truth(objective: Objective, parts: Sequence[Mapping[str, Tensor]]) -
         scores = score_samples(objective, columns) * (1 if is_higher_better(objective) else -1)
         error, in_units = scores.std(ddof=1) / math.sqrt(samples), MEASURE_OF_SCORE.get(name_scores(objective), float)
         if error:  # of equal scores the normal distribution tells nothing
-            found["low"], found["high"] = map(in_units, norm.interval(0.95, scores.mean(), error))
+            low, high = map(in_units, norm.interval(0.95, scores.mean(), error))
+            shares = is_higher_better(objective)  # F1 and the like
+            found["low"], found["high"] = (max(0.0, low), min(1.0, high)) if shares else (low, high)
     return found

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from flyte_ddp.release.promotion import REFERENCE, VERDICT
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, join_first
 from flyte_ddp.training.evaluate import compute_columns
@@ -55,6 +56,7 @@ class Watched:
     reference: SampleColumns
     bad: BadSamples = field(default_factory=lambda: BadSamples(sys.maxsize))
     ids: list[str] = field(default_factory=list)
+    digest: Any = field(default_factory=sha256)  # of the inputs: outputs differ in bits where threads are more
     columns: SampleColumns = field(default_factory=dict)
     measured: list[dict[str, Tensor]] = field(default_factory=list)  # by batch, the objective's columns [n, ...]
     unusual: list[tuple[float, Picture]] = field(default_factory=list)  # the first PICTURED (24)
@@ -70,6 +72,9 @@ class Watched:
             if not chosen.any():
                 continue
             ids = np.array(batch.ids)[chosen]
+            for leaf in name_leaves(batch.inputs).values():
+                is_tensor = isinstance(leaf, Tensor)
+                self.digest.update(leaf.cpu().flatten().view(torch.uint8).numpy() if is_tensor else repr(leaf).encode())
             with explain_own_errors(f"model {model.sidecar['model']!r} on samples {ids[0]} to {ids[-1]}"):
                 outputs = model.compute_outputs(batch.inputs)
                 columns = describe_batch(model, batch.inputs, outputs)
@@ -139,7 +144,7 @@ def predict_window(
     if source.truth and not watched.measured:
         rule = f"has none of the ids of the samples, such as {join_first(watched.ids, 2)}"
         raise UserError(f"truth={source.truth!r}: {rule}; give the ids of a table of predictions")
-    digest = sha256(b"".join(values.tobytes() for values in watched.columns.values())).hexdigest()
+    digest = watched.digest.hexdigest()
     drawn = draw_samples(watched.columns, SAMPLES, int(digest[:16], 16))
     found = Window(
         version=entry.version,

@@ -38,7 +38,7 @@ class Window(DataClassJsonMixin):
     address: str
     time: str  # ISO 8601, UTC
     by: str  # a Flyte execution, or user@host
-    digest: str  # of all samples' columns
+    digest: str  # of all samples' inputs
     samples: int
     bad: int  # samples that could not be decoded or predicted; not among ``samples``
     columns: list[ColumnChange]  # empty: too few samples for a verdict

@@ -67,6 +67,8 @@ def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bo
     Of a text one token, which its own sum chooses, stands for all: so samples stay independent, as the tests need
     them, whatever batch they are in.
     """
+    leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    leaf = leaf.double() if leaf.is_floating_point() else leaf  # NumPy has no bfloat16
     is_text = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.dim() == 2
     if not varies and not (is_text and leaf.shape[1] > COLUMNS):
         return split_rows(name, leaf.reshape(len(leaf), -1).numpy(), columns)
@@ -77,7 +79,7 @@ def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bo
         tokens = leaf.gather(1, (leaf.long().sum(1) % lengths.clamp(min=1))[:, None])[:, 0]
         return {f"{name} length": lengths, f"{name} token": tokens.numpy().astype(str)}
     numbers = lengths * leaf[0, 0].numel()
-    return {f"{name} length": lengths, f"{name} mean": leaf.double().flatten(1).sum(1) / numbers.clamp(min=1)}
+    return {f"{name} length": lengths, f"{name} mean": leaf.flatten(1).sum(1) / numbers.clamp(min=1)}
 
 
 def measure_lengths(leaf: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Lea
         truths = [*compress(batch.truths, chosen)]
         if unknown := [name for name in truths if name not in places]:
             known = ", ".join(model.classes[:6])
-            raise UserError(f"class {unknown[0]!r} of the test split: the model knows {known}; give data with these")
+            raise UserError(f"class {unknown[0]!r} of the truth: the model knows {known}; give data with these")
         return torch.tensor([places[name] for name in truths], device=model.device)
     targets = batch.targets if all(chosen) else map_leaves(lambda leaf: leaf[torch.tensor(chosen)], batch.targets)
     if isinstance(targets, Tensor) and len(targets):

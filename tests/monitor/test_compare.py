@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy.stats import chi2_contingency, ks_2samp
+from scipy.stats import chi2_contingency, fisher_exact, ks_2samp
 
 from flyte_ddp.monitor.compare import ALPHA, FLOOR, compare_columns, compare_values, pool_rare, rate_samples
 
@@ -46,11 +46,25 @@ def test_rare_categories_count_together() -> None:
     table = np.array([[1000, 3, 20, 2, 1, 0], [100, 0, 2, 0, 0, 0]])
     pooled = pool_rare(table)
     assert (pooled.sum(1) == table.sum(1)).all()
-    assert (pooled.sum(0) * pooled.sum(1).min() / pooled.sum() >= 5).all() or pooled.shape[1] == 1
+    assert (np.sort(pooled, axis=1) == [[26, 1000], [2, 100]]).all()
     even = np.array([[50, 50], [60, 40]])
     assert (np.sort(pool_rare(even), axis=1) == np.sort(even, axis=1)).all()
     many = np.arange(1000).astype(str)
-    assert compare_values(many, many[:50]) == (1.0, 0.0)
+    p, effect = compare_values(many, many[:50])
+    assert effect == pytest.approx(1 / 50 - 1 / 1000)
+    assert p == pytest.approx(fisher_exact([[1, 999], [1, 49]]).pvalue)
+
+
+def test_a_small_window_of_values_that_a_constant_reference_lacks_has_moved() -> None:
+    """Of 60 among 5,060 samples each new value is rarer than the chi-squared test can count."""
+    for reference, window in (
+        (np.zeros(5000), RANDOM.normal(size=60)),
+        (np.full(5000, np.nan), np.ones(60)),
+        (np.arange(5000).astype(str), np.repeat(["new"], 60)),
+    ):
+        p, effect = compare_values(reference, window)
+        assert effect == 1
+        assert p == pytest.approx(fisher_exact([[5000, 0], [0, 60]]).pvalue)
 
 
 def test_what_is_not_known_is_a_value_of_its_own() -> None:

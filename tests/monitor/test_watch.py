@@ -28,6 +28,7 @@ from flyte_ddp.monitor.truth import measure_truth
 from flyte_ddp.monitor.watch import Watched, predict_window
 from flyte_ddp.monitor.window import Window, record_window
 from flyte_ddp.objectives import Facts, make_objective
+from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.promotion import find_champion, promote_version, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.training.evaluate import compute_columns
@@ -119,7 +120,7 @@ def test_truth_is_measured_with_an_interval(digits_gate: Gate, tmp_path: Path) -
     assert own.truths == 297
     assert own.score == own.held_out == pytest.approx(digits_gate.runs["good"].test_accuracy)
     truth.write_text("id,truth\n000.png,eleven\n")
-    with pytest.raises(UserError, match="class 'eleven'"):
+    with pytest.raises(UserError, match="class 'eleven' of the truth: the model knows 0, 1"):
         watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))
     truth.write_text("id,truth\n0,1\n")
     with pytest.raises(
@@ -187,6 +188,21 @@ def test_the_verdict_does_not_depend_on_the_windows_size(prices: Gate, tmp_path:
     assert replace(found, time="") == replace(again, time="")
     [column] = [each for each in found.columns if each.column == "input 0"]
     assert column.p > 1e-6, "1,000 of them are compared"
+
+
+def test_the_same_samples_are_the_same_window_where_outputs_are_rounded_otherwise(
+    prices: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by other numbers of threads."""
+    tables = [
+        str(window_tasks.write_rows(tmp_path / f"{seed}.csv", window_tasks.draw_rows(100, seed)[0])) for seed in (6, 7)
+    ]
+    found, other = (watch(prices, table=table)[0] for table in tables)
+    compute = SavedModel.compute_outputs
+    monkeypatch.setattr(SavedModel, "compute_outputs", lambda model, inputs: compute(model, inputs) * (1 + 1e-6))
+    again, watched = watch(prices, table=tables[0])
+    assert watched.columns["prediction"].any()
+    assert again.digest == found.digest != other.digest
 
 
 def test_what_is_wrong_is_told(prices: Gate, tmp_path: Path) -> None:
@@ -258,3 +274,12 @@ def test_an_interval_is_of_the_measure_or_there_is_none() -> None:
         assert same == {"truths": 100, "score": pytest.approx(1)}
         outputs[3] = torch.inf
         assert measure_truth(objective, [compute_columns(objective, outputs, targets, 100)]) == {"truths": 100}
+
+
+def test_an_interval_of_a_share_ends_at_one() -> None:
+    objective = make_objective("multilabel", Facts(("a", "b")), {})
+    truth = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(50, 1)
+    outputs = (truth - 0.5) * 9
+    outputs[0, 0] = -1
+    found = measure_truth(objective, [compute_columns(objective, outputs, truth, 100)])
+    assert 0.9 < found["low"] < found["score"] < found["high"] == 1

@@ -58,6 +58,16 @@ def test_a_table_has_its_columns_or_if_those_are_many_the_rows_mean_and_deviatio
     assert "input few 0" in describe(spec, inputs)
 
 
+def test_numbers_that_numpy_has_not_or_that_have_two_parts_are_columns() -> None:
+    spec = leaves_spec(half=LeafSpec((2,), "float"), wave=LeafSpec((), "float"))
+    half = torch.tensor(RANDOM.normal(size=(5, 2))).bfloat16()
+    wave = RANDOM.normal(size=5) + 1j * RANDOM.normal(size=5)
+    found = describe(spec, {"half": half, "wave": torch.tensor(wave)})
+    np.testing.assert_array_equal(found["input half 1"], half[:, 1].double())
+    np.testing.assert_array_equal(found["input wave 0"], wave.real)
+    np.testing.assert_array_equal(found["input wave 1"], wave.imag)
+
+
 def test_a_text_has_a_length_and_a_token_that_stands_for_all() -> None:
     texts = [RANDOM.integers(1, 9, length) for length in RANDOM.integers(1, 40, 400)]
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)

@@ -80,6 +80,10 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
         (("--model_name", "x"), "images='', dataset='', table='': give exactly one of the three"),
         (("--model_name", "x", "--window", '{"dataset": "digits"}'), "x has no champion; promote a version first"),
         (("--model_name", "x", "--window", '{"image": "y"}'), "unknown window setting 'image': did you mean 'images'?"),
+        (
+            ("--model_name", "x", "--window", '{"hours_back": 1000000000}'),
+            "hours_back=1000000000: must be at most 87600",
+        ),
     ],
 )
 def test_mistakes_are_refused(refusal: Callable[..., str], arguments: tuple[str, ...], said: str) -> None:
