@@ -68,7 +68,7 @@ def count_categories(reference: NDArray[Any], window: NDArray[Any]) -> tuple[NDA
 
 
 def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return counts [2, k] of K > 1 categories, k > 1; those with fewer than 5 expected samples, and the next, as one."""
+    """Return counts [2, k], k > 1; categories of fewer than 5 expected samples are one, if need be with the next."""
     table = table[:, np.argsort(table.sum(0), kind="stable")]
     totals, least = table.sum(0), LEAST_EXPECTED * table.sum() / table.sum(1).min()
     pooled = max(int((totals < least).sum()), int(np.searchsorted(totals.cumsum(), least)) + 1)
