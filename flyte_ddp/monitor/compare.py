@@ -44,8 +44,8 @@ def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float
         return 1.0, 0.0
     table = pool_rare(table)
     shares, found = table / table.sum(1, keepdims=True), chi2_contingency(table)
-    p = found.pvalue if found.expected_freq.min() >= LEAST_EXPECTED else fisher_exact(table).pvalue
-    return float(p), float(np.abs(shares[0] - shares[1]).sum() / 2)
+    rare = table.shape[1] == 2 and found.expected_freq.min() < LEAST_EXPECTED
+    return float(fisher_exact(table).pvalue if rare else found.pvalue), float(np.abs(shares[0] - shares[1]).sum() / 2)
 
 
 def has_categories(reference: NDArray[Any]) -> bool:

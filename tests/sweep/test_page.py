@@ -78,6 +78,6 @@ def test_the_command_refuses_files_and_folders_before_training(tmp_path: Path) -
         ended.output
         == f"Error: cannot write {hp / 'found'}: Not a directory; make its folder writable, or choose another folder\n"
     )
-    sweep.write_bytes("{\"space\": {}} ä".encode("latin-1"))
+    sweep.write_bytes('{"space": {}} ä'.encode("latin-1"))
     ended = CliRunner().invoke(main, [str(hp), str(sweep)])
     assert ended.output.startswith("Error: sweep settings are not valid JSON: 'utf-8' codec can't decode")
