@@ -37,7 +37,7 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests, each promise once (7 minutes on two cores)
+test: install ## Run the tests, each promise once (7 to 9 minutes on two cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
 test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (about half an hour)

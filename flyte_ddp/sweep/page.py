@@ -61,7 +61,7 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
         full=sum(rung.steps for rung in steps),
         curves=draw_curves(done, measure),
         space=space,
-        sections=figures.list_section_values(tables, {}, ()),
+        sections=figures.list_section_values(tables if sweep.rungs > 1 else tables[1:], {}, ()),
     )
     (folder / "best.json").write_text(winner.hp.to_json(indent=2) + "\n", encoding="utf-8")
     return write_html(folder / "sweep.html", page)

@@ -64,6 +64,8 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "mislead" not in text
     assert text.count("<svg") == 2
     assert "mislead" in page(tmp_path, replace(BASE, schedule="one_cycle"))
+    one_rung = write_page(replace(SWEEP, rungs=1), rungs()[-1:], tmp_path / "model.json", tmp_path).read_text()
+    assert ("Do early rungs tell?" in text, "Do early rungs tell?" in one_rung) == (True, False)
     assert ">10.00 %<" in page(tmp_path, replace(BASE, select_by="accuracy")).replace("&#160;", " "), (
         "as on the test split"
     )
