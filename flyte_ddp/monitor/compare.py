@@ -68,7 +68,7 @@ def count_categories(reference: NDArray[Any], window: NDArray[Any]) -> tuple[NDA
 
 
 def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return counts [2, k], k > 1; categories of fewer than 5 expected samples are one, if need be with the next."""
+    """Return counts [2, k], k > 1, of K > 1 categories; the rarest count as one, until 5 samples are expected of it."""
     table = table[:, np.argsort(table.sum(0), kind="stable")]
     totals, least = table.sum(0), LEAST_EXPECTED * table.sum() / table.sum(1).min()
     pooled = max(int((totals < least).sum()), int(np.searchsorted(totals.cumsum(), least)) + 1)

@@ -21,7 +21,6 @@ DRAWN = 8  # columns
 BINS = 30
 BARS = 10  # categories whose shares differ most
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
-LARGEST = 1e300  # that is drawn: twice as much is a number, too
 
 
 def write_page(window: Window, watched: Watched, name: str, path: Path) -> Path:
@@ -58,8 +57,8 @@ def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any])
         else:
             sides = [replace_nan(side).astype(np.float64) for side in (reference, window)]
             every = np.concatenate(sides)
-            low, high = np.quantile(every[np.isfinite(every)].clip(-LARGEST, LARGEST), ENDS)
-            # Of almost equal numbers, bins that are wide enough to be different numbers themselves.
+            low, high = np.quantile(every[np.isfinite(every)], ENDS)
+            # Bins of almost equal numbers must be wide enough for edges that differ.
             edges = low + np.linspace(0, max(high - low, 1e-12 * abs(high)) or 1, BINS + 1)
             sides = [side.clip(edges[0], edges[-1]) for side in sides]
             shares = np.stack([np.histogram(side, edges)[0] / len(side) for side in sides])

@@ -68,16 +68,17 @@ def measure_truth(objective: Objective, parts: Sequence[Mapping[str, Tensor]]) -
     if not math.isfinite(score):
         return found
     found["score"] = score
-    if type(objective).measure is Classification.measure and objective.main_measure == "accuracy":
+    kind, higher = type(objective), is_higher_better(objective)
+    if kind.measure is Classification.measure and objective.main_measure == "accuracy":
         found["low"], found["high"] = binomtest(round(score * samples), samples).proportion_ci(method="wilson")
         return found
-    kind, several = type(objective), isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
+    several = isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
     own = kind.measure not in FORMULAS or kind.scores not in (Objective.scores, Classification.scores)
     if not (own or several or needs_calls(objective)):
-        scores = score_samples(objective, columns) * (1 if is_higher_better(objective) else -1)
+        scores = score_samples(objective, columns) * (1 if higher else -1)
         error, in_units = scores.std(ddof=1) / math.sqrt(samples), MEASURE_OF_SCORE.get(name_scores(objective), float)
         if error:  # of equal scores the normal distribution tells nothing
             low, high = map(in_units, norm.interval(0.95, scores.mean(), error))
-            shares = is_higher_better(objective)  # F1 and the like
-            found["low"], found["high"] = (max(0.0, low), min(1.0, high)) if shares else (low, high)
+            # Measures with scores of which more is better, such as F1, are shares.
+            found["low"], found["high"] = (max(0.0, low), min(1.0, high)) if higher else (low, high)
     return found

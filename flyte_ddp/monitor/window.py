@@ -79,7 +79,7 @@ def read_windows(registry: Registry, entry: Entry) -> list[Window]:
         address = storage.join(folder, name)
         try:
             windows.append(Window.from_json(registry.read_file(address, storage.read_file) or b""))
-        except (*DAMAGED, AttributeError):
+        except DAMAGED:
             raise UserError(f"{address}: is damaged; restore or delete it") from None
     return windows
 

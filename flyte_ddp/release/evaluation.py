@@ -102,7 +102,10 @@ class Evaluation:
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = False) -> Evaluation:
-    """Run the model on the test split, and return its evaluation on decodable samples; UserError for an unfit split."""
+    """Run the model on the test split, and return its evaluation on decodable samples; UserError for an unfit split.
+
+    ``describe`` adds the samples' columns, or the error that ended their description.
+    """
     ids, undecoded, described, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
 
     def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:

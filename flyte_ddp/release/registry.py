@@ -43,7 +43,7 @@ PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
 PROBE = ".creates-once"  # no model's name; a file that shows whether the storage refuses to replace files
-DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is not what was written
+DAMAGED = (ValueError, TypeError, KeyError, AttributeError)  # errors of parsing JSON that is not what was written
 
 Value = TypeVar("Value")
 
@@ -280,7 +280,7 @@ class Registry:
             if manifest in ("", content_digest(content)):
                 try:
                     files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
-                except (*DAMAGED, AttributeError):
+                except DAMAGED:
                     files = {}
                 if files.get(WEIGHTS) != name or SIDECAR not in files:
                     raise damaged_file_error(self.at(folder, MANIFEST))
