@@ -11,10 +11,12 @@ from flyte_ddp.user_code.version import VERSION
 if TYPE_CHECKING:
     from flyte_ddp import results as results
     from flyte_ddp.config import Hyperparameters as Hyperparameters
+    from flyte_ddp.datasets import Table as Table
     from flyte_ddp.datasets import arrays as arrays
     from flyte_ddp.datasets import fetch as fetch
     from flyte_ddp.datasets import image_arrays as image_arrays
     from flyte_ddp.datasets import on_demand as on_demand
+    from flyte_ddp.datasets import split_by_id as split_by_id
     from flyte_ddp.errors import RankError as RankError
     from flyte_ddp.errors import StoppedError as StoppedError
     from flyte_ddp.errors import UnreachableError as UnreachableError
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 NAMES = {  # by module
     "config": ("Hyperparameters",),
-    "datasets": ("arrays", "fetch", "image_arrays", "on_demand"),
+    "datasets": ("Table", "arrays", "fetch", "image_arrays", "on_demand", "split_by_id"),
     "errors": ("RankError", "StoppedError", "UnreachableError", "UserError"),
     "loops.current_rank": ("CurrentRank", "current_rank"),
     "loops.run_ranks": ("run_ranks",),

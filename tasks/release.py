@@ -1,8 +1,9 @@
 """Tasks that release a model: the judgement against the champion, promotion, and the way back. None is ever cached."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, List, NamedTuple
 
 from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
@@ -38,13 +39,14 @@ def judge_model(
     profile: DataProfile,
     model_name: str,
     policy: Policy,
+    changes: List[str],
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
 
-    The registry counts the comparison.
+    The registry counts the comparison. The verdict shows ``changes``, which are notes on the data.
     """
     model = Path(model_state.download()), Path(sidecar.download())
-    return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
+    return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile, changes)
 
 
 @flyte_task(**pods.prediction_pod())
@@ -101,25 +103,36 @@ def open_registry(model_name: str) -> Registry:
 
 
 def judge_files(
-    model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, profile: DataProfile | None = None
+    model: tuple[Path, Path],
+    data: Path,
+    registry: Registry,
+    policy: Policy,
+    profile: DataProfile | None = None,
+    changes: Sequence[str] = (),
 ) -> Judged:
     """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    With the data's ``profile`` the verdict may promote: then the folder also gets exports, profile and reference.
+    With the data's ``profile`` the verdict may promote: then the folder also gets exports, profile, reference, and what
+    tells the samples of this night from those of others.
     """
     from flyte_ddp.predict.sample_columns import write_reference
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
+    from flyte_ddp.release.samples import SAMPLES, identify_judged
 
     resources.check_expected_gpus(resources.count_gpus())
     with paths.make_dated_folder("verdicts") as folder:
         counted: dict[str, Any] = {"may_promote": True, "exports": folder} if profile else {"may_promote": False}
-        judgement = judge_challenger(*model, data, registry, policy, settings=read_settings(), **counted)
+        judgement = judge_challenger(
+            *model, data, registry, policy, settings=read_settings(), changes=changes, **counted
+        )
         page = write_page(judgement, registry.name, folder / "verdict.html")
         if profile is not None:
             (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
-            if judgement.challenger is not None and judgement.challenger.described:
-                write_reference(folder / promotion.REFERENCE, judgement.challenger.described)
+            if judgement.whole is not None:
+                identify_judged(judgement.split, judgement.whole).write(folder / SAMPLES)
+                if judgement.whole.described:
+                    write_reference(folder / promotion.REFERENCE, judgement.whole.described)
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))

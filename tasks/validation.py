@@ -9,9 +9,8 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError, print_to_stderr
 from flyte_ddp.pods.paths import registry_address
-from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
@@ -53,7 +52,7 @@ def validate_dataset(
     whose log has a gap.
     """
     from flyte_ddp.release.policy_check import check_policy
-    from flyte_ddp.validation.profiling import check_profile, describe_differences
+    from flyte_ddp.validation.profiling import SHIFT, Difference, check_profile, find_differences
 
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
@@ -62,15 +61,20 @@ def validate_dataset(
     registry.refuse_storage_that_overwrites()
     history = registry.read_log()
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
+    found: list[Difference] = []
     try:
         champions = read_data_profile(registry, history[-1]) if history else None
-        warnings += [*describe_differences(profile, champions)] if champions is not None else []
+        found += [*find_differences(profile, champions, min(SHIFT, policy.max_shift))] if champions is not None else []
     except UnreachableError:
         raise
     except UserError as error:  # the champion's profile is damaged or missing: the judgement compares no data then
         warnings.append(f"the champion's data are not known: {error}")
+    warnings += [each.text for each in found]
     for warning in warnings:
-        Progress(read_settings().progress).print_note(f"warning: {warning}")
+        print_to_stderr(f"warning: {warning}")
+    if too_far := [each.text for each in found if each.share > policy.max_shift]:
+        fix = "find out why, or raise max_shift in --policy"
+        raise UserError("\n".join(f"max_shift={policy.max_shift:g}: {text}; {fix}" for text in too_far))
     Deck("Data set", render_profile(profile, hp.dataset, warnings))
     return Validated(data, warnings)
 

@@ -42,7 +42,7 @@ def release_wf(
     valid = validate_dataset(data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy)
     trained = train_model(hp=checked.hp, data=valid.data, run_version=checked.run_version)
     model = {"model_state": trained.model_state, "sidecar": trained.sidecar, "model_name": model_name}
-    judged = judge_model(**model, data=valid.data, profile=profile, policy=policy)
+    judged = judge_model(**model, data=valid.data, profile=profile, policy=policy, changes=valid.warnings)
     return carry_out_verdict(**model, verdict=judged.verdict, files=judged.files)
 
 

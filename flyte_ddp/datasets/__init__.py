@@ -6,6 +6,7 @@ from flyte_ddp.datasets.on_demand_set import on_demand
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import DATASETS
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, open_arrays
+from flyte_ddp.datasets.table import Table, split_by_id
 
 __all__ = ["DATASETS", "SampleArrays", "arrays", "fetch", "fingerprint", "image_arrays"]
-__all__ += ["is_quickly_prepared", "is_whole", "on_demand", "open_arrays", "open_prepared"]
+__all__ += ["Table", "is_quickly_prepared", "is_whole", "on_demand", "open_arrays", "open_prepared", "split_by_id"]

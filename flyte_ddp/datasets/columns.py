@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import name_leaves, require_numbers
+from flyte_ddp.samples.leaves import form_of, name_leaves, require_numbers, restore_leaves
 
-CATEGORIES = "make whole numbers of them by pandas.factorize, or columns by scikit-learn's OneHotEncoder"
+CATEGORIES = "make whole numbers of them by scikit-learn's OrdinalEncoder, or columns by its OneHotEncoder"
 DAYS = "count days, by .astype('datetime64[D]').astype('int64')"
 FIXES = {"U": CATEGORIES, "M": DAYS}  # of values that are no numbers, by the kind of NumPy's type
 OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
@@ -45,6 +45,18 @@ def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None)
     return at[0] if ends is None else int(np.searchsorted(ends, at[0], side="right")), at
 
 
+def find_bad_rows(values: NDArray[Any], given: Any, ends: NDArray[np.int64] | None = None) -> dict[int, str]:
+    """Return by row why the row cannot be used: a number is NaN or infinite. ``ends`` are those of ragged samples."""
+    if find_non_finite(values, ends) is None:
+        return {}
+    found = dict[int, str]()
+    for at in np.argwhere(~np.isfinite(values)).tolist():
+        row = at[0] if ends is None else int(np.searchsorted(ends, at[0], side="right"))
+        column = f"{name_column(given, at[1])} is " if len(at) == 2 and ends is None else ""
+        found.setdefault(row, f"{column}{values[*at]}")
+    return found
+
+
 def require_finite(
     name: str, values: NDArray[Any], given: Any, ids: NDArray[np.str_] | None, ends: NDArray[np.int64] | None = None
 ) -> None:
@@ -63,12 +75,24 @@ def list_columns(inputs: Any) -> dict[str, list[str]]:
     return {key: [*map(str, each.columns)] for key, each in name_leaves(inputs).items() if hasattr(each, "columns")}
 
 
-def require_same_columns(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> None:
-    for key, columns in list_columns(inputs).items():
-        if columns != expected.get(key, columns):
-            found = f"the columns are {', '.join(columns)}, and those of training {', '.join(expected[key])}"
-            fix = "give the same in the same order, because a model knows columns by their places"
-            raise UserError(f"{name}: {found}; {fix}")
+def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> Any:
+    """Return inputs with the columns of each frame in the ``expected`` order, by the leaf's name.
+
+    Raises:
+        UserError: A frame has other columns.
+    """
+
+    def order(key: str, leaf: Any) -> Any:
+        if not hasattr(leaf, "columns") or not expected.get(key):
+            return leaf
+        found, wanted = [*map(str, leaf.columns)], [*expected[key]]
+        if sorted(found) != sorted(wanted):
+            problem = f"the columns are {', '.join(found)}, and those of training {', '.join(wanted)}"
+            raise UserError(f"{name}: {problem}; give the same")
+        given = dict(zip(found, leaf.columns, strict=True))
+        return leaf if found == wanted else leaf[[given[column] for column in wanted]]
+
+    return restore_leaves(form_of(inputs), {key: order(key, leaf) for key, leaf in name_leaves(inputs).items()})
 
 
 def name_column(given: Any, place: int) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, require_samples, split_item
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, convert_weights
+from flyte_ddp.datasets.table import Table, load_table
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, refuse_masked, require_array, restore_leaves
@@ -36,7 +38,10 @@ class CustomSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:
         """Call the user's callable with ``source``, passing on errors; return checked data, and the call as text."""
         del workspace  # the user's code chooses its own place for downloads
-        result = call_seeded(load_callable(self.spec), source)
+        function = load_callable(self.spec)
+        if isinstance(function, type) and issubclass(function, Table):
+            function = partial(load_table, self.spec, function)
+        result = call_seeded(function, source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):
             samples = len(result.train), len(result.test)

@@ -31,16 +31,22 @@ class StoredSet:
         """Return the arrays by their files' names without ``.npy``; here only weights: the samples stay elsewhere."""
         return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
 
+    def list_test_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays whose content tells one test split from another."""
+        return {name: array for name, array in self.list_arrays().items() if name.startswith("test_")}
+
+    def write_other_files(self, folder: Path) -> None:
+        """Write what is no array. By default there is nothing."""
+
     def describe_content(self) -> dict[str, Any]:
         """Return the entries of ``dataset.json`` that only sets of this class have."""
         raise NotImplementedError
 
 
-def arrays_sha256(data: StoredSet, start: str = "") -> str:
-    """Return the SHA-256 (hex) of class names and arrays; with ``start`` only of arrays whose names begin with it."""
+def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
+    """Return the SHA-256 (hex) of class names and arrays, with ``test`` of those that tell test splits apart."""
     digest = hashlib.sha256(json.dumps(data.classes).encode())
-    named = {name: array for name, array in data.list_arrays().items() if name.startswith(start)}
-    for name, array in named.items():
+    for name, array in (data.list_test_arrays() if test else data.list_arrays()).items():
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).data)
     return digest.hexdigest()
@@ -51,9 +57,10 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
+    data.write_other_files(folder)
     digest = test_digest = data.digest
     if arrays.keys() - {WEIGHTS}:
-        digest, test_digest = arrays_sha256(data), arrays_sha256(data, "test_")
+        digest, test_digest = arrays_sha256(data), arrays_sha256(data, test=True)
     content = {**data.describe_content(), "weighted": WEIGHTS in arrays, **origin}
     write_description(folder, data, content, digest=digest, test_digest=test_digest)
 

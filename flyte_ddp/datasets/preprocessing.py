@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from flyte_ddp.user_code.callables import split_spec
 from flyte_ddp.user_code.digest import list_releases
 
 PREPROCESSING = "preprocessing"  # key in the description of a data set, and in model.json
+NUMBERED = "numbered"  # key in a preprocessing, true where whole numbers as targets are places in ``Table.classes``
+TABLE = "table"  # key in a preprocessing: the Table that makes inputs of rows, as package.module:Class
 
 
 def pack_preprocessing(
@@ -18,7 +21,8 @@ def pack_preprocessing(
 ) -> dict[str, Any]:
     """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON; {} if the first two are None.
 
-    Raises UserError for what cannot be pickled, a missing ``prepare``, and one that no module defines.
+    Raises UserError for what cannot be pickled, a missing ``prepare``, one that no module defines, and one that does
+    not take two arguments.
     """
     if prepare is None:
         if preprocessing is None:
@@ -27,16 +31,25 @@ def pack_preprocessing(
     spec = f"{prepare.__module__}:{getattr(prepare, '__qualname__', '')}"
     try:
         split_spec(spec)
-        content = pickle.dumps(preprocessing)
     except UserError:
         raise UserError(f"prepare={spec!r}: must be a function that a module defines") from None
+    try:
+        inspect.signature(prepare).bind(preprocessing, "")
+    except TypeError:
+        raise UserError(f"prepare={spec!r}: must take (preprocessing, source)") from None
+    return {"prepare": spec, **pack_fitted(preprocessing), "columns": columns}
+
+
+def pack_fitted(fitted: Any) -> dict[str, Any]:
+    """Return an object as a pickle in base64, its SHA-256, and the releases of the packages that it was made with.
+
+    Raises:
+        UserError: The object cannot be pickled.
+    """
+    try:
+        content = pickle.dumps(fitted)
     except Exception as error:  # whatever the user's own objects raise
         fix = "in place of lambdas and inner functions take those that a module defines"
         raise UserError(f"preprocessing: cannot be pickled ({error}); {fix}") from error
-    return {
-        "prepare": spec,
-        "releases": list_releases(),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "columns": columns,
-        "pickle": base64.b64encode(content).decode(),
-    }
+    sha256 = hashlib.sha256(content).hexdigest()
+    return {"releases": list_releases(), "sha256": sha256, "pickle": base64.b64encode(content).decode()}

@@ -1,5 +1,6 @@
 """Data sets of arrays: one or more leaves of inputs and targets, of equal or different lengths."""
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets import columns
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
+from flyte_ddp.datasets.rows import digest_rows
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import atomic_write
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import (
     Leaves,
@@ -59,6 +62,21 @@ class Ragged:
         return self.values.nbytes + self.ends.nbytes
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows in a pickle of a prepared folder, which are loaded where they are needed."""
+
+    path: Path
+
+    def load(self) -> Any:
+        """Return the rows; UserError if they cannot be unpickled here."""
+        try:
+            return pickle.loads(self.path.read_bytes())
+        except Exception as error:  # whatever the packages of the rows' own types raise
+            fix = "install what the data set uses, or delete the folder and fetch it again"
+            raise UserError(f"{self.path}: the rows cannot be read ({type(error).__name__}: {error}); {fix}") from error
+
+
 @dataclass(frozen=True, eq=False)
 class SampleArrays(StoredSet):
     """A data set of arrays, made by :func:`arrays` or :func:`image_arrays`; :func:`open_arrays` sets ``digest``.
@@ -78,13 +96,23 @@ class SampleArrays(StoredSet):
     not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: first sample with NaN or inf
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
-    preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
+    # What pack_preprocessing() or load_table() packs; empty: nothing was fitted.
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)  # by side, the rows as they were read, or their StoredRows
     mean: tuple[float, ...] = ()  # of each channel of the training pictures, scaled to 0..1; of others empty
     std: tuple[float, ...] = ()
 
     @property
     def pictures(self) -> bool:
         return bool(self.mean)
+
+    def load_rows(self, side: str) -> Any:
+        """Return the rows of the side "train" or "test" as the user's code has read them; None if they were not kept.
+
+        Unpickles a file of the prepared folder.
+        """
+        kept = self.rows.get(side)
+        return kept.load() if isinstance(kept, StoredRows) else kept
 
     @property
     def train_samples(self) -> int:
@@ -103,6 +131,18 @@ class SampleArrays(StoredSet):
         ids = {name: getattr(self, name) for name in IDS}
         return arrays | {name: each for name, each in ids.items() if each is not None}
 
+    def list_test_arrays(self) -> dict[str, NDArray[Any]]:
+        found = super().list_test_arrays()
+        if self.rows:  # inputs depend on what was fitted, so that equal rows would be another test split every night
+            found = {name: array for name, array in found.items() if not name.startswith("test_inputs")}
+            found["test_rows"] = digest_rows(self.load_rows("test"))
+        return found
+
+    def write_other_files(self, folder: Path) -> None:
+        for side in self.rows:
+            with atomic_write(rows_file(folder, side)) as file:
+                file.write(pickle.dumps(self.load_rows(side)))
+
     def describe_content(self) -> dict[str, Any]:
         forms = {
             kind: {
@@ -116,7 +156,7 @@ class SampleArrays(StoredSet):
         found = {file: columns.find_non_finite(stored[file], stored.get(f"{file}.ends")) for file in targets}
         rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
-        described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
+        described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing, "rows": [*self.rows]}
         return described | {"not_finite": rows, "mean": self.mean, "std": self.std}
 
 
@@ -155,11 +195,29 @@ def arrays(
     infinite, names that are no Python identifiers, different forms of training and test samples, a ``preprocessing``
     that cannot be pickled, and class names and weights that :func:`flyte_ddp.image_arrays` refuses.
     """
-    parts, ids = dict[str, Leaves](), dict[str, Any]()
     for side, given in (("train", train), ("test", test)):
         if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
             rule = "must be a pair (inputs, targets), or (inputs, targets, ids)"
             raise UserError(f"{side}: {rule}, got {type(given).__name__}")
+    packed = pack_preprocessing(preprocessing, prepare, columns.list_columns(train[0]))
+    return make_arrays(train, test, classes=classes, name=name, sample_weights=sample_weights, packed=packed)
+
+
+def make_arrays(
+    train: Sequence[Any],
+    test: Sequence[Any],
+    *,
+    classes: Sequence[str],
+    name: str,
+    packed: Mapping[str, Any],
+    sample_weights: Any = None,
+    rows: Mapping[str, Any] | None = None,
+) -> SampleArrays:
+    """Return :func:`arrays` with a preprocessing that is packed already, and maybe with the rows of both sides."""
+    parts, ids = dict[str, Leaves](), dict[str, Any]()
+    listed = columns.list_columns(train[0])
+    test = [columns.order_frames("test_inputs", test[0], listed), *test[1:]]
+    for side, given in (("train", train), ("test", test)):
         inputs, targets, named = (*given, None)[:3]
         parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named)
         parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets))
@@ -172,24 +230,18 @@ def arrays(
         for side in ("train", "test"):
             if is_class_numbers(targets := parts[f"{side}_targets"]):
                 require_class_numbers(f"{side}_targets", targets, len(names))
-    columns.require_same_columns("test_inputs", test[0], listed := columns.list_columns(train[0]))
-    fitted = pack_preprocessing(preprocessing, prepare, listed)
     samples = len(next(iter(name_leaves(parts["train_inputs"]).values())))
     weights = convert_weights(sample_weights, samples)
-    return SampleArrays(name, **parts, classes=names, **ids, preprocessing=fitted, sample_weights=weights)
+    kept = rows or {}
+    return SampleArrays(name, **parts, classes=names, **ids, preprocessing=packed, sample_weights=weights, rows=kept)
 
 
 def convert_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return inputs as arrays or Ragged, and ids as texts; UserError if empty, not finite, or of unequal lengths."""
-    name = f"{prefix}inputs"
-    stored = convert_leaves(name, inputs)
-    if stored is None:
-        raise UserError(f"{name}: are None; give at least one array")
-    ids = None if given_ids is None else np.array([*map(convert_id, given_ids)])
-    require_one_length({name: stored, f"{prefix}ids": ids})
+    stored, ids = convert_new_inputs(prefix, inputs, given_ids)
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
-        leaf_name = f"{name}[{key!r}]" if key else name
+        leaf_name = f"{prefix}inputs[{key!r}]" if key else f"{prefix}inputs"
         if isinstance(leaf, Ragged):
             columns.require_finite(leaf_name, leaf.values, None, ids, leaf.ends)
         else:
@@ -197,8 +249,23 @@ def convert_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, ND
     return stored, ids
 
 
+def convert_new_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return what :func:`convert_inputs` does, also for inputs that are NaN or infinite."""
+    name = f"{prefix}inputs"
+    stored = convert_leaves(name, inputs)
+    if stored is None:
+        raise UserError(f"{name}: are None; give at least one array")
+    ids = None if given_ids is None else np.array([*map(convert_id, given_ids)])
+    require_one_length({name: stored, f"{prefix}ids": ids})
+    return stored, ids
+
+
 def convert_id(given: Any) -> str:
-    return given.decode(errors="backslashreplace") if isinstance(given, bytes) else str(given)
+    """Return an id as a text. A whole float is written as a whole number, as pandas makes floats of ids with a gap."""
+    if isinstance(given, bytes):
+        return given.decode(errors="backslashreplace")
+    whole = isinstance(given, (float, np.floating)) and given.is_integer()
+    return str(int(given)) if whole else str(given)
 
 
 def convert_leaves(name: str, leaves: Any) -> Leaves:
@@ -360,4 +427,9 @@ def open_arrays(folder: Path) -> SampleArrays:
             fields[part] = restore_leaves(kind["form"], named)
         fields |= {name: read_array(folder, f"{name}.npy") for name in description.get("ids", ())}
         fields |= {key: tuple(description[key]) for key in ("mean", "std")}
+        fields["rows"] = {side: StoredRows(rows_file(folder, side)) for side in description.get("rows", ())}
         return SampleArrays(**fields, not_finite=description["not_finite"], preprocessing=description[PREPROCESSING])
+
+
+def rows_file(folder: Path, side: str) -> Path:
+    return folder / f"{side}_rows.pkl"

@@ -11,17 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.catalog import CODE_OPTIONS
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import EVALUATION_SHARE, InputSpec, LeafSpec, LeavesSpec, ModelInput
+from flyte_ddp.models.sidecar import FORMAT, read_model_json
 from flyte_ddp.samples.pictures import BACKGROUND
-from flyte_ddp.user_code.source import are_todays_sources
-from flyte_ddp.user_code.stored import StoredSpec
 
-FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square of images
 
 
@@ -94,35 +90,6 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
         raise UserError(
             f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained the model"
         ) from error
-
-
-def read_model_json(path: Path) -> dict[str, Any]:
-    """Return ``model.json`` after :func:`prefer_stored_code`; UserError if it is missing, or of another format."""
-    fix = "give the model.json of a finished run"
-    try:
-        sidecar = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read sidecar {path}: {error.strerror}; {fix}") from error
-    except ValueError as error:
-        raise UserError(f"sidecar {path} is not JSON ({error}); {fix}") from error
-    form = sidecar.get("format") if isinstance(sidecar, dict) else None
-    if form != FORMAT:
-        raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
-    return prefer_stored_code(sidecar)
-
-
-def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Replace the names of user code in the sidecar by StoredSpecs, if today's files differ; return the sidecar."""
-    sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
-    named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
-    named.append((sidecar.get(PREPROCESSING, {}), "prepare"))
-    if option := CODE_OPTIONS.get(sidecar.get("objective", "")):
-        named.append((sidecar.get("options", {}).get("objective", {}), option))
-    own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
-    if own and not are_todays_sources(sources, *(values[key] for values, key in own)):
-        for values, key in own:
-            values[key] = StoredSpec(values[key], sources)
-    return sidecar
 
 
 def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:

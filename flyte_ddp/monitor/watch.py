@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.loading.encoded import BadSamples
@@ -28,9 +27,15 @@ from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.objectives.objective import map_floats
 from flyte_ddp.objectives.table_columns import describe_samples
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
-from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.predict import find_undefined_rows, images_from_inputs, own_decoding
-from flyte_ddp.predict.prediction_batches import Batch, SavedModel, find_images, read_folder_batches, read_test_split
+from flyte_ddp.predict.prediction_batches import (
+    Batch,
+    SavedModel,
+    find_images,
+    read_folder_batches,
+    read_test_split,
+)
+from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, draw_samples, join_columns, read_reference
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.evaluation import find_targets
@@ -77,7 +82,7 @@ class Watched:
                 self.digest.update(leaf.cpu().flatten().view(torch.uint8).numpy() if is_tensor else repr(leaf).encode())
             with explain_own_errors(f"model {model.sidecar['model']!r} on samples {ids[0]} to {ids[-1]}"):
                 outputs = model.compute_outputs(batch.inputs)
-                columns = describe_batch(model, batch.inputs, outputs)
+                columns = describe_batch(model, batch.inputs, outputs, batch.rows)
             if columns.keys() != self.reference.keys():
                 names = f"the columns {join_first(columns)}, the held-out ones {join_first(self.reference)}"
                 raise UserError(f"samples {ids[0]} to {ids[-1]} have {names}: must have the same names in each batch")
@@ -166,8 +171,7 @@ def open_window(model: SavedModel, source: WindowSource, local: Path, bad: BadSa
     if source.images:
         return read_folder_batches(model, local, find_images(local), model.batch_size, bad)
     if source.table:
-        rows, ids = read_new_rows(model.sidecar, str(local))
-        return read_test_split(model, SampleArrays(source.table, rows, None, rows, None, test_ids=ids), bad=bad)
+        return read_row_batches(model, str(local), None, bad)
     sample = own_decoding(model.files[1])
     data = find_or_fetch_data_set(source.dataset, source.data_source, "", sample=sample)
     return read_test_split(model, open_prepared(data), bad=bad)

@@ -1,20 +1,25 @@
-"""New rows for a model: the user's ``prepare`` makes them inputs, with what was fitted for the model's training."""
+"""What a model's data set has fitted, and the user's code that makes inputs of rows with it. Needs no torch."""
 
 import base64
 import hashlib
 import io
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.columns import require_same_columns
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
-from flyte_ddp.datasets.sample_arrays import convert_inputs
+from flyte_ddp.datasets import columns
+from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE
+from flyte_ddp.datasets.rows import order_columns, take_rows
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, convert_inputs, convert_new_inputs, convert_ragged
+from flyte_ddp.datasets.table import Table, make_table, read_rows
 from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import Leaves
+from flyte_ddp.models.sidecar import read_model_json
+from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.source import explain_own_errors
 from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
@@ -34,34 +39,171 @@ class StoredUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return the inputs [N, ...] of new rows, as the model of a sidecar takes them, and their ids.
+class NewRows(NamedTuple):
+    """The usable rows of a new source."""
 
-    Unpickles the model's preprocessing, and calls ``prepare`` with it and ``source``, a path or whatever else it takes:
-    trust ``model.json`` as you trust code. Raises UserError for a model without a preprocessing, one that cannot be
-    unpickled here, an exception of ``prepare``, and inputs that :func:`flyte_ddp.arrays` would refuse.
+    inputs: Leaves  # [n, ...] of the usable rows, with the types that the model takes
+    places: NDArray[np.int64]  # [n], ascending, among all N rows
+    bad: dict[int, str]  # why the other rows cannot be used, by their places
+    ids: NDArray[np.str_] | None  # [N]
+    rows: Any  # the usable rows as they were read; None where a model's own ``prepare`` reads them
+    targets: Any  # of the usable rows; None where the source has none
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What was fitted for a model, and the user's code that makes inputs of rows with it."""
+
+    fitted: Any
+    packed: Mapping[str, Any]  # as in model.json
+    takes: Mapping[str, Any]  # the model's input, as in model.json
+    where: str  # the beginning of messages
+    call: Any  # the user's Table, or the function prepare(preprocessing, source)
+
+    def prepare(self, rows: Any) -> Leaves:
+        """Return the model's inputs of rows: NumPy arrays of the types that the model takes.
+
+        Args:
+            rows: a frame, an array, a dict of columns or a list, as ``read`` of the user's Table returns them. Columns
+                are found by name. Their order, and further columns, make no difference.
+
+        Raises:
+            UserError: A column is missing, an input is NaN or infinite, or the data set is no Table.
+        """
+        inputs, _ = convert_inputs(f"{self.where}: ", self._call_prepare(rows), None)
+        return self._cast(inputs)
+
+    def read(self, source: Any) -> NewRows:
+        """Read and prepare the rows of a new source; rows with inputs that are NaN or infinite are bad."""
+        rows = targets = None
+        if isinstance(self.call, Table):
+            with explain_own_errors(self.where):
+                rows, targets, given_ids = read_rows(self.call, source, self.where)
+            given = self._call_prepare(rows)
+        else:
+            with explain_own_errors(self.where):
+                returned = self.call(self.fitted, source)
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+                what = f"returned {type(returned).__name__}; must return (inputs, ids), ids may be None"
+                raise UserError(f"{self.where}: {what}")
+            given, given_ids = returned
+            given = columns.order_frames(f"{self.where}: inputs", given, self.packed.get("columns", {}))
+        inputs, ids = convert_new_inputs(f"{self.where}: ", given, given_ids)
+        bad, named = dict[int, str](), name_leaves(given)
+        for key, leaf in name_leaves(inputs).items():
+            parts = (leaf.values, None, leaf.ends) if isinstance(leaf, Ragged) else (leaf, named[key])
+            bad = {**columns.find_bad_rows(*parts), **bad}
+        samples = len(next(iter(name_leaves(inputs).values())))
+        places = np.setdiff1d(np.arange(samples), [*bad])
+        if bad:
+            inputs = map_leaves(lambda leaf: take_leaf(leaf, places), inputs)
+            rows, targets = (None if each is None else take_rows(each, places) for each in (rows, targets))
+        return NewRows(self._cast(inputs), places, bad, ids, rows, targets)
+
+    def _call_prepare(self, rows: Any) -> Any:
+        if not isinstance(self.call, Table):
+            raise UserError(
+                f"{self.where}: reads its rows itself; derive the data set from flyte_ddp.Table, train again"
+            )
+        ordered = order_columns(rows, self.packed["rows"], self.where)
+        with explain_own_errors(self.where):
+            given = self.call.prepare(self.fitted, ordered)
+        return columns.order_frames(f"{self.where}: inputs", given, self.packed["columns"])
+
+    def _cast(self, inputs: Leaves) -> Leaves:
+        types = {name: leaf["dtype"] for name, leaf in self.takes.get("leaves", {}).items()}
+        named = {name: cast_leaf(leaf, types.get(name, "")) for name, leaf in name_leaves(inputs).items()}
+        return restore_leaves(form_of(inputs), named)
+
+
+def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocessing:
+    """Return what was fitted for a model, with the user's code that makes inputs of rows.
+
+    Unpickles the object and imports the user's code, so trust ``model.json`` as you trust code.
+
+    Args:
+        model_json: the path of the file, or its content, which ``load_model`` and ``load_champion`` return.
+
+    Raises:
+        UserError: The model has no preprocessing, or the object cannot be unpickled here.
     """
-    packed = sidecar.get(PREPROCESSING)
-    if not packed:
-        raise UserError(
-            "the model has no preprocessing: give preprocessing= and prepare= to arrays(...) in the data set and train "
-            "again, or predict a dataset"
-        )
-    content, where = base64.b64decode(packed["pickle"]), f"prepare={packed['prepare']!r}"
+    sidecar = model_json if isinstance(model_json, Mapping) else read_model_json(Path(model_json))
+    if not (packed := sidecar.get(PREPROCESSING)):
+        fix = "derive the data set from flyte_ddp.Table and train again, or predict a dataset"
+        raise UserError(f"the model has no preprocessing: {fix}")
+    content = base64.b64decode(packed["pickle"])
     if hashlib.sha256(content).hexdigest() != packed["sha256"]:
         raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
-    prepare = load_callable(packed["prepare"])
+    spec = packed.get(TABLE) or packed["prepare"]
+    where = f"dataset={spec!r}: prepare" if TABLE in packed else f"prepare={spec!r}"
+    call: Any = load_callable(spec)
+    if TABLE in packed:
+        call = make_table(call, f"dataset={spec!r}")
     try:
-        preprocessing = StoredUnpickler(packed["prepare"], content).load()
+        fitted = StoredUnpickler(spec, content).load()
     except Exception as error:  # whatever the user's own objects raise
         raise UserError(
             f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was made with "
             f"{packed['releases']}, and needs the modules that its objects come from"
         ) from error
-    with explain_own_errors(where):
-        returned = prepare(preprocessing, source)
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        raise UserError(f"{where}: returned {type(returned).__name__}; must return (inputs, ids), ids may be None")
-    inputs, ids = convert_inputs(f"{where}: ", returned[0], returned[1])
-    require_same_columns(f"{where}: inputs", returned[0], packed.get("columns", {}))
-    return inputs, ids
+    return Preprocessing(fitted, packed, sidecar.get("input", {}), where, call)
+
+
+def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return the inputs [N, ...] of new rows, as the model of a sidecar takes them, and their ids.
+
+    Unpickles the model's preprocessing, and calls the user's code with it and ``source``, a path or whatever else the
+    code takes: trust ``model.json`` as you trust code.
+
+    Raises:
+        UserError: The model has no preprocessing, the object cannot be unpickled here, the user's code raises, or
+            :func:`flyte_ddp.arrays` would refuse the inputs.
+    """
+    preprocessing = load_preprocessing(sidecar)
+    new = preprocessing.read(source)
+    for row, reason in new.bad.items():
+        called = "" if new.ids is None else f" (id {str(new.ids[row])!r})"
+        fix = "replace what is missing or infinite, as scikit-learn's SimpleImputer does, or leave the row out"
+        raise UserError(f"{preprocessing.where}: inputs: row {row}{called}: {reason}; {fix}")
+    return new.inputs, new.ids
+
+
+def make_own_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArrays:
+    """Return a data set whose test inputs are made by the model's own preprocessing.
+
+    The set itself is returned if its inputs were made so, or if neither has a preprocessing.
+
+    Raises:
+        UserError: The inputs were made by another fit, and the rows are not kept.
+    """
+    mine, theirs = sidecar.get(PREPROCESSING) or {}, data.preprocessing
+    by_table = TABLE in mine and bool(data.rows)
+    same = [mine.get(key) for key in ("sha256", TABLE)] == [theirs.get(key) for key in ("sha256", TABLE)]
+    if same and not (by_table and isinstance(mine[TABLE], StoredSpec)):
+        return data
+    if not by_table:
+        fits = [f"preprocessing {each['sha256'][:12]}" if each else "no preprocessing" for each in (theirs, mine)]
+        problem = f"its inputs were made with {fits[0]}, and the model was trained with {fits[1]}"
+        fix = "derive the data set from flyte_ddp.Table, which gives each model inputs of its own, and train again"
+        raise UserError(f"dataset={data.name!r}: {problem}; {fix}")
+    inputs = load_preprocessing(sidecar).prepare(data.load_rows("test"))
+    return replace(data, train_inputs=inputs, test_inputs=inputs, preprocessing=mine)
+
+
+def cast_leaf(leaf: Any, dtype: str) -> Any:
+    """Return a leaf as "float", "int64" or "bool" where no value changes; else unchanged."""
+    values = leaf.values if isinstance(leaf, Ragged) else leaf
+    kind, new = values.dtype.kind, values
+    if dtype == "float" and kind in "biu":
+        new = values.astype(np.float32)
+    elif dtype == "int64" and (kind == "b" or (kind == "f" and (values == np.trunc(values)).all())):
+        new = values.astype(np.int64)
+    elif dtype == "bool" and kind in "fiu" and np.isin(values, (0, 1)).all():
+        new = values.astype(bool)
+    return Ragged(new, leaf.ends) if isinstance(leaf, Ragged) else new
+
+
+def take_leaf(leaf: Any, places: NDArray[np.int64]) -> Any:
+    if not isinstance(leaf, Ragged):
+        return leaf[places]
+    return convert_ragged("inputs", [leaf[place] for place in places.tolist()])

@@ -18,16 +18,22 @@ from PIL import Image
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.encoded import BadSamples
-from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.models.sidecar import read_model_json
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
-from flyte_ddp.predict.new_rows import read_new_rows
-from flyte_ddp.predict.prediction_batches import Batch, SavedModel, find_images, read_folder_batches, read_test_split
+from flyte_ddp.predict.prediction_batches import (
+    Batch,
+    SavedModel,
+    find_images,
+    read_folder_batches,
+    read_test_split,
+)
+from flyte_ddp.predict.row_batches import read_row_batches
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import class_colors, color_table, render_template, write_html
@@ -73,9 +79,7 @@ def write_prediction_table(
     if images is not None:
         batches = read_folder_batches(model, images, find_images(images), batch_size or model.batch_size, bad)
     elif table is not None:
-        rows, ids = read_new_rows(model.sidecar, str(table))
-        data = SampleArrays(str(table), rows, None, rows, None, test_ids=ids)
-        batches = read_test_split(model, data, batch_size, bad)
+        batches = read_row_batches(model, str(table), batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     predictor = Predictor(model)
@@ -155,7 +159,7 @@ class Predictor:
                 shown[place] = (mask,) if batch.targets is None else (batch.targets[place].cpu().numpy(), mask)
         texts = [describe_samples({} if shown else columns, name, samples) for name in ("prediction", "truth")]
         if batch.truths is not None:
-            self.known += len(decoded)
+            self.known += sum(texts[1][place] != MISSING for place in decoded)
             self.correct += sum(texts[0][place] == texts[1][place] for place in decoded)
         spec, scores = self.model.spec, columns.get("score", [None] * samples)
         images = images_from_inputs(batch.inputs, spec) if isinstance(spec, InputSpec) else repeat(None)

@@ -1,17 +1,22 @@
 """A saved model, and what it predicts, in batches: a folder of images, or the test split of a data set."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, is_image, list_visible_files
-from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.prepared import ItemSet, PreparedSet
+from flyte_ddp.datasets.rows import MISSING, describe_columns
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets.table import UNKNOWN
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.collate import STACKED
@@ -19,13 +24,15 @@ from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_
 from flyte_ddp.loading.encoded import BadSamples, limit_threads
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import open_encoded_test_split, open_item_test_split
+from flyte_ddp.loading.split import Split
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import objective_of_sidecar
-from flyte_ddp.objectives.objective import convert_outputs
-from flyte_ddp.samples.leaves import Leaves, call_with_leaves
+from flyte_ddp.objectives.objective import convert_outputs, map_floats
+from flyte_ddp.predict.new_rows import cast_leaf, make_own_inputs
+from flyte_ddp.samples.leaves import Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import describe_input
 
@@ -46,6 +53,7 @@ class SavedModel:
         self.settings, self.threads = settings, settings.loaders or count_cores()
         self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
         self.classes = [str(name) for name in self.sidecar["classes"]]
+        self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same
         self.objective = objective_of_sidecar(self.sidecar)
         self.spec = artifacts.parse_input_spec(self.sidecar)
         self.trained: dict[str, Any] = self.sidecar.get("hyperparameters", {})  # with which hyperparameters
@@ -64,10 +72,18 @@ class SavedModel:
             return isinstance(found, InputSpec) and found.channels in (1, self.spec.channels)
         return not isinstance(found, InputSpec) and self.spec.takes(found)
 
+    def reorder_classes(self, names: Sequence[str]) -> None:
+        """Make ``names``, which are the model's classes in another order, the order of classes and outputs."""
+        self.order = None if [*names] == self.classes else [self.classes.index(name) for name in names]
+        self.classes = [*names]
+
     def compute_outputs(self, inputs: Leaves) -> Any:
         """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
         with torch.no_grad(), explain_model_errors(str(self.sidecar["model"]), self.module, inputs):
-            return convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
+            outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
+        if self.order is None:
+            return outputs
+        return map_floats(outputs, lambda values: values[:, self.order])
 
 
 class Batch(NamedTuple):
@@ -78,6 +94,7 @@ class Batch(NamedTuple):
     decoded: Sequence[bool]  # whether each sample could be decoded
     inputs: Leaves  # of the decoded samples, as the model gets them: images float32 [n, C, H, W] on the device
     targets: Leaves = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
+    rows: Mapping[str, NDArray[Any]] = {}  # of the decoded samples, as they were read: numbers or texts [n] by column
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -137,10 +154,23 @@ def read_test_split(
 ) -> Generator[Batch, None, None]:
     """Yield the test split of a prepared data set in batches of the model's inputs.
 
-    Ids are the keys of encoded images, the ids that the user has given, or else the numbers of samples. Undecodable
-    images count for the size of a batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises
-    UserError for inputs that the model does not take, and for targets of other names than the model's.
+    The model's own preprocessing makes the inputs of rows. Ids are the keys of encoded images, the ids that the user
+    has given, or the numbers of samples. Images that cannot be decoded count for the size of a batch, and are recorded
+    in ``bad`` (None: up to ``model.bad_samples``).
+
+    Raises:
+        UserError: The model does not take the inputs, another fit has made the inputs, or the targets have other names
+            than the model's.
     """
+    if isinstance(data, SampleArrays) and not data.pictures:
+        data = make_own_inputs(model.sidecar, data)
+    yield from read_prepared_split(model, data, batch_size, bad)
+
+
+def read_prepared_split(
+    model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
+) -> Generator[Batch, None, None]:
+    """Yield what :func:`read_test_split` does, of inputs that the model's own preprocessing has made, if it has one."""
     names, spec = [*data.classes], model.spec
     images: EncodedSamples | None = None
     bad = BadSamples(model.bad_samples) if bad is None else bad
@@ -153,11 +183,8 @@ def read_test_split(
             data, spec, len(names), bad, sample=sample, device=model.device, settings=model.settings
         )
     else:
-        like = spec if isinstance(spec, LeavesSpec) else None
-        split, found = open_item_test_split(data, model.collate, model.seed, model.device, model.threads, like=like)
-        if not model.takes(found):
-            what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
-            raise model.unfit_data_error(f"data set {data.name!r} has {what}")
+        split = open_item_batches(model, data)
+    rows = describe_rows(data)
     with closing(split.source):
         for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):
             samples = split.order.samples(place).tolist()
@@ -166,7 +193,7 @@ def read_test_split(
             if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
                 truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
             elif not isinstance(data, EncodedSet):  # that set's classes may be folders, not own code's names
-                require_same_names(model, data.name, names)
+                others = order_targets(model, data.name, names, targets)
             if not all(decoded):
                 loaded = loaded[torch.tensor(decoded)]  # noqa: PLW2901
                 others = None if truths else hide_targets(others, decoded)
@@ -175,19 +202,63 @@ def read_test_split(
                     label = images.read_label(sample) if images else None
                     truths[at] = "" if label is None else names[label]
             ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, spec)
-            yield Batch(ids, truths or None, decoded, inputs, others)
+            of_rows = {name: values[samples] for name, values in rows.items()}
+            yield Batch(ids, truths or None, decoded, inputs, others, of_rows)
 
 
-def require_same_names(model: SavedModel, dataset: str, names: Sequence[str]) -> None:
-    """Raise UserError unless a data set's classes or labels are the model's, in the same order, or it names none."""
-    if names and [*names] != model.classes:
+def open_item_batches(model: SavedModel, data: ItemSet) -> Split:
+    """Open the test split of arrays or of a set on demand; UserError for inputs that the model does not take."""
+    like = model.spec if isinstance(model.spec, LeavesSpec) else None
+    if like is not None and isinstance(data, SampleArrays):
+        data = cast_inputs(data, like)
+    split, found = open_item_test_split(data, model.collate, model.seed, model.device, model.threads, like=like)
+    if not model.takes(found):
+        what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
+        raise model.unfit_data_error(f"data set {data.name!r} has {what}")
+    return split
+
+
+def describe_rows(data: PreparedSet) -> dict[str, NDArray[Any]]:
+    found = data.load_rows("test") if isinstance(data, SampleArrays) else None
+    return {} if found is None else describe_columns(found)
+
+
+def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
+    """Return a data set whose inputs have the model's types where no value changes, such as floats of whole numbers."""
+    types = {name: leaf.dtype for name, leaf in spec.leaves}
+    sides = {
+        side: restore_leaves(
+            form_of(leaves),
+            {name: cast_leaf(leaf, types.get(name, "")) for name, leaf in name_leaves(leaves).items()},
+        )
+        for side, leaves in (("train_inputs", data.train_inputs), ("test_inputs", data.test_inputs))
+    }
+    return replace(data, **sides)
+
+
+def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets: Leaves) -> Leaves:
+    """Return labels [n, K] or masks of class numbers in the order of the model's classes, which are found by name.
+
+    Raises:
+        UserError: The data set's classes or labels are others than the model's.
+    """
+    if not names or [*names] == model.classes:
+        return targets
+    if sorted(names) != sorted(model.classes) or not isinstance(targets, Tensor):
         raise UserError(
             f"data set {dataset!r} has the classes or labels {', '.join(names[:6])}: the model has "
-            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same, in the same order"
+            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same"
         )
+    if targets.is_floating_point():
+        return targets[:, [names.index(name) for name in model.classes]]
+    places = torch.arange(max(IGNORED + 1, len(names)), device=targets.device)
+    places[: len(names)] = torch.tensor([model.classes.index(name) for name in names], device=targets.device)
+    return places[targets.long()]
 
 
 def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
+    if label == UNKNOWN:
+        return MISSING
     if not 0 <= label < len(names):
         raise UserError(f"data set {dataset!r} has the class {label}: must be 0..{len(names) - 1}")
     return names[label]

@@ -19,13 +19,19 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.samples.leaves import Leaves, name_leaves
 
 REFERENCE_SAMPLES = 5000
+SHORT = "U100"  # type of a row's texts, which may be long
 COLUMNS = 64  # of rows with more numbers, the mean and the deviation are the columns
 
 SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts, which are categories
 
 
-def describe_batch(model: SavedModel, inputs: Leaves, outputs: Any) -> SampleColumns:
-    """Return columns of n samples; raise whatever the objective's own ``answers`` raises."""
+def describe_batch(
+    model: SavedModel, inputs: Leaves, outputs: Any, rows: Mapping[str, NDArray[Any]] | None = None
+) -> SampleColumns:
+    """Return columns of n samples; raise whatever the objective's own ``answers`` raises.
+
+    ``rows`` are columns of the samples as they were read, up to 64 of which become columns by their names.
+    """
     spec, leaves = model.spec, dict[str, Tensor]()
     if isinstance(spec, InputSpec):
         found: dict[str, Any] = describe_pictures(inputs, spec)
@@ -39,6 +45,9 @@ def describe_batch(model: SavedModel, inputs: Leaves, outputs: Any) -> SampleCol
         for name, leaf in leaves.items():
             varies = shapes[name][:1] == (None,)
             found |= describe_leaf(f"input {name}".rstrip(), leaf, columns.get(name, ()), varies=varies)
+    of_rows = [*(rows or {}).items()][:COLUMNS]
+    shown = {f"row {name}": each.astype(SHORT) if each.dtype.kind == "U" else each for name, each in of_rows}
+    found = shown | found
     own = type(model.objective).answers
     if own is Classification.answers:
         found |= describe_classes(outputs, model.objective.facts.classes)

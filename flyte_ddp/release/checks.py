@@ -12,12 +12,14 @@ from flyte_ddp.export.exporting import Comparison
 from flyte_ddp.objectives import Multilabel, Segmentation
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.samples import Floats, find_changes
 from flyte_ddp.release.scores import has_formula, is_higher_better, name_scores, score_parts
-from flyte_ddp.release.sign_flip import sign_flip_p_value
-from flyte_ddp.release.statistics import Pair, compare_scores, correct_p_values, lower_bound_of_mean
+from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
+REORDERED = ("classification", "multilabel", "segmentation")  # objectives whose outputs [N, K, ...] are of K classes
+DISTINCT = 0.001  # a smaller p-value is no chance, whatever the policy says
 LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
@@ -29,10 +31,18 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
+    """Return the Check that users of the champion could use the challenger; classes are compared by name."""
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
+    if changed == "classes" and is_reordered(challenger, champion):
+        changed = next((name for name, value in challenger.items() if name != changed and champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
     shown = f"another {changed}" if changed else "the same"
     return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)
+
+
+def is_reordered(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> bool:
+    """Return whether both have the same classes, and the outputs' order can be changed."""
+    return challenger["objective"] in REORDERED and sorted(challenger["classes"]) == sorted(champion["classes"])
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:
@@ -52,22 +62,74 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
     return Check(name_measure(name), passed, score, limit or None, shown, rule, reason)
 
 
+def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] | None:
+    """Compare a model with the constant answer that is best on its samples.
+
+    Returns:
+        The comparison, both scores in words, and the constant answer's main measure. The measure is None where only the
+        constant answer's loss is known. None if no constant answer is known.
+    """
+    objective, columns, constant = found.objective, found.columns, evaluate_constant(found)
+    if constant is not None:
+        measure = objective.main_measure
+        scores = [format_measure(measure, each.score) for each in (constant, found)]
+        text = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model {scores[1]}"
+        return compare_evaluations(found, constant), text, constant.score
+    if (best := objective.loss_of_best_constant(columns)) is None:
+        return None
+    weight = columns.get("weight", columns["loss"].new_ones(found.samples))
+    loss = (columns["loss"].sum() / weight.sum()).item()
+    differences = (best * weight - columns["loss"]).numpy()
+    text = f"the best constant answer has a loss of {best:.4g}, and the model {loss:.4g}"
+    return Pair(differences, "loss", NUMBERS), text, None
+
+
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
     """Return the Check that the challenger is better than the best constant answer; pass if no such answer is known."""
-    objective, columns, name = challenger.objective, challenger.columns, "better than the best constant answer"
-    if (found := evaluate_constant(challenger)) is not None:
-        p, measure = compare_evaluations(challenger, found).p_value(), objective.main_measure
-        scores = [format_measure(measure, each.score) for each in (found, challenger)]
-        reason = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model {scores[1]}"
-    elif (constant := objective.loss_of_best_constant(columns)) is not None:
-        weight = columns.get("weight", columns["loss"].new_ones(challenger.samples))
-        p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
-        loss = (columns["loss"].sum() / weight.sum()).item()
-        reason = f"the best constant answer has a loss of {constant:.4g}, and the model {loss:.4g}"
-    else:
+    name = "better than the best constant answer"
+    if (compared := compare_with_constant(challenger)) is None:
         reason = "the best constant answer is not known, so that it was not compared with it"
         return Check(name, True, shown="that is not known", reason=reason)
-    return check_p_value(name, p, alpha, "" if p <= alpha else reason)
+    p = compared[0].p_value()
+    return check_p_value(name, p, alpha, "" if p <= alpha else compared[1])
+
+
+def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
+    """Return the Check that the champion is not worse than the best constant answer; None if none is known.
+
+    A champion that was no better at its release (``was_above`` is false), as a person may have wished, passes.
+    """
+    if (compared := compare_with_constant(champion)) is None:
+        return None
+    pair, text, _ = compared
+    p = pair.p_value_of_loss()
+    worse = p < DISTINCT
+    reason = f"the champion is below a constant answer: {text.replace('the model', 'the champion')}" if worse else ""
+    if worse and was_above:
+        reason += (
+            "; its inputs or classes are probably other ones than in its training: find out why, or promote by hand"
+        )
+    shown = f"p = {p:.3g} for a worse one"
+    return Check("champion not below a constant answer", not (worse and was_above), p, DISTINCT, shown, "", reason)
+
+
+def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Check:
+    """Return the Check that the champion's answers on samples of its release are as good as they were, beyond chance.
+
+    ``then`` and ``now`` [n] are what ``list_answers`` returns for the same samples.
+    """
+    name, rule = "champion's answers on samples of its release", f"no change with p below {DISTINCT:g}"
+    if not len(then):
+        return Check(name, True, shown="no sample in common")
+    changes = find_changes(then, now)
+    pair = Pair(changes, "", POINTS if classifies else NUMBERS)
+    p = min(1.0, 2 * min(pair.p_value(), pair.p_value_of_loss()))
+    means = [f"{mean:.2%}" if classifies else f"a loss of {-mean:.4g}" for mean in (now.mean(), then.mean())]
+    shown = f"{means[0]} on {format_count(len(then), 'sample')}, and {means[1]} at its release"
+    passed = p >= DISTINCT
+    reason = f"the champion has {shown} (p = {p:.3g}): inputs or labels of the same samples have changed"
+    fix = "find out why, see what changed in the data, or promote by hand"
+    return Check(name, passed, p, DISTINCT, shown, rule, "" if passed else f"{reason}; {fix}")
 
 
 def check_superior(pair: Pair, alpha: float) -> Check:

@@ -47,6 +47,7 @@ class Evaluation:
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
     described: SampleColumns = field(default_factory=dict)  # empty: not asked for, or not to be had
     undescribed: Exception | None = None  # why not, such as what own answers have raised
+    places: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # [N], among the decodable samples
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
@@ -67,15 +68,26 @@ class Evaluation:
                 finite_parts.append(finite)
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        all_finite = torch.cat(finite_parts).numpy()
-        found = cls(objective, columns, all_finite, {})
-        if all_finite.all() or isinstance(objective, Classification):
+        return cls.from_columns(objective, columns, torch.cat(finite_parts).numpy())
+
+    @classmethod
+    def from_columns(cls, objective: Objective, columns: dict[str, Tensor], finite: NDArray[np.bool_]) -> Self:
+        """Measure the columns of all samples; UserError if the main measure is undefined."""
+        found = cls(objective, columns, finite, {}, places=np.arange(len(finite)))
+        if finite.all() or isinstance(objective, Classification):
             found.measures = measure_columns(objective, columns)
-        if all_finite.all() and not math.isfinite(found.score):
+        if finite.all() and not math.isfinite(found.score):
             name = objective.main_measure
             raise UserError(
                 f"{name_measure(name)} is not defined on this test split; judge on one with samples of more kinds"
             )
+        return found
+
+    def select(self, chosen: NDArray[np.bool_]) -> Self:
+        """Return the evaluation on the ``chosen`` samples, [N]; UserError if the main measure is undefined on these."""
+        columns = {name: column[torch.from_numpy(chosen)] for name, column in self.columns.items()}
+        found = self.from_columns(self.objective, columns, self.finite[chosen])
+        found.ids, found.undecoded, found.places = [*compress(self.ids, chosen)], self.undecoded, self.places[chosen]
         return found
 
     @property
@@ -120,7 +132,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
             yield outputs, targets, sum(batch.decoded)
             if describe and not failures:
                 try:
-                    described.append(describe_batch(model, batch.inputs, outputs))
+                    described.append(describe_batch(model, batch.inputs, outputs, batch.rows))
                     require_same_columns(described, sum(batch.decoded))
                 except Exception as error:  # of own answers; after the evaluation, as no verdict may depend on them
                     failures.append(error)

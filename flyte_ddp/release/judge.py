@@ -2,7 +2,7 @@
 
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,15 +21,19 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
-from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.promotion import REFERENCE, download_version
+from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE, OFF, REQUIRED, Policy
+from flyte_ddp.release.promotion import REFERENCE, VERDICT, download_version
 from flyte_ddp.release.registry import Entry, Registry, read_task, replay_promotions
+from flyte_ddp.release.samples import SAMPLES, JudgedSamples, identify_judged
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
+from flyte_ddp.text.formatting import format_count
 
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
+
+BEST = "best version ever"
 
 Decision = tuple[str, str]  # PROMOTED (KEPT if a Check fails, also an export's), KEPT or NO_COMPARISON; the reason
 
@@ -45,7 +49,8 @@ class Judgement:
     split: PreparedSet
     may_promote: bool  # whether the verdict may lead to a promotion
     verdict: Verdict
-    challenger: Evaluation | None = None  # None where the verdict did not need it
+    whole: Evaluation | None = None  # the challenger on all test samples; None where the verdict did not need it
+    challenger: Evaluation | None = None  # the same, without samples that the champion was trained on
     champion: Evaluation | None = None  # None where nothing was compared
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class", "label", "slice": a check for each
 
@@ -85,14 +90,16 @@ def judge_challenger(
     settings: Settings | None = None,
     may_promote: bool = True,
     exports: Path | None = None,
+    changes: Sequence[str] = (),
 ) -> Judgement:
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
-    folder, and ``exports`` the folder for an ONNX (None: none). A check that fails, also that of the ONNX, keeps the
-    champion. With ``may_promote`` the registry counts the look at the test split. An error of the comparison, except
-    NOT_THE_MODELS, then gives the decision NO_COMPARISON, so that the model can be stored. Runs the code that sidecars
-    name; prints notes to stderr. Raises a UserError if challenger, data or registry cannot be opened.
+    folder, ``exports`` the folder for an ONNX (None: none), and ``changes`` are notes on the data for the verdict. A
+    check that fails, also that of the ONNX, keeps the champion. With ``may_promote`` the registry counts the look at
+    the test split. An error of the comparison, except NOT_THE_MODELS, then gives the decision NO_COMPARISON, so that
+    the model can be stored. Runs the code that sidecars name; prints notes to stderr. Raises a UserError if challenger,
+    data or registry cannot be opened.
     """
     before, split = registry.read_champion(), open_prepared(data)
     model = SavedModel(weights, sidecar, settings or Settings())
@@ -103,6 +110,7 @@ def judge_challenger(
         log_number=before.number if before else 0,
         test_digest=str(read_description(data)[TEST_DIGEST]),
         measure=model.objective.main_measure,
+        changes=[*changes],
         time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
     )
     judgement = Judgement(registry, policy, before, model, split, may_promote, verdict)
@@ -135,11 +143,13 @@ def decide_promotion(judgement: Judgement) -> Decision:
         if back := taken_back.get(model.digest):
             return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
     judgement.tell(f"evaluates version {model.digest[:12]} on the test split")
-    ours = judgement.challenger = evaluate_split(model, judgement.split, describe=judgement.may_promote)
+    ours = judgement.whole = judgement.challenger = evaluate_split(
+        model, judgement.split, describe=judgement.may_promote
+    )
     if ours.undescribed is not None:
         reason = describe_model_error(ours.undescribed)
         judgement.tell(f"the version gets no {REFERENCE}, so that monitor_wf cannot watch it: {reason}")
-    verdict.samples, verdict.challenger_score = ours.samples, ours.score
+    note_scores(verdict, ours)
     finite = checks.check_finite_outputs(ours)
     verdict.checks.append(finite)
     if not finite.passed:
@@ -156,10 +166,15 @@ def decide_promotion(judgement: Judgement) -> Decision:
     return compare_with_champion(judgement, ours, before)
 
 
+def note_scores(verdict: Verdict, ours: Evaluation) -> None:
+    verdict.samples, verdict.challenger_score = ours.samples, ours.score
+    compared = checks.compare_with_constant(ours) if ours.finite.all() else None
+    verdict.constant_score = compared[2] if compared else None
+
+
 def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry) -> Decision:
     """Compare the challenger with the champion, under NOT_WORSE also with the best version; add the Checks."""
     policy, model, verdict = judgement.policy, judgement.model, judgement.verdict
-    slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
     champion, theirs = evaluate_stored(judgement, before.version, before.manifest)
     same = checks.check_same_task(read_task(model.sidecar), read_task(champion.sidecar))
     verdict.checks.append(same)
@@ -168,12 +183,19 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     mine, own = (found.columns.get("truth") for found in (ours, theirs))
     if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
         raise UserError("the champion's own `sample` or `collate` makes other targets than the model's")
-    judgement.champion, verdict.champion_score = theirs, theirs.score
-    others = {"champion": theirs}
+    judgement.champion = theirs
+    if problem := question_champion(judgement, champion, theirs, before):
+        return NO_COMPARISON, problem
+    others: Mapping[str, Evaluation] = {"champion": theirs}
+    versions = {"champion": before.version}
     if policy.rule == NOT_WORSE and verdict.best not in (champion.digest, model.digest):
         _, best = evaluate_stored(judgement, verdict.best)
         assert best is not None  # a person who promotes a model of another task makes it the best
-        others["best version ever"] = best
+        others, versions = {**others, BEST: best}, {**versions, BEST: verdict.best}
+    slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
+    ours, others = leave_out_seen(judgement, ours, others, versions)
+    slices = {name: np.flatnonzero(np.isin(ours.places, places)) for name, places in slices.items()}
+    theirs = others["champion"]
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
     verdict.checks.append(checks.check_score(ours, policy))
     pair = pairs["champion"]
@@ -192,6 +214,67 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     if compared and all(sign * ours.score > sign * other.score for other in others.values()):
         verdict.best = model.digest
     return PROMOTED, decisive[0].reason
+
+
+def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evaluation, before: Entry) -> str:
+    """Return why the champion's answers are not those of the model that was released; "" if they may be.
+
+    Adds the Checks of this to the verdict, and the champion's score at its release.
+    """
+    registry, verdict = judgement.registry, judgement.verdict
+    version = registry.read_version(before.version, before.manifest)
+    released = Verdict.from_json(registry.read_version_file(version, VERDICT))
+    verdict.champion_score, known = theirs.score, released.measure == verdict.measure and released.samples > 0
+    if known:
+        verdict.champion_at_release = released.challenger_score
+    added, weights = list[Check | None](), [model.sidecar.get("class_weights") for model in (champion, judgement.model)]
+    if SAMPLES in version.files and (theirs.classifies or weights[0] == weights[1]):
+        judged = JudgedSamples.read(registry.read_version_file(version, SAMPLES))
+        today = identify_judged(judgement.split, theirs)
+        _, then, now = np.intersect1d(judged.tested, today.tested, return_indices=True)
+        answers = judged.answers[then], today.answers[now]
+        added.append(checks.check_repeated_answers(*answers, classifies=theirs.classifies))
+    sign = 1 if is_higher_better(theirs.objective) else -1
+    constant = released.constant_score if known else None
+    was_above = constant is None or sign * released.challenger_score > sign * constant
+    added.append(checks.check_champion_above_constant(theirs, was_above=was_above))
+    verdict.checks += [check for check in added if check is not None]
+    return "; ".join(check.reason for check in added if check is not None and not check.passed)
+
+
+def leave_out_seen(
+    judgement: Judgement, ours: Evaluation, others: Mapping[str, Evaluation], versions: Mapping[str, str]
+) -> tuple[Evaluation, Mapping[str, Evaluation]]:
+    """Return the evaluations without samples that one of the other models was trained on, if the policy says so.
+
+    ``versions`` are the versions of ``others`` by the same names. Adds a Check that names the samples' share.
+    """
+    registry, verdict, tested = judgement.registry, judgement.verdict, identify_judged(judgement.split, ours).tested
+    seen = np.zeros(ours.samples, dtype=np.bool_)
+    for version in map(registry.read_version, versions.values()):
+        if SAMPLES in version.files and len(tested):
+            seen |= np.isin(tested, JudgedSamples.read(registry.read_version_file(version, SAMPLES)).trained)
+    count = int(seen.sum())
+    if not count:
+        return ours, others
+    left_out = judgement.policy.seen_samples == LEAVE_OUT
+    what = f"{count:,} of {format_count(ours.samples, 'test sample')} ({count / ours.samples:.1%})"
+    fix = "split by id (flyte_ddp.split_by_id or Table), so that a sample stays on its side"
+    reason = (
+        f"the champion was trained on {what}, {'left out of the comparison' if left_out else 'compared, too'}; {fix}"
+    )
+    verdict.checks.append(
+        Check("training samples of the champion", True, count / ours.samples, shown=what, reason=reason)
+    )
+    if not left_out:
+        return ours, others
+    if ours.samples - count < checks.LEAST_SAMPLES:
+        raise UserError(f"fewer than {checks.LEAST_SAMPLES} test samples are left: {reason}")
+    ours, others = ours.select(~seen), {name: found.select(~seen) for name, found in others.items()}
+    verdict.seen, verdict.champion_score = count, others["champion"].score
+    note_scores(verdict, ours)
+    judgement.challenger, judgement.champion = ours, others["champion"]
+    return ours, others
 
 
 def add_vetoes(
@@ -227,8 +310,10 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
         with tempfile.TemporaryDirectory() as folder:
             files = download_version(judgement.registry, version, Path(folder), manifest)
             model = SavedModel(*files, challenger.settings, challenger.bad_samples)
-        if read_task(model.sidecar) != read_task(challenger.sidecar):
+        if not checks.check_same_task(read_task(challenger.sidecar), read_task(model.sidecar)).passed:
             return model, None
+        if model.classes != challenger.classes:
+            model.reorder_classes(challenger.classes)
         model.objective = challenger.objective
         found = evaluate_split(model, judgement.split)
         found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)

@@ -55,13 +55,13 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
         (right, wrong): np.flatnonzero(sides[right].correct & ~sides[wrong].correct)[:PICTURED].tolist()
         for right, wrong in permutations(sides)
     }
-    images = read_test_images(judgement, {*chain(*chosen.values())})
+    images = read_test_images(judgement, {*mine.places[[*chain(*chosen.values())]].tolist()})
     for (right, wrong), places in chosen.items():
         columns = sides[wrong].columns
         for place in places:
             truth, prediction = (names[int(columns[key][place])] for key in ("truth", "prediction"))
             facts = prediction, truth, float(columns["confidence"][place])
-            picture = Picture(f"sample {mine.ids[place]}", images.get(place), *facts)
+            picture = Picture(f"sample {mine.ids[place]}", images.get(int(mine.places[place])), *facts)
             found.setdefault(f"Only the {right} is right; the {wrong} predicts", []).append(picture)
     return found
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from flyte_ddp.checks.fields import CheckedFields, setting
 
+LEAVE_OUT, COMPARE = "leave_out", "compare"
 SUPERIOR, NOT_WORSE = "superior", "not_worse"
 IF_POSSIBLE, REQUIRED, OFF = "if_possible", "required", "off"
 
@@ -61,6 +62,19 @@ class Policy(CheckedFields, called="policy setting"):
         "Whether a version gets an ONNX with torch's logits on all test samples; required: a model without one is not "
         "promoted.",
         choices=(IF_POSSIBLE, REQUIRED, OFF),
+    )
+    seen_samples: str = setting(
+        LEAVE_OUT,
+        "What becomes of test samples that the champion was trained on, which are found by id or content; compare: "
+        "both models are judged on them, too.",
+        choices=(LEAVE_OUT, COMPARE),
+    )
+    max_shift: float = setting(
+        1.0,
+        "Share of the samples by which a column, or the classes, may differ from those that the champion was trained "
+        "on. Beyond it nothing is trained.",
+        at_least=0.0,
+        at_most=1.0,
     )
     max_duplicates: float = setting(
         0.01,

@@ -65,12 +65,12 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
     """
     if not verdict.promotes:
         champion = registry.read_champion()
-        return Released(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
+        return Released(version.name, champion.version if champion else "", f"kept: {verdict.outcome}")
     history = registry.read_log(at_least=verdict.log_number)
     if len(history) == verdict.log_number:
         try:
-            append_to_log(registry, history, version, action=PROMOTE, best=verdict.best, reason=verdict.reason, by=by)
-            return Released(version.name, version.name, f"promoted: {verdict.reason}")
+            append_to_log(registry, history, version, action=PROMOTE, best=verdict.best, reason=verdict.outcome, by=by)
+            return Released(version.name, version.name, f"promoted: {verdict.outcome}")
         except LostError as lost:
             winner = lost.winner
     else:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from flyte_ddp import storage
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
 from flyte_ddp.text.formatting import describe_input
@@ -330,13 +331,18 @@ def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entr
 
 
 def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what comparable models share; of the input the shape alone counts, as each data set has its own mean."""
+    """Return what comparable models share, which their users depend on.
+
+    Of rows the names of the columns count, in any order. Of other inputs the shape counts, as each data set has its own
+    mean.
+    """
+    rows = sidecar.get(PREPROCESSING, {}).get("rows")
     return {
         "objective": sidecar.get("objective", "classification"),  # older sidecars name none
         "objective's options": sidecar.get("options", {}).get("objective", {}),
         "target shape": sidecar.get("target_shape", []),
         "classes": sidecar["classes"],
-        "input": describe_input(sidecar["input"]),
+        "input": describe_input(sidecar["input"]) if rows is None else f"rows of {', '.join(sorted(rows))}",
     }
 
 

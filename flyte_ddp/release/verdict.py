@@ -6,6 +6,8 @@ from typing import NamedTuple, Optional
 
 from dataclasses_json import DataClassJsonMixin
 
+from flyte_ddp.text.formatting import format_count, format_measure
+
 PROMOTED, KEPT, NO_COMPARISON = "promote", "keep", "no_comparison"
 
 
@@ -40,17 +42,32 @@ class Verdict(DataClassJsonMixin):
     look: int = 0  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
     alpha: float = 0.0  # significance level of this judgement; 0: nothing was decided by it
     time: str = ""  # ISO 8601, UTC
+    seen: int = 0  # test samples that were left out, because the champion was trained on them
+    champion_at_release: Optional[float] = None  # noqa: UP045  # its main measure then; None: not known, or another one
+    constant_score: Optional[float] = None  # noqa: UP045  # the main measure of the best constant answer; None: not known
+    changes: list[str] = field(default_factory=list)  # how the data differ from those that the champion was trained on
     checks: list[Check] = field(default_factory=list)
 
     @property
     def promotes(self) -> bool:
         return self.decision == PROMOTED
 
+    @property
+    def outcome(self) -> str:
+        """The reason, the champion's score at its release beside today's, and what changed in the data."""
+        parts = [self.reason]
+        if self.champion_at_release is not None and self.champion_score:
+            now, then = (format_measure(self.measure, each) for each in (self.champion_score, self.champion_at_release))
+            parts.append(f"the champion has {now} on these samples and had {then} at its release")
+        if self.seen:
+            parts.append(f"{format_count(self.seen, 'test sample')} of its training left out")
+        return "; ".join([*parts, *self.changes])
+
     def describe(self) -> str:
         promoted = "to be promoted" if self.look else "would be promoted"
         kept = "the champion is kept" if self.champion else "there is no champion yet"
         decision = {PROMOTED: promoted, KEPT: kept, NO_COMPARISON: "no comparison"}
-        return f"{decision[self.decision]}: {self.reason}"
+        return f"{decision[self.decision]}: {self.outcome}"
 
 
 class Released(NamedTuple):

@@ -21,6 +21,7 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.models.sidecar import FORMAT
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import convert_outputs, list_floats, mean_losses
 from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
@@ -155,7 +156,7 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
     facts, weights, options = state.objective.facts, state.objective.class_weights, hp.parse_options()
     of_others = {"objective": hp.objective, "outputs": state.objective.outputs, "target_shape": [*facts.target_shape]}
     return {
-        "format": artifacts.FORMAT,
+        "format": FORMAT,
         "model": hp.model,
         "classes": list(facts.classes),
         **({} if hp.objective == "classification" else of_others),

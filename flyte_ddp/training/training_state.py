@@ -17,6 +17,7 @@ from torch import nn
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
+from flyte_ddp.datasets.preprocessing import TABLE
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
@@ -73,8 +74,9 @@ class TrainingState:
             torch.use_deterministic_algorithms(True)
         own_code = hp.own_code("dataset")  # but for the data set's, which has run before
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
-        prepares = [data.preprocessing["prepare"]] if isinstance(data, SampleArrays) and data.preprocessing else []
-        self.own_sources = user_source.read_user_sources(*own_code, *prepares)
+        packed = data.preprocessing if isinstance(data, SampleArrays) else {}
+        preparing = [packed[key] for key in ("prepare", TABLE) if key in packed]
+        self.own_sources = user_source.read_user_sources(*own_code, *preparing)
         self._open_splits()
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         for source in self.splits.sources:

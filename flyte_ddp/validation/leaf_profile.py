@@ -19,7 +19,8 @@ from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.datasets.sample_arrays import Ragged
+from flyte_ddp.datasets.rows import describe_columns
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.own_items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
@@ -33,6 +34,7 @@ ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
 ITEMS = 64  # of one task of a loader process
 COLUMNS = 64  # of a table with more columns, the means of its rows are counted and not the columns
 LOOKED_TWICE = 8  # items of each split that are read twice
+MOST_CATEGORIES = 100  # of a column of texts that have more, and differ in most rows, nothing is counted
 FEW = 5  # examples of each problem, at most
 NAMES = {"train": "training", "test": "test"}
 
@@ -130,14 +132,38 @@ def measure_item_set(
 
 
 def measure_arrays(data: PreparedSet, side: str, profile: DataProfile) -> Iterator[PartProfile]:
+    assert isinstance(data, SampleArrays)
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples: int = getattr(data, f"{side}_samples")
+    read, names = describe_read_rows(data, side), data.preprocessing.get("columns", {})
     size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
     step = min(ROWS, max(1, ROW_BYTES * samples // max(1, size)))
     for start in range(0, samples, step):
         numbers, part = range(start, min(start + step, samples)), slice(start, start + step)
         rows, truths = ({name: leaf[part] for name, leaf in leaves.items()} for leaves in (inputs, targets))
-        yield measure_leaves(numbers, rows, truths, profile.targets, len(profile.classes))
+        found = measure_leaves(
+            numbers, rows, truths, profile.targets, len(profile.classes), columns=names, with_numbers=not read
+        )
+        found.statistics |= {f"column {name}": count_values(values[part]) for name, values in read.items()}
+        yield found
+
+
+def describe_read_rows(data: SampleArrays, side: str) -> dict[str, NDArray[Any]]:
+    """Return the columns of the rows as they were read, without texts that differ in most of the training rows."""
+    rows = data.load_rows(side)
+    if rows is None:
+        return {}
+    training = describe_columns(data.load_rows("train"))
+    free = {name for name, values in training.items() if values.dtype.kind == "U" and is_free_text(values)}
+    return {name: values for name, values in describe_columns(rows).items() if name not in free}
+
+
+def is_free_text(values: NDArray[Any]) -> bool:
+    return len(np.unique(values)) > max(MOST_CATEGORIES, len(values) // 2)
+
+
+def count_values(values: NDArray[Any]) -> Counter[str]:
+    return count_ranges(values) if values.dtype.kind == "f" else Counter(values.tolist())
 
 
 def add_split(
@@ -198,13 +224,25 @@ def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: boo
 
 
 def measure_leaves(
-    samples: Sequence[int], inputs: Mapping[str, Values], targets: Mapping[str, Values], kind: str, classes: int
+    samples: Sequence[int],
+    inputs: Mapping[str, Values],
+    targets: Mapping[str, Values],
+    kind: str,
+    classes: int,
+    *,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    with_numbers: bool = True,
 ) -> PartProfile:
+    """Measure n samples; ``columns`` are names of the inputs' columns by leaf.
+
+    Without ``with_numbers`` the numbers of the inputs are not counted.
+    """
     by_leaf, not_finite = dict[str, Counter[str]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
         for name, values in named.items():
-            called = f"{side} {name}".rstrip()
-            by_leaf |= count_leaf(called, values, with_numbers=side == "inputs" or kind == OTHERS)
+            called, whether = f"{side} {name}".rstrip(), with_numbers if side == "inputs" else kind == OTHERS
+            named_columns = (columns or {}).get(name, ()) if side == "inputs" else ()
+            by_leaf |= count_leaf(called, values, named_columns, with_numbers=whether)
             if not has_numbers(values):
                 continue
             for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
@@ -237,7 +275,9 @@ def mean_or_zero(rows: NDArray[Any]) -> NDArray[np.float64]:
         return np.asarray(rows.sum(1, np.float64) / max(1, rows.shape[1]))
 
 
-def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
+def count_leaf(
+    name: str, values: Values, columns: Sequence[str] = (), *, with_numbers: bool
+) -> dict[str, Counter[str]]:
     if isinstance(values, np.ndarray):
         counts = {f"types of {name}": Counter({describe_array(values.dtype, values.shape[1:]): len(values)})}
     else:
@@ -248,8 +288,10 @@ def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Co
     if not with_numbers or not has_numbers(values):
         return counts
     if isinstance(values, np.ndarray) and values.ndim == 2 and 1 < values.shape[1] <= COLUMNS:
-        columns = {f"column {place} of {name}": count_ranges(column) for place, column in enumerate(values.T)}
-        return counts | columns
+        called = columns or range(values.shape[1])
+        return counts | {
+            f"column {place} of {name}": count_ranges(each) for place, each in zip(called, values.T, strict=True)
+        }
     return counts | {f"means of {name}": count_ranges(reduce_samples(values, mean_or_zero))}
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import chi2_contingency
@@ -38,7 +39,7 @@ from flyte_ddp.validation.leaf_profile import (
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
 LABEL = "classes"  # what a sample's targets are called as a statistic
-SHIFT = 0.1  # a warning is for a difference in at least this share of images
+SHIFT = 0.05  # a warning is for a difference in at least this share of samples
 SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
 SPLITS = ("training", "test")
 STATISTICS = ("colour modes", "sizes", "brightness")  # of encoded images
@@ -185,11 +186,18 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
 
 
-def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
-    """Yield a warning for each split and statistic that differs from the champion's: by 10 %, with p < 0.001.
+class Difference(NamedTuple):
+    """How a statistic of a split differs from that of the champion's data."""
 
-    The difference is the total variation distance of the two distributions. Of labels, classes of masks, and tokens it
-    is the largest change of a share of samples, as a sample may have several. The p-value is of Pearson's chi-squared
+    share: float  # of samples that would have to be others, 0 to 1
+    text: str
+
+
+def find_differences(profile: DataProfile, champion: DataProfile, least: float = SHIFT) -> Iterator[Difference]:
+    """Yield what differs from the champion's data by a share of at least ``least``, with p < 0.001.
+
+    The share is the total variation distance of the two distributions. Of labels, classes of masks, and tokens it is
+    the largest change of a share of samples, as a sample may have several. The p-value is of Pearson's chi-squared
     test (Bonferroni over the statistics of the inputs, or over all labels).
     """
     ours, theirs = profile.training.statistics, champion.training.statistics
@@ -197,9 +205,12 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
     if profile.classes == champion.classes:
         statistics.insert(0, LABEL)
     else:
-        yield "the classes are not the champion's"
-    if ours.keys() != theirs.keys():
-        yield "the inputs and targets have other forms than the champion's"
+        yield Difference(1.0, f"the classes are not the champion's, but {join_first(profile.classes)}")
+    for what, names in (("new", ours.keys() - theirs.keys()), ("gone", theirs.keys() - ours.keys())):
+        if names:
+            yield Difference(
+                1.0, f"the inputs and targets have other forms than the champion's, {what}: {join_first(sorted(names))}"
+            )
     for split, statistic in itertools.product(SPLITS, statistics):
         sides: list[SplitProfile] = [getattr(each, split) for each in (profile, champion)]
         counts = [side.labels if statistic == LABEL else side.statistics.get(statistic, {}) for side in sides]
@@ -212,8 +223,8 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
         shares = table / totals
         changes = np.abs(shares[0] - shares[1])
         most = int(changes.argmax())
-        distance = changes[most] if several else changes.sum() / 2
-        if distance < SHIFT:
+        distance = float(changes[most] if several else changes.sum() / 2)
+        if distance < least:
             continue
         tests = 1 if statistic == LABEL else len(ours)
         if several:  # of the label that changes most: how many samples have it, and have not
@@ -226,5 +237,7 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
         if statistic == LABEL:
             is_class = named.isdecimal() and int(named) < len(profile.classes)
             named = f"class {profile.classes[int(named)]}" if is_class else f"targets of {named}"
-        difference = f"{statistic} differ from the champion's in {distance:.0%} of samples (p = {p:.1g})"
-        yield f"{split} split: {difference}, most in {named}: {now:.0%} instead of {before:.0%}"
+        verb = "differs" if statistic.startswith("column ") else "differ"
+        difference = f"{statistic} {verb} from the champion's in {distance:.0%} of samples (p = {p:.1g})"
+        text = f"{split} split: {difference}, most in {named or 'missing values'}: {now:.0%} instead of {before:.0%}"
+        yield Difference(distance, text)

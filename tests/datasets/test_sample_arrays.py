@@ -198,7 +198,7 @@ MASKED = np.ma.masked_less(NUMBERS, 0)
         ({"a": NUMBERS, "b": NUMBERS[:5]}, NUMBERS, r"train_inputs\['b'\] has 5 samples, and .* the same number"),
         (None, NUMBERS, "train_inputs: are None; give at least one array"),
         ({}, {}, "train_inputs: has no array; give at least one"),
-        (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by pandas.fac"),
+        (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by scikit-learn"),
         (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)"),
         ([NUMBERS[:2, :2], NUMBERS[:3]], NUMBERS, r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the"),
         (torch.ones(N, requires_grad=True), NUMBERS, "train_inputs: is no array .*requires grad"),

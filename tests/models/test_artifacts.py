@@ -24,6 +24,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.models.sidecar import prefer_stored_code
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.language import Language
 from flyte_ddp.run import run_training
@@ -184,8 +185,6 @@ def test_tokens_are_decoded_by_the_code_of_the_training(tmp_path: Path, monkeypa
     code = "def decode(tokens):\n    return 'then'\n"
     (tmp_path / "own_words.py").write_text(code.replace("then", "now"))
     own = {"objective": "language", "options": {"objective": {"decode": "own_words:decode"}}}
-    objective = objective_of_sidecar(
-        artifacts.prefer_stored_code({**sidecar(), **own, "sources": {"own_words.py": code}})
-    )
+    objective = objective_of_sidecar(prefer_stored_code({**sidecar(), **own, "sources": {"own_words.py": code}}))
     assert isinstance(objective, Language)
     assert objective.describe_tokens([1]) == "then"

@@ -145,7 +145,10 @@ def test_a_preprocessing_that_cannot_be_used(shop: Any, tmp_path: Path) -> None:
     content = b"cnowhere\nThing\n."
     elsewhere = {"pickle": base64.b64encode(content).decode(), "sha256": hashlib.sha256(content).hexdigest()}
     cases: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-        (lambda sidecar: sidecar.pop("preprocessing"), "the model has no preprocessing: give preprocessing= and prep"),
+        (
+            lambda sidecar: sidecar.pop("preprocessing"),
+            "the model has no preprocessing: derive the data set from flyte_ddp.Table",
+        ),
         (lambda sidecar: sidecar["preprocessing"].update(sha256="0" * 64), "preprocessing in model.json is damaged"),
         (lambda sidecar: sidecar["preprocessing"].update(elsewhere), "'nowhere'.*made with torch .*scikit-learn 1"),
     ]

@@ -64,11 +64,15 @@ def test_models_are_compared_only_on_the_same_task() -> None:
     for name, other in {
         "objective": {"objective": "multilabel"},
         "objective's options": {"options": {"objective": {"gamma": 2}}},
-        "classes": {"classes": ["b", "a"]},
+        "classes": {"classes": ["b", "c"]},
         "target shape": {"target_shape": [2]},
         "input": {"input": {**sidecar["input"], "channels": 3}},
     }.items():
         assert f"the {name} changed" in checks.check_same_task(read_task({**sidecar, **other}), task).reason
+    reordered = {"classes": ["b", "a"]}
+    assert checks.check_same_task(read_task({**sidecar, **reordered}), task).passed
+    of_tokens = [read_task({**sidecar, "objective": "language", **other}) for other in (reordered, {})]
+    assert "the classes changed" in checks.check_same_task(*of_tokens).reason, "their numbers are the model's input"
 
 
 def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:

@@ -1,5 +1,6 @@
 """What is found in samples that are no images, whose faults are known."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import workers
 from flyte_ddp.validation.leaf_profile import count_ranges, describe_range
 from flyte_ddp.validation.profile import DataProfile, render_profile
-from flyte_ddp.validation.profiling import check_profile, compute_profile, describe_differences
+from flyte_ddp.validation.profiling import check_profile, compute_profile, find_differences
 
 RANDOM = np.random.default_rng(0)
 HP = Hyperparameters(dataset="tables:own")
@@ -105,10 +106,10 @@ def test_other_columns_and_lengths_are_told(tmp_path: Path) -> None:
         return arrays((parts[0], np.zeros(300, np.float32)), (parts[1], np.zeros(100, np.float32)))
 
     champion = profile_of(drawn(0), tmp_path / "champion")
-    assert not [*describe_differences(profile_of(drawn(1), tmp_path / "same"), champion)]
+    assert not [*find_differences(profile_of(drawn(1), tmp_path / "same"), champion)]
     now = profile_of(drawn(2, shift=3, longest=40), tmp_path / "now")
-    told = [*describe_differences(now, champion)]
-    assert {line.partition(" differ")[0] for line in told} == {
+    told = [each.text for each in find_differences(now, champion)]
+    assert {re.split(" differs? ", line)[0] for line in told} == {
         f"{split} split: {what}" for split in ("training", "test")
         for what in ("column 3 of inputs row", "lengths of inputs text")
     }  # fmt: skip

@@ -9,7 +9,7 @@ from scipy.stats import chi2, fisher_exact
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.validation.profile import LABELS, DataProfile, SplitProfile
-from flyte_ddp.validation.profiling import check_profile, describe_differences
+from flyte_ddp.validation.profiling import check_profile, find_differences
 
 HP = Hyperparameters(dataset="image_folder:x")
 
@@ -72,35 +72,35 @@ def test_a_difference_is_named_with_its_size() -> None:
     changed = {"colour modes": {"RGB": 75, "L": 25}, "sizes": {"small": 100}}
     now = replace(GOOD, training=split(changed, labels={"0": 80, "1": 20}))
     expected_p = chi2.sf(200 * (30 * 100) ** 2 / (130 * 70 * 100 * 100), 1)  # before Yates' correction
-    classes, modes, sizes = describe_differences(now, GOOD)
+    classes, modes, sizes = (each.text for each in find_differences(now, GOOD))
     assert classes.startswith("training split: classes differ from the champion's in 30% of samples (p = ")
     assert classes.endswith("most in class cat: 80% instead of 50%")
     found = float(classes.partition("p = ")[2].partition(")")[0])
     assert abs(math.log10(found) - math.log10(expected_p)) < 1
     assert modes.startswith("training split: colour modes differ from the champion's in 25% of samples")
     assert sizes.endswith(("in large: 0% instead of 100%", "in small: 100% instead of 0%"))
-    assert not [*describe_differences(GOOD, GOOD)]
-    assert [*describe_differences(replace(now, classes=["cat", "dog", "cow"]), now)] == [
-        "the classes are not the champion's"
-    ]
+    assert not [*find_differences(GOOD, GOOD)]
+    [renamed] = find_differences(replace(now, classes=["cat", "dog", "cow"]), now)
+    assert renamed == (1.0, "the classes are not the champion's, but cat, dog, cow")
     few = replace(GOOD, training=split(labels={"0": 4, "1": 1}))
-    assert not [*describe_differences(few, GOOD)], "which chance explains"
+    assert not [*find_differences(few, GOOD)], "which chance explains"
     small = replace(GOOD, training=split(labels={"0": 58_000, "1": 50_000}))
-    assert not [*describe_differences(small, GOOD)], "which is too small to matter, though no chance"
+    assert not [*find_differences(small, GOOD)], "which is too small to matter, though no chance"
 
 
 def test_labels_of_which_a_sample_may_have_several_are_compared_by_shares_of_samples() -> None:
     before = replace(GOOD, targets=LABELS, training=split(labels={"0": 10, "1": 10}))
     now = replace(before, training=split(labels={"0": 40, "1": 41}))
-    [warning] = describe_differences(now, before)
+    [(share, warning)] = find_differences(now, before)
+    assert share == pytest.approx(0.31)
     assert "differ from the champion's in 31% of samples (p = " in warning
     assert warning.endswith("most in class dog: 41% instead of 10%")
     found = float(warning.partition("p = ")[2].partition(")")[0])
     expected = fisher_exact([[41, 59], [10, 90]]).pvalue
     assert abs(math.log10(found) - math.log10(expected)) < 1
-    assert not [*describe_differences(before, before)]
+    assert not [*find_differences(before, before)]
     gone = replace(before, training=split(labels={}))
-    [warning] = describe_differences(gone, replace(before, training=split(labels={"0": 40, "1": 10})))
+    [(_, warning)] = find_differences(gone, replace(before, training=split(labels={"0": 40, "1": 10})))
     assert warning.endswith("most in class cat: 0% instead of 40%")
     several = replace(now, training=split(labels={"0": 100, "1": 81}))
-    assert len([*describe_differences(several, replace(now, training=split(labels={"0": 100, "1": 41})))]) == 1
+    assert len([*find_differences(several, replace(now, training=split(labels={"0": 100, "1": 41})))]) == 1

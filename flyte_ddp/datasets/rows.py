@@ -1,0 +1,157 @@
+"""Rows as a user's code reads them: choose some, name their columns, identify each by its content.
+
+Rows are a frame of pandas or polars, a table of pyarrow, a NumPy array, a dict of columns, or a list.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.text.formatting import join_first
+
+SINGLE = "row"  # name of the column of rows that have no columns, such as a list of texts
+MISSING = ""  # a text column's value where a row has none
+MIXED = np.uint64(0x9E3779B97F4A7C15)  # Steele et al., "Fast splittable pseudorandom number generators", 2014
+
+
+def count_rows(rows: Any) -> int:
+    return len(next(iter(rows.values()), ())) if isinstance(rows, Mapping) else len(rows)
+
+
+def take_rows(rows: Any, places: NDArray[np.int64]) -> Any:
+    """Return the rows at ``places``, in the container that ``rows`` are in. A frame of pandas gets a new index."""
+    if isinstance(rows, Mapping):
+        return {name: take_rows(values, places) for name, values in rows.items()}
+    if hasattr(rows, "iloc"):
+        return rows.iloc[places].reset_index(drop=True)
+    if isinstance(rows, (list, tuple)):
+        return [rows[place] for place in places.tolist()]
+    return rows.take(places) if hasattr(rows, "column_names") else rows[places]
+
+
+def list_columns(rows: Any) -> dict[str, Any]:
+    """Return the columns of rows by name. Arrays [n, k] have the columns "0", "1", ..., other rows the column "row"."""
+    if isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
+        return {str(name): [row.get(name) for row in rows] for name in rows[0]}
+    if isinstance(rows, Mapping):
+        return {str(name): values for name, values in rows.items()}
+    names = getattr(rows, "column_names", getattr(rows, "columns", None))  # pyarrow's, else of pandas and polars
+    if names is None:
+        names = getattr(getattr(rows, "dtype", None), "names", None)
+    if names is not None:
+        columns = {str(name): rows[name] for name in names}
+        if len(columns) < len(names):
+            twice = sorted({str(name) for name in names if [*map(str, names)].count(str(name)) > 1})
+            raise UserError(f"rows: two columns are called {join_first(twice)}; rename one of them")
+        return columns
+    if getattr(rows, "ndim", 1) == 2:
+        return {str(place): column for place, column in enumerate(np.asarray(rows).T)}
+    return {SINGLE: rows}
+
+
+def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
+    """Return rows with the columns ``names`` in this order, without others.
+
+    Raises:
+        UserError: A column is missing. ``where`` begins the text.
+    """
+    found = [*list_columns(rows)]
+    if found == [*names]:
+        return rows
+    if missing := [name for name in names if name not in found]:
+        had = f"the rows have {join_first(found, 20)}"
+        raise UserError(f"{where}: the column {join_first(missing)} is missing; {had}; give rows as in training")
+    if isinstance(rows, list):
+        return [{name: row.get(name) for name in names} for row in rows]
+    if isinstance(rows, Mapping):
+        return {name: rows[name] for name in names}
+    if hasattr(rows, "column_names"):
+        return rows.select([*names])
+    if not hasattr(rows, "columns") and rows.dtype.names is None:
+        raise UserError(f"{where}: the rows have {len(found)} columns; give the {len(names)} of the training")
+    given = {str(name): name for name in getattr(rows, "columns", names)}
+    return rows[[given[name] for name in names]]
+
+
+def describe_columns(rows: Any) -> dict[str, NDArray[Any]]:
+    """Return the columns of n rows as numbers, float64 [n] with NaN where a value is missing, or as texts [n].
+
+    Truth values are 0 and 1, dates are days since 1970, and missing texts are "". A column of arrays is left out.
+    """
+    found = {name: describe_values(values) for name, values in list_columns(rows).items()}
+    return {name: values for name, values in found.items() if values.ndim == 1}
+
+
+def describe_values(values: Any) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.array([*map(str, values)])
+    if array.dtype.kind in "biuf":
+        return array.astype(np.float64)
+    if array.dtype.kind in "mM":
+        days = array.astype(f"{array.dtype.kind}8[s]").astype(np.int64) / 86_400
+        return np.where(np.isnat(array), np.nan, days)
+    if array.ndim != 1:
+        return array
+    missing = np.array([is_missing(value) for value in array], dtype=bool)
+    known = array[~missing].tolist()
+    if all(isinstance(value, (bool, int, float, np.number, np.bool_)) for value in known) and len(known):
+        numbers = np.full(len(array), np.nan)
+        numbers[~missing] = known
+        return numbers
+    if known and all(hasattr(value, "timestamp") or hasattr(value, "toordinal") for value in known):
+        dates = np.full(len(array), np.datetime64("NaT"), "M8[s]")
+        dates[~missing] = [np.datetime64(str(value)[:19]) for value in known]
+        return describe_values(dates)
+    return np.array([MISSING if bad else str(value) for bad, value in zip(missing, array, strict=True)], dtype=np.str_)
+
+
+def is_missing(value: Any) -> bool:
+    nan = isinstance(value, (float, np.floating)) and np.isnan(value)
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(nan)
+
+
+def digest_rows(rows: Any) -> NDArray[np.uint64]:
+    """Return a number [n] for each row that depends on the names and values of its columns, in any order of columns."""
+    columns = describe_columns(rows)
+    total = np.zeros(count_rows(rows), np.uint64)
+    for name, values in columns.items():
+        total += mix(digest_column(values) ^ digest_text(name))
+    for name in list_columns(rows).keys() - columns.keys():  # arrays
+        contents = [digest_bytes(pickle.dumps(np.asarray(value))) for value in list_columns(rows)[name]]
+        total += mix(np.array(contents, np.uint64) ^ digest_text(name))
+    return total
+
+
+def digest_column(values: NDArray[Any]) -> NDArray[np.uint64]:
+    if values.dtype.kind == "f":
+        plain = np.where(np.isnan(values), np.nan, values + 0.0)  # one NaN, and no -0
+        return mix(plain.view(np.uint64))
+    texts, places = np.unique(values, return_inverse=True)
+    return np.array([digest_text(text) for text in texts.tolist()], np.uint64)[places]
+
+
+def digest_texts(texts: Sequence[str]) -> NDArray[np.uint64]:
+    return np.array([digest_text(text) for text in texts], np.uint64)
+
+
+def digest_text(text: str) -> np.uint64:
+    return np.uint64(digest_bytes(text.encode("utf-8", "surrogateescape")))
+
+
+def digest_bytes(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return splitmix64's hash of each number."""
+    mixed = numbers + MIXED
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,201 @@
+"""Data sets of rows: the user's class reads rows, fits to the training rows, and makes inputs of any rows."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets import columns, rows
+from flyte_ddp.datasets.preprocessing import NUMBERED, TABLE, pack_fitted
+from flyte_ddp.datasets.sample_arrays import SampleArrays, convert_id, make_arrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.samples.leaves import name_leaves
+from flyte_ddp.text.formatting import join_first
+
+TRIED = 16  # test rows that are also prepared without the others
+PARAMETERS = {
+    "read": ("source",),
+    "fit": ("rows", "targets"),
+    "prepare": ("fitted", "rows"),
+    "is_test": ("rows", "ids"),
+}
+UNKNOWN = -1  # the class number of a new row whose target is missing
+
+
+class Table:
+    """Base class of data sets of rows, for the hyperparameter ``dataset``: ``package.module:Class``.
+
+    Define ``read``, and where something is fitted ``fit`` and ``prepare``. The library calls ``prepare`` for the rows
+    of training, tests, judgements, predictions and windows, always with what ``fit`` returned for that model. ``fit``
+    gets the training rows alone. What ``fit`` returns is pickled into ``model.json``.
+    """
+
+    classes: ClassVar[Sequence[str]] = ()  # names of the classes; default: the targets' values, sorted
+    test: ClassVar[float] = 0.1  # share of the rows that is held out for the test
+
+    def read(self, source: str) -> Any:
+        """Return (rows, targets, ids) of a file of training rows or of new rows.
+
+        Rows are a frame, an array, a dict of columns or a list. Targets are None where a file has none. Texts, truth
+        values and whole numbers are classes, floats are numbers to predict. Ids may be None.
+        """
+        raise NotImplementedError("define read(self, source)")
+
+    def fit(self, rows: Any, targets: Any) -> Any:  # noqa: ARG002
+        """Return what the training rows decide, such as a fitted transformer of scikit-learn."""
+        return None
+
+    def prepare(self, fitted: Any, rows: Any) -> Any:  # noqa: ARG002
+        """Return the model's inputs of rows. The inputs of a row must not depend on the other rows."""
+        return rows
+
+    def is_test(self, rows: Any, ids: Any) -> Any:
+        """Return which rows are for the test, truth values [n]. By default the id decides, else the row's content."""
+        digests = self.digest_ids(rows, ids)
+        return digests < np.uint64(self.test * 2**64)
+
+    @staticmethod
+    def digest_ids(found: Any, ids: Any) -> NDArray[np.uint64]:
+        return rows.digest_rows(found) if ids is None else rows.digest_texts([*map(convert_id, ids)])
+
+
+def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divide samples by a hash of their ids.
+
+    A sample stays on its side when samples are added, removed or put in another order.
+
+    Args:
+        ids: an id for each of N samples.
+        test: the share for the test, about which the hash varies by chance.
+
+    Returns:
+        The places of the training samples and of the test samples, ascending.
+
+    Raises:
+        UserError: ``test`` is not between 0 and 1.
+    """
+    if not 0 < test < 1:
+        raise UserError(f"test={test}: must be a share between 0 and 1")
+    held_out = rows.digest_texts([*map(convert_id, ids)]) < np.uint64(test * 2**64)
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
+    """Read, divide, fit and prepare the rows of a user's Table; exceptions of the user's code go through."""
+    table, where = make_table(found, f"dataset={spec!r}"), f"dataset={spec!r}"
+    read, targets, ids = read_rows(table, source, where)
+    if targets is None:
+        raise UserError(f"{where}: read() returned no targets; training needs them")
+    samples = rows.count_rows(read)
+    targets, classes = convert_targets(targets, table.classes, where)
+    held_out = np.asarray(table.is_test(read, ids))
+    if held_out.dtype != bool or held_out.shape != (samples,):
+        rule = f"must return truth values for the {samples} rows"
+        raise UserError(f"{where}: is_test() returned {held_out.dtype} {list(held_out.shape)}; {rule}")
+    sides = {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
+    for side, places in sides.items():
+        if not len(places):
+            raise UserError(
+                f"{where}: none of the {samples} rows is for the {side}; change test={table.test} or is_test"
+            )
+    chosen = {side: rows.take_rows(read, places) for side, places in sides.items()}
+    goals = {side: rows.take_rows(targets, places) for side, places in sides.items()}
+    fitted = table.fit(chosen["train"], goals["train"])
+    inputs = {side: table.prepare(fitted, part) for side, part in chosen.items()}
+    require_independent_rows(table, fitted, chosen["test"], inputs["test"], where)
+    names = None if ids is None else np.array([*map(convert_id, ids)])
+    parts = ((inputs[side], goals[side], None if names is None else names[sides[side]]) for side in sides)
+    packed = pack_fitted(fitted) | {
+        TABLE: spec,
+        "columns": columns.list_columns(inputs["train"]),
+        "rows": [*rows.list_columns(read)],
+        NUMBERED: bool(table.classes),
+    }
+    try:
+        return make_arrays(*parts, classes=classes, name=spec, packed=packed, rows=chosen)
+    except UserError as error:
+        raise UserError(f"{where}: {error.message}") from error
+
+
+def make_table(found: Callable[[], Any], where: str) -> Table:
+    """Return an instance of a user's Table; UserError for methods with other parameters."""
+    table = found()
+    if not isinstance(table, Table):
+        raise UserError(f"{where}: is no flyte_ddp.Table; derive the class from it")
+    for name, parameters in PARAMETERS.items():
+        try:
+            inspect.signature(getattr(table, name)).bind(*parameters)
+        except TypeError:
+            raise UserError(f"{where}: {name} must take (self, {', '.join(parameters)})") from None
+    return table
+
+
+def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
+    """Return rows, targets and ids of a source, None where there are none; UserError for unequal lengths."""
+    returned = table.read(source)
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+        rule = "must return (rows, targets, ids), where targets and ids may be None"
+        raise UserError(f"{where}: read() returned {type(returned).__name__}; it {rule}")
+    found, targets, ids = (*returned, None)[:3]
+    samples = rows.count_rows(found)
+    if not samples:
+        raise UserError(f"{where}: read() found no row in {source!r}")
+    for name, values in (("targets", targets), ("ids", ids)):
+        if values is not None and rows.count_rows(values) != samples:
+            raise UserError(f"{where}: read() returned {samples} rows and {rows.count_rows(values)} {name}")
+    return found, targets, ids
+
+
+def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[Any, Sequence[str]]:
+    """Return targets with class numbers in place of classes, and the classes' names; numbers are unchanged."""
+    values = np.asarray(targets)
+    if isinstance(targets, dict) or values.ndim != 1 or values.dtype.kind == "f":
+        return targets, declared
+    names = name_targets(values, declared, where)
+    if missing := np.flatnonzero(names == rows.MISSING).tolist():
+        raise UserError(f"{where}: row {missing[0]} has no target; leave such rows out in read()")
+    numbers = values.dtype.kind in "iu"
+    known = [*declared] or sorted({*names.tolist()}, key=int if numbers else str)
+    if unknown := sorted({*names.tolist()}.difference(known)):
+        raise UserError(f"{where}: the target {unknown[0]!r} is none of classes = {join_first(known)}; correct one")
+    return number_names(names, known), known
+
+
+def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> NDArray[np.str_]:
+    """Return the class of each target as a text, "" where it is missing. Whole numbers are places in ``declared``."""
+    names = []
+    for value in values.tolist():
+        if rows.is_missing(value) or value == rows.MISSING:
+            names.append(rows.MISSING)
+        elif declared and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if value not in range(len(declared)):
+                raise UserError(f"{where}: the target {value} is no place in classes = {join_first(declared)}")
+            names.append(declared[int(value)])
+        else:
+            names.append(convert_id(value))
+    return np.array(names, dtype=np.str_)
+
+
+def number_names(names: NDArray[np.str_], classes: Sequence[str]) -> NDArray[np.int64]:
+    """Return the place of each name in ``classes``; -1 for ""; KeyError for another one."""
+    places = {name: place for place, name in enumerate(classes)} | {rows.MISSING: UNKNOWN}
+    return np.array([places[name] for name in names.tolist()], np.int64)
+
+
+def require_independent_rows(table: Table, fitted: Any, some: Any, inputs: Any, where: str) -> None:
+    """Raise UserError if the first rows' inputs are others when these rows are prepared without the rest."""
+    few = np.arange(min(TRIED, rows.count_rows(some) - 1))
+    if not len(few):
+        return
+    alone = name_leaves(table.prepare(fitted, rows.take_rows(some, few)))
+    for name, leaf in name_leaves(inputs).items():
+        for row in few.tolist():
+            whole, few_alone = (np.asarray(rows.take_rows(each, few[row : row + 1])) for each in (leaf, alone[name]))
+            same = whole.shape == few_alone.shape
+            if same and whole.dtype.kind in "biuf":
+                same = np.allclose(whole, few_alone, rtol=1e-4, atol=1e-6, equal_nan=True)
+            if not same:
+                rule = "it must use what fit() returned and the row itself, and must fit nothing"
+                raise UserError(f"{where}: prepare() gives test row {row} other inputs beside other rows; {rule}")

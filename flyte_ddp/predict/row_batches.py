@@ -1,0 +1,74 @@
+"""The rows of a new file in batches, with those rows left out that cannot be used."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.datasets.preprocessing import NUMBERED, PREPROCESSING
+from flyte_ddp.datasets.rows import MISSING
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets.table import name_targets, number_names
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading.encoded import BadSamples
+from flyte_ddp.predict.new_rows import load_preprocessing
+from flyte_ddp.predict.prediction_batches import Batch, SavedModel, hide_targets, read_prepared_split
+from flyte_ddp.text.formatting import format_count, join_first
+
+
+def read_row_batches(
+    model: SavedModel, table: str, batch_size: int | None, bad: BadSamples
+) -> Generator[Batch, None, None]:
+    """Yield the rows of a new file in batches of the model's inputs, with their truths where the file has them.
+
+    Rows that cannot be used are recorded in ``bad``, and count as samples that cannot be decoded.
+    """
+    new = load_preprocessing(model.sidecar).read(table)
+    every = new.ids if new.ids is not None else np.arange(len(new.places) + len(new.bad)).astype(str)
+    bad.names |= {f"row {every[place]}": reason for place, reason in new.bad.items()}
+    if len(new.bad) > bad.allowed or not len(new.places):
+        first = next(iter(new.bad))
+        problem = f"{len(new.bad):,} of {format_count(len(every), 'row')} cannot be predicted, such as {every[first]}"
+        fix = f"fill in what is missing, or set bad_samples={len(new.bad)} to leave them out"
+        raise UserError(f"{table}: {problem}: {new.bad[first]}; {fix}")
+    targets, names = name_new_targets(model, new.targets, table)
+    rows = {} if new.rows is None else {"test": new.rows}
+    data = SampleArrays(
+        table, new.inputs, None, new.inputs, targets, classes=names, test_ids=every[new.places], rows=rows
+    )
+    start = done = 0
+    for batch in read_prepared_split(model, data, batch_size):
+        done += len(batch.ids)
+        end = int(new.places[done]) if done < len(new.places) else len(every)  # with the bad rows after the last one
+        yield insert_bad_rows(batch, every[start:end].tolist(), [place not in new.bad for place in range(start, end)])
+        start = end
+
+
+def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) -> Batch:
+    """Return a batch of all rows between its rows, of which only the ``usable`` ones are decoded."""
+    if all(usable):
+        return batch
+    truths, targets = None, batch.targets
+    if batch.truths is not None:
+        found = iter(batch.truths)
+        truths = [next(found) if good else "" for good in usable]
+    if isinstance(targets, Tensor):
+        places = torch.tensor(usable).cumsum(0).sub(1).clamp(min=0).to(targets.device)
+        targets = hide_targets(targets[places], usable)
+    return batch._replace(ids=ids, truths=truths, decoded=usable, targets=targets)
+
+
+def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
+    """Return new rows' targets as the model numbers them, -1 where a class is unknown, and its classes' names."""
+    if targets is None:
+        return None, ()
+    values, classes = np.asarray(targets), tuple(model.classes)
+    if values.ndim != 1 or not classes:
+        return np.ascontiguousarray(values, dtype=np.float32), classes
+    declared = classes if model.sidecar[PREPROCESSING].get(NUMBERED) else ()
+    named = name_targets(values, declared, table)
+    if unknown := sorted({*named.tolist()}.difference(classes, [MISSING])):
+        raise UserError(f"{table}: the target {unknown[0]!r} is no class of the model: {join_first(classes)}")
+    return number_names(named, classes), classes

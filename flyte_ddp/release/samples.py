@@ -1,0 +1,90 @@
+"""Which samples a version was trained and judged on, by numbers that are the same for a sample on every night."""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.image_folder import ImageList
+from flyte_ddp.datasets.prepared import PreparedSet, order_test_split
+from flyte_ddp.datasets.rows import digest_bytes, digest_rows, digest_text, digest_texts, mix
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.files import replace_file
+from flyte_ddp.objectives.objective import mean_losses
+from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.samples.leaves import name_leaves
+
+SAMPLES = "samples.npz"  # of a version
+NOISE = 0.01  # share of a loss by which threads and devices may change the loss of a sample
+
+Digests = NDArray[np.uint64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedSamples:
+    """The samples of a version's training and judgement."""
+
+    trained: Digests  # [N], validation samples included; empty: not known
+    tested: Digests  # [n]; empty: not known
+    answers: Floats  # [n], what list_answers() returns
+
+    def write(self, path: Path) -> None:
+        with replace_file(path) as file:
+            np.savez_compressed(file, trained=self.trained, tested=self.tested, answers=self.answers)
+
+    @classmethod
+    def read(cls, content: bytes) -> "JudgedSamples":
+        with np.load(io.BytesIO(content)) as stored:
+            return cls(stored["trained"], stored["tested"], stored["answers"])
+
+
+def identify_judged(data: PreparedSet, found: Evaluation) -> JudgedSamples:
+    """Return the samples of a data set, on whose test split a model was evaluated."""
+    tested = digest_texts(found.ids) if isinstance(data, EncodedSet) else identify_samples(data, "test")
+    return JudgedSamples(identify_samples(data, "train"), tested, list_answers(found))
+
+
+def identify_samples(data: PreparedSet, side: str) -> Digests:
+    """Return a number for each sample of a side: by the id, else by the row or the inputs. Empty: not known.
+
+    Samples of shards, and of sets on demand, have no ids that are known without reading them.
+    """
+    if isinstance(data, EncodedSet):
+        if not isinstance(data.train, ImageList):
+            return np.empty(0, np.uint64)
+        order = order_test_split(data)
+        tests = order.samples(slice(0, len(order))) if data.test is None else np.empty(0, np.int64)
+        return digest_texts(np.delete(np.array(data.train.names), tests).tolist())
+    if not isinstance(data, SampleArrays):
+        return np.empty(0, np.uint64)
+    ids = getattr(data, f"{side}_ids")
+    if ids is not None:
+        return digest_texts(ids.tolist())
+    rows = data.load_rows(side)
+    if rows is not None:
+        return digest_rows(rows)
+    total = np.zeros(getattr(data, f"{side}_samples"), np.uint64)
+    for name, leaf in name_leaves(getattr(data, f"{side}_inputs")).items():
+        contents = [digest_bytes(np.ascontiguousarray(leaf[place]).tobytes()) for place in range(len(leaf))]
+        total += mix(np.array(contents, np.uint64) ^ digest_text(name))
+    return total
+
+
+def list_answers(found: Evaluation) -> Floats:
+    """Return a number of each sample [n] that depends on the model and the sample alone, of which more is better.
+
+    The number is 1 or 0 of a class that is right or wrong, else minus the loss. Scores will not do: a pseudo-value
+    depends on all samples of the split.
+    """
+    return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
+
+
+def find_changes(then: Floats, now: Floats) -> Floats:
+    """Return ``now`` minus ``then``, [n], without what rounding may have changed."""
+    changes = now - then
+    size = np.maximum(np.abs(then), np.abs(then).mean())
+    return np.where(np.abs(changes) <= NOISE * size, 0.0, changes)
