@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flyte_ddp.parallel.sharing import batches as batches
     from flyte_ddp.parallel.sharing import evaluation_batches as evaluation_batches
     from flyte_ddp.parallel.sharing import sum_over_ranks as sum_over_ranks
+    from flyte_ddp.predict.new_rows import load_preprocessing as load_preprocessing
     from flyte_ddp.predict.new_rows import read_new_rows as read_new_rows
     from flyte_ddp.release.promotion import load_champion as load_champion
     from flyte_ddp.run import Result as Result
@@ -45,7 +46,7 @@ NAMES = {  # by module
     "models.artifacts": ("load_model",),
     "parallel.exchange": ("across_ranks",),
     "parallel.sharing": ("batches", "evaluation_batches", "sum_over_ranks"),
-    "predict.new_rows": ("read_new_rows",),
+    "predict.new_rows": ("load_preprocessing", "read_new_rows"),
     "release.promotion": ("load_champion",),
     "results": ("results",),  # the module itself
     "run": ("Result", "run_training"),

@@ -16,6 +16,8 @@ from flyte_ddp.text.formatting import join_first
 
 SINGLE = "row"  # name of the column of rows that have no columns, such as a list of texts
 MISSING = ""  # a text column's value where a row has none
+SECONDS_OF_DAY = 86_400
+NUMBERS = (bool, int, float, np.number, np.bool_)
 MIXED = np.uint64(0x9E3779B97F4A7C15)  # Steele et al., "Fast splittable pseudorandom number generators", 2014
 
 
@@ -91,21 +93,24 @@ def describe_values(values: Any) -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
-        array = np.array([*map(str, values)])
+        return np.empty((len(values), 0))
     if array.dtype.kind in "biuf":
         return array.astype(np.float64)
     if array.dtype.kind in "mM":
-        days = array.astype(f"{array.dtype.kind}8[s]").astype(np.int64) / 86_400
-        return np.where(np.isnat(array), np.nan, days)
-    if array.ndim != 1:
-        return array
+        seconds = array.astype(f"{array.dtype.kind}8[s]").astype(np.int64)
+        return np.where(np.isnat(array), np.nan, seconds / SECONDS_OF_DAY)
+    return array if array.ndim != 1 else describe_objects(array)
+
+
+def describe_objects(array: NDArray[Any]) -> NDArray[Any]:
+    """Return values [n] of any types as numbers, if all known ones are numbers or dates, else as texts."""
     missing = np.array([is_missing(value) for value in array], dtype=bool)
     known = array[~missing].tolist()
-    if all(isinstance(value, (bool, int, float, np.number, np.bool_)) for value in known) and len(known):
+    if known and all(isinstance(value, NUMBERS) for value in known):
         numbers = np.full(len(array), np.nan)
         numbers[~missing] = known
         return numbers
-    if known and all(hasattr(value, "timestamp") or hasattr(value, "toordinal") for value in known):
+    if known and all(hasattr(value, "toordinal") for value in known):
         dates = np.full(len(array), np.datetime64("NaT"), "M8[s]")
         dates[~missing] = [np.datetime64(str(value)[:19]) for value in known]
         return describe_values(dates)

@@ -103,16 +103,12 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     chosen = {side: rows.take_rows(read, places) for side, places in sides.items()}
     goals = {side: rows.take_rows(targets, places) for side, places in sides.items()}
     fitted = table.fit(chosen["train"], goals["train"])
+    packed = pack_fitted(fitted) | {TABLE: spec, "rows": [*rows.list_columns(read)], NUMBERED: bool(table.classes)}
     inputs = {side: table.prepare(fitted, part) for side, part in chosen.items()}
     require_independent_rows(table, fitted, chosen["test"], inputs["test"], where)
     names = None if ids is None else np.array([*map(convert_id, ids)])
     parts = ((inputs[side], goals[side], None if names is None else names[sides[side]]) for side in sides)
-    packed = pack_fitted(fitted) | {
-        TABLE: spec,
-        "columns": columns.list_columns(inputs["train"]),
-        "rows": [*rows.list_columns(read)],
-        NUMBERED: bool(table.classes),
-    }
+    packed["columns"] = columns.list_columns(inputs["train"])
     try:
         return make_arrays(*parts, classes=classes, name=spec, packed=packed, rows=chosen)
     except UserError as error:
@@ -139,6 +135,9 @@ def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
         rule = "must return (rows, targets, ids), where targets and ids may be None"
         raise UserError(f"{where}: read() returned {type(returned).__name__}; it {rule}")
     found, targets, ids = (*returned, None)[:3]
+    if not hasattr(found, "__len__"):
+        rule = "rows must be a frame, an array, a dict of columns or a list"
+        raise UserError(f"{where}: read() returned {type(found).__name__} as rows; {rule}")
     samples = rows.count_rows(found)
     if not samples:
         raise UserError(f"{where}: read() found no row in {source!r}")

@@ -13,6 +13,7 @@ from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import REFERENCE, apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.samples import SAMPLES, identify_judged
 from flyte_ddp.run import Result
 
 DEFAULT = Policy()
@@ -38,9 +39,12 @@ class Gate:
         found = self.judge(model, data, policy)
         page = write_page(found, self.registry.name, self.folder / "page.html")
         beside = {page.name: page}
-        if found.challenger is not None and found.challenger.described:
+        if found.whole is not None:
+            beside[SAMPLES] = self.folder / SAMPLES
+            identify_judged(found.split, found.whole).write(beside[SAMPLES])
+        if found.whole is not None and found.whole.described:
             beside[REFERENCE] = self.folder / REFERENCE
-            write_reference(beside[REFERENCE], found.challenger.described)
+            write_reference(beside[REFERENCE], found.whole.described)
         version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

@@ -56,7 +56,7 @@ gradient, activation = spoils("gradient"), spoils("activation")
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is looked at a step later."""
-    monkeypatch.setattr(training_state, "LossWatch", lambda *of, a_step_later: LossWatch(*of, a_step_later=True))  # noqa: ARG005
+    monkeypatch.setattr(training_state, "LossWatch", lambda *of, a_step_later: LossWatch(*of, a_step_later=True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Data sets of rows by a user's class: what the library does with it, against scikit-learn by hand."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_tables
+import pandas as pd
+import pytest
+from own_tables import Plans, read_plans, write_plans
+from sklearn.preprocessing import StandardScaler
+
+from flyte_ddp import Table, fetch, split_by_id
+from flyte_ddp.datasets import SampleArrays, open_arrays
+from flyte_ddp.datasets.table import load_table
+from flyte_ddp.errors import UserError
+
+
+def load(found: type[Table], source: Path) -> SampleArrays:
+    return load_table("own:Data", found, str(source))
+
+
+def make(**members: Any) -> type[Table]:
+    """A table with other methods or values."""
+    return type("Data", (Plans,), members)
+
+
+def test_the_library_fits_to_the_training_rows_and_prepares_both_sides(tmp_path: Path) -> None:
+    source = write_plans(tmp_path / "plans.csv", 300)
+    folder = fetch("own_tables:Plans", str(source), tmp_path / "data", progress="off")
+    found = open_arrays(folder)
+    rows, targets, ids = read_plans(str(source))
+    train, test = split_by_id(ids, 0.4)
+    scaler = StandardScaler().fit(rows["size"][train, None])
+    for side, places in (("train", train), ("test", test)):
+        inputs = getattr(found, f"{side}_inputs")
+        np.testing.assert_allclose(inputs["size"], scaler.transform(rows["size"][places, None]), rtol=1e-5)
+        assert inputs["plan"].tolist() == ["bcde".index(plan) + 1 for plan in rows["plan"][places]]
+        assert [found.classes[number] for number in getattr(found, f"{side}_targets")] == [targets[at] for at in places]
+        assert getattr(found, f"{side}_ids").tolist() == [ids[at] for at in places]
+        assert found.load_rows(side)["plan"].tolist() == rows["plan"][places].tolist()
+    assert found.classes == ("no", "yes")
+    assert found.preprocessing["rows"] == ["plan", "size"]
+
+
+def test_ids_keep_their_side_when_rows_come_and_go() -> None:
+    ids = [f"c{number}" for number in range(5000)]
+    train, test = split_by_id(ids, 0.1)
+    assert sorted([*train, *test]) == [*range(5000)]
+    assert 430 < len(test) < 570, "four standard deviations around a tenth"
+    tests = {ids[place] for place in test}
+    fewer = ids[::-3]
+    assert {fewer[place] for place in split_by_id(fewer, 0.1)[1]} == tests & {*fewer}
+    numbers = pd.Series([7, 8, None, 9]).iloc[[0, 1, 3]]  # floats, as pandas makes them of ids with a gap
+    assert split_by_id(numbers, 0.5)[0].tolist() == split_by_id([7, 8, 9], 0.5)[0].tolist()
+    with pytest.raises(UserError, match=r"test=1\.5: must be a share between 0 and 1"):
+        split_by_id(ids, 1.5)
+
+
+def test_rows_without_ids_are_divided_by_their_content(tmp_path: Path) -> None:
+    source = write_plans(tmp_path / "plans.csv", 300)
+    found = load(make(read=lambda self, source: read_plans(source)[:2]), source)
+    assert found.train_ids is None
+    lines = source.read_text().splitlines()
+    source.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")  # the other way round
+    again = load(make(read=lambda self, source: read_plans(source)[:2]), source)
+    sizes = [{*each.load_rows("test")["size"].tolist()} for each in (found, again)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "classes", "names", "numbers"),
+    [
+        (["hot", "cold", "hot"], (), ("cold", "hot"), [1, 0, 1]),
+        ([True, False, True], (), ("False", "True"), [1, 0, 1]),
+        ([10, 9, 10], (), ("9", "10"), [1, 0, 1]),
+        ([1, 0, 1], ("low", "high"), ("low", "high"), [1, 0, 1]),
+        (["high", "low", "high"], ("low", "high"), ("low", "high"), [1, 0, 1]),
+        (pd.Series(["b", "a", "b"], dtype="category"), (), ("a", "b"), [1, 0, 1]),
+        ([0.5, 1.5, 2.5], (), (), [0.5, 1.5, 2.5]),
+    ],
+)
+def test_classes_go_by_name(targets: Any, classes: Any, names: Any, numbers: Any) -> None:
+    def read(self: Any, source: str) -> Any:
+        return {"x": np.arange(3.0)}, targets, ["a", "b", "c"]
+
+    members = {
+        "read": read,
+        "fit": Table.fit,
+        "prepare": lambda self, fitted, rows: rows["x"][:, None],
+        "classes": classes,
+    }
+    found = load(make(**members, is_test=lambda self, rows, ids: np.array([False, False, True])), Path("any"))
+    assert found.classes == names
+    assert [*found.train_targets, *found.test_targets] == numbers
+
+
+def mean_of_all(self: Any, fitted: Any, rows: Any) -> Any:
+    return {"x": (rows["size"] - rows["size"].mean())[:, None]}
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        (
+            {"prepare": mean_of_all},
+            r"prepare\(\) gives test row 0 other inputs beside other rows; it must use what fit",
+        ),
+        ({"prepare": lambda self, rows: rows}, r"prepare must take \(self, fitted, rows\)"),
+        ({"fit": lambda self, rows: rows}, r"fit must take \(self, rows, targets\)"),
+        ({"fit": lambda self, rows, targets: lambda row: row}, "cannot be pickled"),
+        ({"read": lambda self, source: [1, 2]}, r"read\(\) returned int as rows; rows must be a frame"),
+        ({"read": lambda self, source: ({"x": [1, 2]}, [0], None)}, r"read\(\) returned 2 rows and 1 targets"),
+        ({"read": lambda self, source: ({"x": [1, 2]}, None, None)}, "returned no targets; training needs them"),
+        ({"read": lambda self, source: ({"x": []}, [], None)}, r"read\(\) found no row in 'any'"),
+        ({"read": lambda self, source: ({"x": [1, 2]}, ["a", None], None)}, "row 1 has no target; leave such rows out"),
+        ({"classes": ["no"]}, "the target 'yes' is none of classes = no; correct one"),
+        ({"test": 0.0}, r"none of the \d+ rows is"),
+        (
+            {"is_test": lambda self, rows, ids: ids},
+            r"is_test\(\) returned .*; must return truth values for the 30 rows",
+        ),
+    ],
+)
+def test_a_wrong_table_is_refused_by_a_sentence(
+    members: dict[str, Callable[..., Any]], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words) as caught:
+        load(make(**members), write_plans(tmp_path / "any", 30).relative_to(tmp_path))
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_number_is_named_by_row_and_column(tmp_path: Path) -> None:
+    source = write_plans(tmp_path / "plans.csv", 30)
+    lines = source.read_text().splitlines()
+    cells = lines[1].split(",")
+    source.write_text("\n".join([lines[0], ",".join([*cells[:2], "", cells[3]]), *lines[2:]]) + "\n")
+    with pytest.raises(UserError, match=r"dataset='own:Data': (train|test)_inputs\['size'\]: row \d+ \(id '0-0'\)"):
+        load(Plans, source)
+
+
+def test_own_exceptions_go_through_with_their_type(tmp_path: Path) -> None:
+    def fail(self: Any, rows: Any, targets: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        load(make(fit=fail), write_plans(tmp_path / "plans.csv", 30))
+
+
+def test_texts_of_any_length_are_rows(tmp_path: Path) -> None:
+    """A tokenizer that was fitted, and inputs of different lengths."""
+
+    class Texts(Table):
+        test = 0.5
+
+        def read(self, source: str) -> Any:
+            with Path(source).open() as file:
+                rows = [*csv.reader(file)]
+            return [row[0] for row in rows], [row[1] for row in rows], None
+
+        def fit(self, rows: Any, targets: Any) -> Any:
+            return {
+                word: place for place, word in enumerate(sorted({word for text in rows for word in text.split()}), 1)
+            }
+
+        def prepare(self, fitted: Any, rows: Any) -> Any:
+            return [np.array([fitted.get(word, 0) for word in text.split()]) for text in rows]
+
+    (tmp_path / "texts.csv").write_text("".join(f"{'good ' * (n % 3 + 1)}day {n},{'ab'[n % 2]}\n" for n in range(40)))
+    found = load(Texts, tmp_path / "texts.csv")
+    assert found.train_samples + found.test_samples == 40
+    texts = found.load_rows("test")
+    assert [len(found.test_inputs[place]) for place in range(len(texts))] == [len(text.split()) for text in texts]
+    assert json.loads(json.dumps(found.preprocessing))["rows"] == ["row"]
+    assert own_tables.Plans is Plans

@@ -1,0 +1,149 @@
+"""The gate gives each model inputs of its own preprocessing: against predictions of the saved weights by hand."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gate import Gate
+from own_tables import PLANS, Model, read_plans, write_plans
+from training_runs import train_in
+
+from flyte_ddp import Hyperparameters, Table, fetch, split_by_id
+from flyte_ddp.release.policy import COMPARE, Policy
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.run import Result
+
+HP = Hyperparameters(
+    dataset="own_tables:Plans", model="own_tables:Model", epochs=6, batch_size=64, num_ranks=1, optimizer="adamw",
+    learning_rate=0.03, precision="fp32",
+)  # fmt: skip
+POLICY = Policy(export="off")
+
+
+def train(folder: Path, table: Path, **changes: object) -> Result:
+    hp = replace(HP, **changes)
+    data = fetch(hp.dataset, str(table), folder / "data", progress="off")
+    return train_in(folder / "run", hp, data)
+
+
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of runs: a good model, and a crippled one of the next night, when a row of a new plan came."""
+    folder = tmp_path_factory.mktemp("nights")
+    tables = {"first": write_plans(folder / "first.csv"), "second": write_plans(folder / "second.csv", first="a")}
+    for kind, dataset in (("table", "own_tables:Plans"), ("arrays", "own_tables:plans_by_arrays")):
+        train(folder / f"{kind}-first", tables["first"], dataset=dataset)
+        train(folder / f"{kind}-second", tables["second"], dataset=dataset, model="own_tables:Crippled")
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture
+def gate(tmp_path: Path, nights: dict[str, Path]) -> Iterator[Gate]:
+    return Gate({}, Registry(str(tmp_path / "registry"), "plans"), nights["table-first"] / "data", tmp_path)
+
+
+def count_right(run: Path, table: Path, trained_on: Path) -> tuple[int, int]:
+    """Of the test rows that were none of the training: right predictions of the saved weights, coded by hand."""
+    rows, targets, ids = read_plans(str(table))
+    _, tests = split_by_id(ids, 0.4)
+    _, known, known_ids = read_plans(str(trained_on))
+    training, _ = split_by_id(known_ids, 0.4)
+    assert not {ids[place] for place in tests} & {known_ids[place] for place in training}, "the split is stable"
+    assert known is not None
+    sizes = read_plans(str(trained_on))[0]["size"][training]
+    model = Model(2, {"size": (1,)})
+    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    codes = torch.tensor([PLANS.find(plan) + 1 for plan in rows["plan"]])
+    size = torch.tensor((rows["size"] - sizes.mean()) / sizes.std(), dtype=torch.float32)[:, None]
+    found = model(codes, size).argmax(1).numpy()
+    truth = np.array([target == "yes" for target in targets])
+    return int((found == truth)[tests].sum()), len(tests)
+
+
+def test_a_worse_model_is_kept_back_though_each_code_moved(gate: Gate, nights: dict[str, Path]) -> None:
+    first = gate.release(nights["table-first"] / "run", policy=POLICY).verdict
+    assert first.promotes
+    right, samples = count_right(nights["table-first"] / "run", nights["first.csv"], nights["first.csv"])
+    assert (first.challenger_score, first.samples) == (pytest.approx(right / samples), samples)
+    found = gate.release(nights["table-second"] / "run", nights["table-second"] / "data", POLICY).verdict
+    right, samples = count_right(nights["table-first"] / "run", nights["second.csv"], nights["first.csv"])
+    assert (found.champion_score, found.samples) == (pytest.approx(right / samples), samples)
+    assert found.decision == "keep"
+    assert found.challenger_score < 0.8 < found.champion_score
+    assert found.champion_at_release == first.challenger_score
+    assert f"had {first.challenger_score:.2%}".replace("%", "") in found.outcome
+    [check] = [check for check in found.checks if check.name.startswith("champion's answers")]
+    assert check.passed
+    assert check.value == 1.0, "the same answers on the same rows"
+
+
+def test_without_rows_nothing_is_compared_with_another_fit(gate: Gate, nights: dict[str, Path]) -> None:
+    data = nights["arrays-first"] / "data"
+    assert gate.release(nights["arrays-first"] / "run", data, POLICY).verdict.promotes
+    found = gate.release(nights["arrays-second"] / "run", nights["arrays-second"] / "data", POLICY).verdict
+    assert found.decision == "no_comparison"
+    mine, theirs = (
+        json.loads((nights[name] / "run/model.json").read_text())["preprocessing"]["sha256"][:12]
+        for name in ("arrays-first", "arrays-second")
+    )
+    assert f"made with preprocessing {theirs}, and the model was trained with preprocessing {mine}" in found.reason
+    assert "flyte_ddp.Table" in found.reason
+    again = gate.judge(nights["arrays-first"] / "run", data, POLICY).verdict
+    assert "champion's weights" in again.reason, "by the same fit models are compared"
+
+
+def test_the_same_rows_are_the_same_test_split_whatever_was_fitted(tmp_path: Path, nights: dict[str, Path]) -> None:
+    """Else each night would be the first look at another test split."""
+    table = write_plans(tmp_path / "grown.csv")
+    _, _, ids = read_plans(str(table))
+    _, tests = split_by_id(ids, 0.4)
+    lines = table.read_text().splitlines()
+    training = next(place for place in range(len(ids)) if place not in tests)
+    moved = lines[training + 1].split(",")
+    lines[training + 1] = ",".join([moved[0], "z", "5000", moved[3]])
+    table.write_text("\n".join(lines) + "\n")
+    data = fetch(HP.dataset, str(table), tmp_path / "data", progress="off")
+    before, now = (json.loads((each / "dataset.json").read_text()) for each in (nights["table-first"] / "data", data))
+    assert before["test_digest"] == now["test_digest"]
+    assert before["digest"] != now["digest"]
+    assert before["preprocessing"]["sha256"] != now["preprocessing"]["sha256"]
+
+
+class Halves(Table):
+    """The first half of a file is for training."""
+
+    def read(self, source: str) -> object:
+        return read_plans(source)
+
+    def is_test(self, rows: object, ids: list[str]) -> object:
+        return np.arange(len(ids)) >= len(ids) // 2
+
+
+def test_rows_that_the_champion_was_trained_on_are_left_out(
+    gate: Gate, nights: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a split that moves: the next night's file begins with new rows, and the champion's rows are tests."""
+    import own_tables
+
+    halves = type("Halves", (own_tables.Plans,), {"is_test": Halves.is_test, "__module__": "own_tables"})
+    monkeypatch.setattr(own_tables, "Halves", halves, raising=False)
+    first, second = write_plans(tmp_path / "1.csv", 600), write_plans(tmp_path / "2.csv", 200, seed=1)
+    second.write_text(second.read_text() + "\n".join(first.read_text().splitlines()[1:]) + "\n")
+    runs = [train(tmp_path / table.stem, table, dataset="own_tables:Halves") for table in (first, second)]
+    assert gate.release(runs[0].run_folder, tmp_path / "1/data", POLICY).verdict.promotes
+    # 800 rows, of which the last 400 are tests: 600 - 400 = 200 of these are not the champion's last 300, its tests.
+    found = gate.judge(runs[1].run_folder, tmp_path / "2/data", POLICY)
+    assert (found.verdict.seen, found.verdict.samples) == (100, 300)
+    [check] = [check for check in found.verdict.checks if check.name == "training samples of the champion"]
+    assert "100 of 400 test samples (25.0%)" in check.reason
+    assert "left out" in check.reason
+    right = found.champion
+    assert right is not None
+    assert right.samples == 300
+    assert [*right.ids] == [f"0-{row}" for row in range(300, 600)]
+    kept = gate.judge(runs[1].run_folder, tmp_path / "2/data", replace(POLICY, seen_samples=COMPARE)).verdict
+    assert (kept.seen, kept.samples) == (0, 400)
