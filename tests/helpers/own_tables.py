@@ -95,3 +95,18 @@ class Crippled(Model):
 
     def forward(self, plan: Tensor, size: Tensor) -> Tensor:
         return super().forward(plan.clamp(max=len(PLANS) - 1), size)
+
+
+def coded(source: str) -> SampleArrays:
+    """Points of two classes, numbered as "SEED-NAMES-CLASSES" says: NAMES "bare" gives no names to the numbers."""
+    seed, named, order = source.split("-")
+    random = np.random.default_rng(int(seed))
+    points = random.normal(size=(900, 3)).astype(np.float32)
+    names = ["cold", "hot"] if order == "cold" else ["hot", "cold"]
+    numbers = np.array([names.index("hot" if point.sum() > 0 else "cold") for point in points])
+    sides = ((points[part], numbers[part]) for part in (slice(600), slice(600, None)))
+    return arrays(*sides, classes=names if named == "named" else ())
+
+
+def points_model(num_classes: int, input_shape: Any) -> nn.Module:
+    return nn.Linear(3, num_classes)

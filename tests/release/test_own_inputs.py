@@ -4,15 +4,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from gate import Gate
 from own_tables import PLANS, Model, read_plans, write_plans
+from scipy.stats import binomtest
+from torch.nn import functional
 from training_runs import train_in
 
-from flyte_ddp import Hyperparameters, Table, fetch, split_by_id
+from flyte_ddp import Hyperparameters, Table, UserError, fetch, split_by_id
+from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.predict.prediction_batches import SavedModel, order_targets
+from flyte_ddp.release import checks
+from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import COMPARE, Policy
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
@@ -147,3 +155,91 @@ def test_rows_that_the_champion_was_trained_on_are_left_out(
     assert [*right.ids] == [f"0-{row}" for row in range(300, 600)]
     kept = gate.judge(runs[1].run_folder, tmp_path / "2/data", replace(POLICY, seen_samples=COMPARE)).verdict
     assert (kept.seen, kept.samples) == (0, 400)
+
+
+def train_points(folder: Path, source: str, **changes: object) -> Path:
+    """A run on points whose classes are numbered as ``source`` says."""
+    own = {"dataset": "own_tables:coded", "model": "own_tables:points_model", "num_ranks": 1, "precision": "fp32"}
+    hp = Hyperparameters(**{**own, "epochs": 4, "optimizer": "adamw", "learning_rate": 0.02, **changes})
+    data = fetch(hp.dataset, source, folder / f"data-{source}", progress="off")
+    return train_in(folder / f"run-{source}", hp, data).run_folder
+
+
+@pytest.fixture
+def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory; ``data_source`` names empty files there."""
+    monkeypatch.chdir(tmp_path)
+    for source in ("0-bare-cold", "0-bare-hot", "1-bare-hot", "0-named-cold", "0-named-hot"):
+        Path(source).write_text("")
+    return tmp_path
+
+
+def test_numbers_that_changed_places_compare_nothing(gate: Gate, points: Path) -> None:
+    """Classes without names: on the same samples, and on others, which the constant answer tells."""
+    first = gate.release(train_points(points, "0-bare-cold"), points / "data-0-bare-cold", POLICY).verdict
+    assert first.promotes
+    found = gate.judge(train_points(points, "0-bare-hot"), points / "data-0-bare-hot", POLICY).verdict
+    assert found.decision == "no_comparison"
+    assert found.champion_score == pytest.approx(1 - first.challenger_score)
+    assert found.look == 0, "no look is spent"
+    passed = {check.name: check.passed for check in found.checks}
+    assert not passed["champion's answers on samples of its release"]
+    assert not passed["champion not below a constant answer"]
+    elsewhere = gate.judge(train_points(points, "1-bare-hot"), points / "data-1-bare-hot", POLICY).verdict
+    assert elsewhere.decision == "no_comparison"
+    shown = {check.name: check for check in elsewhere.checks}
+    assert shown["champion's answers on samples of its release"].shown == "no sample in common"
+    assert "below a constant answer" in shown["champion not below a constant answer"].reason
+    assert found.constant_score == pytest.approx(max(first.constant_score or 0, 1 - (first.constant_score or 0)))
+
+
+def test_named_classes_in_another_order_are_compared(gate: Gate, points: Path) -> None:
+    first = gate.release(train_points(points, "0-named-cold"), points / "data-0-named-cold", POLICY).verdict
+    assert first.promotes
+    found = gate.judge(train_points(points, "0-named-hot", epochs=1), points / "data-0-named-hot", POLICY)
+    assert found.verdict.champion_score == pytest.approx(first.challenger_score)
+    assert found.verdict.decision == "keep"
+    by_name = {check.name: check for check in found.verdict.checks}
+    assert by_name["objective, classes and input"].passed
+    assert by_name["champion's answers on samples of its release"].value == 1.0
+
+
+def test_a_champion_that_never_was_above_a_constant_answer_blocks_nothing() -> None:
+    """As a person may have promoted it, such as for rare classes."""
+    objective = Classification(Facts(("a", "b")))
+    truth = torch.tensor([0] * 90 + [1] * 10)
+    logits = functional.one_hot(1 - truth, 2).float() * 5
+    found = Evaluation.from_batches(objective, [(logits, truth, 100)])
+    for was_above, passed in ((True, False), (False, True)):
+        check = checks.check_champion_above_constant(found, was_above=was_above)
+        assert check is not None
+        assert check.passed is passed
+        assert "90.00" in check.reason
+
+
+def test_answers_are_compared_as_mcnemars_test_does() -> None:
+    random = np.random.default_rng(0)
+    then = (random.random(400) < 0.9).astype(float)
+    now = then.copy()
+    now[:12] = 1 - now[:12]
+    gained, lost = int((now > then).sum()), int((now < then).sum())
+    check = checks.check_repeated_answers(then, now, classifies=True)
+    assert check.value == pytest.approx(binomtest(gained, gained + lost).pvalue)
+    assert check.passed
+    now[:40] = 0
+    assert not checks.check_repeated_answers(then, now, classifies=True).passed
+    losses = -random.exponential(size=400)
+    noisy = losses * (1 + random.uniform(-0.005, 0.005, 400))
+    assert checks.check_repeated_answers(losses, noisy, classifies=False).value == 1.0, "rounding is no change"
+    assert not checks.check_repeated_answers(losses, losses * 1.5, classifies=False).passed
+
+
+def test_labels_and_masks_are_compared_by_the_names_of_their_classes() -> None:
+    names = SimpleNamespace(classes=["a", "b", "c"])
+    labels = torch.tensor([[1.0, 0.0, float("nan")]])
+    ordered = order_targets(cast("SavedModel", names), "own", ["c", "a", "b"], labels)
+    np.testing.assert_array_equal(ordered, [[0.0, float("nan"), 1.0]])
+    masks = torch.tensor([[[0, 1], [2, 255]]])
+    assert order_targets(cast("SavedModel", names), "own", ["c", "a", "b"], masks).tolist() == [[[2, 0], [1, 255]]]
+    with pytest.raises(UserError, match="has the classes or labels c, a, d: the model has a, b, c"):
+        order_targets(cast("SavedModel", names), "own", ["c", "a", "d"], labels)

@@ -49,10 +49,15 @@ def make_champion(registry: Registry, profile: str) -> None:
 
 
 def validate(
-    tmp_path: Path, test_dataset: str = "image_folder:tests", dataset: str = "image_folder:pets", slices: str = ""
+    tmp_path: Path,
+    test_dataset: str = "image_folder:tests",
+    dataset: str = "image_folder:pets",
+    slices: str = "",
+    max_shift: float = 1.0,
 ) -> list[str]:
     """Run the task's function and return its warnings."""
-    hp, policy = Hyperparameters(dataset=dataset, test_dataset=test_dataset), Policy(slices=slices)
+    hp = Hyperparameters(dataset=dataset, test_dataset=test_dataset)
+    policy = Policy(slices=slices, max_shift=max_shift)
     found = validate_dataset.task_function(FlyteDirectory(str(tmp_path)), PROFILE, hp, "pets", policy)
     assert found.data.path == str(tmp_path)
     return list(found.warnings)
@@ -75,6 +80,21 @@ def test_other_data_than_the_champions(registry: Registry, tmp_path: Path, profi
     make_champion(registry, profile)
     [found] = validate(tmp_path)
     assert found.startswith(warning)
+
+
+def test_a_change_is_printed_whatever_shows_progress_and_a_policy_may_forbid_it(
+    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROGRESS", "off")
+    grown = {"colour modes": {"RGB": 960, "L": 40}}
+    make_champion(registry, replace(PROFILE, training=replace(EVEN, statistics=grown)).to_json())
+    assert validate(tmp_path) == [], "4 % is too little to tell"
+    assert capsys.readouterr().err == ""
+    with pytest.raises(
+        UserError, match=r"max_shift=0\.03: training split: colour modes differ .*raise max_shift in --p"
+    ):
+        validate(tmp_path, max_shift=0.03)
+    assert "warning: training split: colour modes differ from the champion's in 4%" in capsys.readouterr().err
 
 
 def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import plain_sets
 import pytest
 from encoded_runs import quiet
+from own_tables import write_plans
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import arrays, fetch
@@ -148,3 +149,23 @@ def test_items_on_demand(tmp_path: Path) -> None:
     changing = fetch("plain_sets:changing_texts", "", tmp_path / "changing", progress="off")
     with pytest.raises(UserError, match="changing_texts': test sample 9 has other content when it is read again"):
         compute_profile(changing, quiet(tmp_path))
+
+
+def test_columns_of_rows_are_compared_as_they_were_read(tmp_path: Path) -> None:
+    """By name, whatever was fitted: a unit that changed in a part of the rows, and a category that is new."""
+    first = write_plans(tmp_path / "first.csv")
+    champion = compute_profile(fetch("own_tables:Plans", str(first), tmp_path / "1", progress="off"))
+    again = write_plans(tmp_path / "again.csv", seed=1)
+    same = compute_profile(fetch("own_tables:Plans", str(again), tmp_path / "2", progress="off"))
+    assert not [*find_differences(same, champion)]
+    lines = [line.split(",") for line in again.read_text().splitlines()]
+    for place, line in enumerate(lines[1:]):
+        line[1] = "z" if place % 4 == 0 else line[1]
+        line[2] = f"{float(line[2]) * 1000}" if place % 11 == 0 else line[2]
+    again.write_text("".join(",".join(line) + "\n" for line in lines))
+    changed = compute_profile(fetch("own_tables:Plans", str(again), tmp_path / "3", progress="off"))
+    found = {each.text.partition(" differs")[0]: each for each in find_differences(changed, champion)}
+    names = [f"{split} split: column {name}" for split in ("training", "test") for name in ("plan", "size")]
+    assert sorted(found) == sorted(names)
+    assert found["training split: column size"].share == pytest.approx(1 / 11, abs=0.03)
+    assert "most in z: 2" in found["training split: column plan"].text
