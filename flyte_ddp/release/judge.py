@@ -239,7 +239,8 @@ def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evalua
     was_above = constant is None or sign * released.challenger_score > sign * constant
     added.append(checks.check_champion_above_constant(theirs, was_above=was_above))
     verdict.checks += [check for check in added if check is not None]
-    return "; ".join(check.reason for check in added if check is not None and not check.passed)
+    reasons = [check.reason for check in added if check is not None and not check.passed]
+    return "; ".join([*reasons, "find out what changed, or promote by hand"]) if reasons else ""
 
 
 def leave_out_seen(

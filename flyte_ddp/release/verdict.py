@@ -8,6 +8,7 @@ from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp.text.formatting import format_count, format_measure
 
+LISTED = 5  # changes of the data in an outcome
 PROMOTED, KEPT, NO_COMPARISON = "promote", "keep", "no_comparison"
 
 
@@ -56,12 +57,13 @@ class Verdict(DataClassJsonMixin):
     def outcome(self) -> str:
         """The reason, the champion's score at its release beside today's, and what changed in the data."""
         parts = [self.reason]
-        if self.champion_at_release is not None and self.champion_score:
+        if self.champion_at_release is not None and self.decision != NO_COMPARISON:
             now, then = (format_measure(self.measure, each) for each in (self.champion_score, self.champion_at_release))
             parts.append(f"the champion has {now} on these samples and had {then} at its release")
         if self.seen:
             parts.append(f"{format_count(self.seen, 'test sample')} of its training left out")
-        return "; ".join([*parts, *self.changes])
+        more = f"{len(self.changes) - LISTED} more changes of the data" if len(self.changes) > LISTED else ""
+        return "; ".join([*parts, *self.changes[:LISTED], *([more] if more else [])])
 
     def describe(self) -> str:
         promoted = "to be promoted" if self.look else "would be promoted"
