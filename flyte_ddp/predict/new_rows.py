@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +58,19 @@ class Preprocessing:
     fitted: Any
     packed: Mapping[str, Any]  # as in model.json
     takes: Mapping[str, Any]  # the model's input, as in model.json
-    where: str  # the beginning of messages
-    call: Any  # the user's Table, or the function prepare(preprocessing, source)
+
+    @property
+    def where(self) -> str:
+        """The beginning of messages."""
+        is_table = TABLE in self.packed
+        return f"dataset={self.packed[TABLE]!r}: prepare" if is_table else f"prepare={self.packed['prepare']!r}"
+
+    @cached_property
+    def call(self) -> Any:
+        """The user's Table, or the function prepare(preprocessing, source); imported at the first use."""
+        if spec := self.packed.get(TABLE):
+            return make_table(load_callable(spec), f"dataset={spec!r}")
+        return load_callable(self.packed["prepare"])
 
     def prepare(self, rows: Any) -> Leaves:
         """Return the model's inputs of rows: NumPy arrays of the types that the model takes.
@@ -119,7 +131,8 @@ class Preprocessing:
 def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocessing:
     """Return what was fitted for a model, with the user's code that makes inputs of rows.
 
-    Unpickles the object and imports the user's code, so trust ``model.json`` as you trust code.
+    Unpickles the object, and imports the user's code at the first use, so trust ``model.json`` as you trust code. Needs
+    no torch, unless the module of the user's Table imports it.
 
     Args:
         model_json: the path of the file, or its content, which ``load_model`` and ``load_champion`` return.
@@ -134,19 +147,14 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
     content = base64.b64decode(packed["pickle"])
     if hashlib.sha256(content).hexdigest() != packed["sha256"]:
         raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
-    spec = packed.get(TABLE) or packed["prepare"]
-    where = f"dataset={spec!r}: prepare" if TABLE in packed else f"prepare={spec!r}"
-    call: Any = load_callable(spec)
-    if TABLE in packed:
-        call = make_table(call, f"dataset={spec!r}")
     try:
-        fitted = StoredUnpickler(spec, content).load()
+        fitted = StoredUnpickler(packed.get(TABLE) or packed["prepare"], content).load()
     except Exception as error:  # whatever the user's own objects raise
         raise UserError(
             f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was made with "
             f"{packed['releases']}, and needs the modules that its objects come from"
         ) from error
-    return Preprocessing(fitted, packed, sidecar.get("input", {}), where, call)
+    return Preprocessing(fitted, packed, sidecar.get("input", {}))
 
 
 def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
