@@ -118,7 +118,7 @@ def judge_files(
     from flyte_ddp.predict.sample_columns import write_reference
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
-    from flyte_ddp.release.samples import SAMPLES, identify_judged
+    from flyte_ddp.release.samples import SAMPLES
 
     resources.check_expected_gpus(resources.count_gpus())
     with paths.make_dated_folder("verdicts") as folder:
@@ -130,7 +130,7 @@ def judge_files(
         if profile is not None:
             (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
             if judgement.whole is not None:
-                identify_judged(judgement.split, judgement.whole).write(folder / SAMPLES)
+                judgement.identify_samples().write(folder / SAMPLES)
                 if judgement.whole.described:
                     write_reference(folder / promotion.REFERENCE, judgement.whole.described)
     Deck("Verdict", page.read_text(encoding="ascii"))

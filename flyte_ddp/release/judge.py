@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import REFERENCE, VERDICT, download_version
 from flyte_ddp.release.registry import Entry, Registry, read_task, replay_promotions
-from flyte_ddp.release.samples import SAMPLES, JudgedSamples, identify_judged
+from flyte_ddp.release.samples import SAMPLES, Digests, JudgedSamples, identify_samples, identify_tested, list_answers
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
@@ -53,6 +54,17 @@ class Judgement:
     challenger: Evaluation | None = None  # the same, without samples that the champion was trained on
     champion: Evaluation | None = None  # None where nothing was compared
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class", "label", "slice": a check for each
+
+    @cached_property
+    def tested(self) -> Digests:
+        """A number for each sample of the test split that was evaluated; empty: not known."""
+        assert self.whole is not None
+        return identify_tested(self.split, self.whole)
+
+    def identify_samples(self) -> JudgedSamples:
+        """Return the samples of the challenger's training and of this judgement."""
+        assert self.whole is not None
+        return JudgedSamples(identify_samples(self.split, "train"), self.tested, list_answers(self.whole))
 
     def tell(self, text: str) -> None:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
@@ -230,9 +242,8 @@ def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evalua
     added, weights = list[Check | None](), [model.sidecar.get("class_weights") for model in (champion, judgement.model)]
     if SAMPLES in version.files and (theirs.classifies or weights[0] == weights[1]):
         judged = JudgedSamples.read(registry.read_version_file(version, SAMPLES))
-        today = identify_judged(judgement.split, theirs)
-        _, then, now = np.intersect1d(judged.tested, today.tested, return_indices=True)
-        answers = judged.answers[then], today.answers[now]
+        _, then, now = np.intersect1d(judged.tested, judgement.tested, return_indices=True)
+        answers = judged.answers[then], list_answers(theirs)[now]
         added.append(checks.check_repeated_answers(*answers, classifies=theirs.classifies))
     sign = 1 if is_higher_better(theirs.objective) else -1
     constant = released.constant_score if known else None
@@ -250,7 +261,7 @@ def leave_out_seen(
 
     ``versions`` are the versions of ``others`` by the same names. Adds a Check that names the samples' share.
     """
-    registry, verdict, tested = judgement.registry, judgement.verdict, identify_judged(judgement.split, ours).tested
+    registry, verdict, tested = judgement.registry, judgement.verdict, judgement.tested
     seen = np.zeros(ours.samples, dtype=np.bool_)
     for version in map(registry.read_version, versions.values()):
         if SAMPLES in version.files and len(tested):

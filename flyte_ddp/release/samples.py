@@ -42,10 +42,9 @@ class JudgedSamples:
             return cls(stored["trained"], stored["tested"], stored["answers"])
 
 
-def identify_judged(data: PreparedSet, found: Evaluation) -> JudgedSamples:
-    """Return the samples of a data set, on whose test split a model was evaluated."""
-    tested = digest_texts(found.ids) if isinstance(data, EncodedSet) else identify_samples(data, "test")
-    return JudgedSamples(identify_samples(data, "train"), tested, list_answers(found))
+def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
+    """Return a number for each sample of the test split that was evaluated, as :func:`identify_samples` does."""
+    return digest_texts(found.ids) if isinstance(data, EncodedSet) else identify_samples(data, "test")
 
 
 def identify_samples(data: PreparedSet, side: str) -> Digests:

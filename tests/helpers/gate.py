@@ -13,7 +13,7 @@ from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import REFERENCE, apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.samples import SAMPLES, identify_judged
+from flyte_ddp.release.samples import SAMPLES
 from flyte_ddp.run import Result
 
 DEFAULT = Policy()
@@ -41,7 +41,7 @@ class Gate:
         beside = {page.name: page}
         if found.whole is not None:
             beside[SAMPLES] = self.folder / SAMPLES
-            identify_judged(found.split, found.whole).write(beside[SAMPLES])
+            found.identify_samples().write(beside[SAMPLES])
         if found.whole is not None and found.whole.described:
             beside[REFERENCE] = self.folder / REFERENCE
             write_reference(beside[REFERENCE], found.whole.described)
