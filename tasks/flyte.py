@@ -56,6 +56,13 @@ def output_folder(path: Path) -> FlyteDirectory:
     return FlyteDirectory(str(path)) if is_in_pod() else FlyteDirectory(str(path), remote_directory=False)
 
 
+def download_from_folder(folder: FlyteDirectory, name: str) -> Path | None:
+    """Download one file that lies directly in a folder, and return its path; None if the folder has no such file."""
+    files = [each for each in FlyteDirectory.listdir(folder) if isinstance(each, FlyteFile)]
+    found = [each for each in files if Path(each.remote_source or each.path).name == name]
+    return Path(found[0].download()) if found else None
+
+
 class PickledFileTransformer(FlyteFilePathTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
     """Flytekit's transformer of PythonPickledFile, which also accepts zip files."""
 

@@ -9,13 +9,16 @@ from flytekit.types.directory import FlyteDirectory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import is_quickly_prepared
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
+from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set, identify_data
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 
 
 class CheckedInputs(NamedTuple):
-    """What training needs: all hyperparameters, the prepared data set, and the versions of the data and the run."""
+    """What training needs: all hyperparameters, the prepared data set, and the versions of the data and the run.
+
+    The run's version is empty if a finished run is taken in place of training.
+    """
 
     hp: Hyperparameters
     data: FlyteDirectory
@@ -34,12 +37,17 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
 @flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def check_inputs(
-    hp: Hyperparameters, kickoff_time: Optional[datetime] = None, engine: str = "", model_name: Optional[str] = None
+    hp: Hyperparameters,
+    kickoff_time: Optional[datetime] = None,
+    engine: str = "",
+    model_name: Optional[str] = None,
+    run: str = "",
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
     The engine is elastic, ray, dask, or empty for training in one pod. Data sets that are downloaded as a whole are
     prepared by the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
+    With a finished run, a folder or address, returns the run's own hyperparameters, and run_version is empty.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
@@ -48,7 +56,15 @@ def check_inputs(
         from flyte_ddp.release.registry import Registry
 
         Registry(paths.registry_address(), model_name)  # refuses a bad name
-    run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
+    if run:
+        from flyte_ddp.release.finished_run import FinishedRun
+
+        finished = FinishedRun.read(run)
+        finished.check_hyperparameters(hp)
+        finished.check_weights()
+        hp, run_version, data_version = finished.hp, "", identify_data(finished.hp)
+    else:
+        run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
         data = output_folder(find_or_fetch_data_set(*data_inputs, sample=hp.sample))

@@ -5,7 +5,6 @@ from typing import List, NamedTuple
 
 from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
@@ -18,7 +17,7 @@ from flyte_ddp.settings import read_settings
 from flyte_ddp.user_code.digest import package_digest
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
-from tasks.flyte import flyte_task
+from tasks.flyte import download_from_folder, flyte_task
 
 HELD_OUT = (
     "test_dataset is not set: the tenth that is held out for testing is another one when the data grow, and the "
@@ -83,6 +82,5 @@ def read_test_ids(data: FlyteDirectory) -> list[str]:
     """Download only the file of the user's ids of the test samples, and return them; [] without."""
     import numpy as np
 
-    files = [each for each in FlyteDirectory.listdir(data) if isinstance(each, FlyteFile)]
-    found = [each for each in files if Path(each.remote_source or each.path).name == "test_ids.npy"]
-    return [*map(str, np.load(found[0].download()))] if found else []
+    path = download_from_folder(data, "test_ids.npy")
+    return [*map(str, np.load(path))] if path else []

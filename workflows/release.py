@@ -5,13 +5,14 @@ Run it with ``pyflyte run workflows/release.py release_wf --model_name digits``.
 
 from datetime import datetime
 
-from flytekit import workflow
+from flytekit import conditional, workflow
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.run_inputs import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Released
+from tasks.finished_run import load_finished_run
 from tasks.preparation import check_inputs
 from tasks.release import Judged, carry_out_verdict, evaluate_version, judge_model, promote_version, roll_back_champion
 from tasks.training import train_model
@@ -25,10 +26,11 @@ def release_wf(
     hp: Hyperparameters = Hyperparameters(),
     policy: Policy = Policy(),
     kickoff_time: datetime = NO_SCHEDULE,
+    run: str = "",
 ) -> Released:
-    """Train a model, judge it against the champion, and promote it if it passes all checks.
+    """Train a model, or take a finished run's, judge it against the champion, and promote it if it passes all checks.
 
-    Returns the version that was trained, which the registry keeps in any case, the champion's version, and what was
+    Returns the model's version, which the registry keeps in any case, the champion's version, and what was
     decided and why. The deck of judge_model is a page with all checks.
 
     Args:
@@ -36,11 +38,18 @@ def release_wf(
         hp: What to train, on which data, and how. Fields that are left out have their defaults.
         policy: What the data must be like, and what the new model must show. Fields that are left out have defaults.
         kickoff_time: When a schedule started this, which the schedule fills in. Leave 1 January 1970: it means now.
+        run: Folder of a finished run to release without training, or its address, such as s3://bucket/runs/NAME.
     """
-    checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name)
+    checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name, run=run)
     profile = profile_dataset(data=checked.data, data_version=checked.data_version)
     valid = validate_dataset(data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy)
-    trained = train_model(hp=checked.hp, data=valid.data, run_version=checked.run_version)
+    trained = (
+        conditional("model")
+        .if_(checked.run_version == "")
+        .then(load_finished_run(run=run, data=valid.data))
+        .else_()
+        .then(train_model(hp=checked.hp, data=valid.data, run_version=checked.run_version))
+    )
     model = {"model_state": trained.model_state, "sidecar": trained.sidecar, "model_name": model_name}
     judged = judge_model(**model, data=valid.data, profile=profile, policy=policy, changes=valid.warnings)
     return carry_out_verdict(**model, verdict=judged.verdict, files=judged.files)

@@ -29,8 +29,17 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
         kickoff_time = datetime.now(UTC)
     run = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
     run_version = paths.add_folder_token(run, complete=paths.complete_interrupted_move(run))
+    return run_version, name_data(fingerprint)
+
+
+def identify_data(hp: Hyperparameters) -> str:
+    """Return the version of a training's data, the name of a folder; ask the data's origin, and write a local token."""
+    return name_data(fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset))
+
+
+def name_data(fingerprint: str) -> str:
     data = f"datasets/{fingerprint}"
-    return run_version, paths.add_folder_token(data, complete=fetching.is_whole(paths.resolve_folder(data)))
+    return paths.add_folder_token(data, complete=fetching.is_whole(paths.resolve_folder(data)))
 
 
 def find_or_fetch_data_set(

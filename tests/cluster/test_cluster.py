@@ -207,7 +207,10 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     first = run_release("release_wf", hp=weak)
     assert first["champion"] == first["version"]
     assert first["outcome"].startswith("promoted: there is no champion yet")
-    assert run_release("release_wf", hp=weak) == {**first, "outcome": "kept: it has the champion's weights"}
+    kept = {**first, "outcome": "kept: it has the champion's weights"}
+    assert run_release("release_wf", hp=weak) == kept
+    stored = f"{bucket}/cluster-test-models/{name}/versions/{first['version']}"  # has the files of a finished run
+    assert run_release("release_wf", run=stored) == kept
     second = run_release("release_wf", hp=good)
     assert second["outcome"].startswith("promoted: +"), second
     back = run_release("rollback_wf", reason="a test")

@@ -24,6 +24,6 @@ def check_inputs(cluster: Cluster, hp: Literal) -> Inputs:
     nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
     [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]
     bound = {binding.var: binding.binding for binding in node.inputs}
-    given = {"kickoff_time", "engine", "model_name"}
+    given = {"kickoff_time", "engine", "model_name", "run"}
     assert set(bound) == {"hp", *given}
     return {"hp": hp, **{name: Literal(scalar=bound[name].scalar) for name in given}}

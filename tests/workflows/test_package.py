@@ -26,6 +26,7 @@ from flyte_ddp.user_code.digest import library_digest, package_digest
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "verify_packed")))
 LIGHT = (CHECK,)
 JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version", "tasks.monitor.watch_champion")
+LOAD = "tasks.finished_run.load_finished_run"
 PROMOTING = tuple(f"tasks.release.{name}" for name in ("carry_out_verdict", "promote_version", "roll_back_champion"))
 ALARM = "tasks.monitor.raise_alarm"
 PROFILE, VALIDATE = (f"tasks.validation.{name}_dataset" for name in ("profile", "validate"))
@@ -62,7 +63,7 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
     }
     searching = {RUNG, REPORT, *(f"tasks.sweep.{name}" for name in ("plan_rung", "search"))}
     assert set(default.tasks) == {
-        *(*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, ALARM, PROFILE, VALIDATE),
+        *(*LIGHT, *DATA, PREDICT, *TRAINING, LOAD, *JUDGING, *PROMOTING, ALARM, PROFILE, VALIDATE),
         *searching,
     }
     assert set(default.workflows) == workflows

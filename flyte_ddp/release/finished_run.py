@@ -1,0 +1,89 @@
+"""A finished run, in a folder or at an address, whose model is released as it is."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from flyte_ddp import storage
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import SIDECAR, WEIGHTS, replace_file
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.release.registry import DAMAGED
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What the sidecar of a finished run says of the run."""
+
+    address: str  # of the run's folder
+    hp: Hyperparameters
+    data: str  # SHA-256 of the prepared data set
+    weights: str  # SHA-256 of model.pt
+
+    @classmethod
+    def read(cls, address: str) -> Self:
+        """Read the sidecar of the run in a folder; UserError if the folder holds no finished run of this release."""
+        if is_in_pod() and "://" not in address:
+            fix = "copy the folder to object storage, and give its address, such as s3://bucket/runs/NAME"
+            raise UserError(f"run={address!r}: is a folder of your machine, which pods do not reach; {fix}")
+        content = read_run_file(address, SIDECAR, storage.read_file)
+        try:
+            sidecar = json.loads(content)
+            hp, digests = json.dumps(sidecar["hyperparameters"]), sidecar["digests"]
+            return cls(address, Hyperparameters.from_json(hp), str(digests["data"]), str(digests["weights"]))
+        except UserError as error:
+            problem = f"{SIDECAR} has a hyperparameter that this release of the library refuses: {error.message}"
+        except DAMAGED:
+            problem = f"{SIDECAR} is damaged, or not the sidecar of a training of this library"
+        raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again")
+
+    def check_weights(self) -> None:
+        """Read model.pt whole; raise a UserError if it is missing, or not the one that the sidecar describes."""
+        digest = read_run_file(self.address, WEIGHTS, storage.hash_file)
+        if digest != self.weights:
+            raise UserError(
+                f"run={self.address!r}: {WEIGHTS} has the SHA-256 {digest[:12]}..., and {SIDECAR} describes "
+                f"{self.weights[:12]}...; both files must be of one run, so copy them again from its folder"
+            )
+
+    def check_hyperparameters(self, given: Hyperparameters) -> None:
+        """Raise a UserError if a field of ``given`` has another value than its default, and than the run's."""
+        for name, value in json.loads(given.json()).items():
+            if (trained := getattr(self.hp, name)) != value:
+                raise UserError(
+                    f"hp: has {name}={value!r}, but the model of run={self.address!r} was trained with {trained!r}; "
+                    "leave hp out, as the hyperparameters are those of the run"
+                )
+
+    def check_data(self, description: Path) -> None:
+        """Raise a UserError unless a prepared data set's dataset.json describes the data that the run was trained on."""
+        today = str(json.loads(description.read_bytes())["digest"])
+        if today != self.data:
+            named = f"dataset={self.hp.dataset!r}"
+            named += f", data_source={self.hp.data_source!r}" if self.hp.data_source else ""
+            raise UserError(
+                f"run={self.address!r}: was trained on data with the SHA-256 {self.data[:12]}..., and today's data of "
+                f"{named} have {today[:12]}...; a finished run is judged on the test split of its own data, so restore "
+                "them, or leave run out to train on today's"
+            )
+
+    def download(self, folder: Path) -> None:
+        """Download model.pt and model.json into a folder; UserError if that fails."""
+        for name in (WEIGHTS, SIDECAR):
+            with replace_file(folder / name, durable=False) as file:
+                read_run_file(self.address, name, partial(storage.download_file, file=file))
+
+
+def read_run_file(run: str, name: str, read: Any) -> Any:
+    """Return what ``read`` returns for a file of a run, with retries; UserError if that fails."""
+    try:
+        return storage.retry(storage.join(run, name), read)
+    except storage.MissingError:
+        fix = "give the folder of a finished run, which the training prints at its end"
+        raise UserError(f"run={run!r}: has no {name}; {fix}") from None
+    except storage.UnavailableError as failure:
+        problem = f"{name} cannot be read: {failure}; check the address and the rights"
+        raise failure.to_user_error(f"run={run!r}: {problem}") from None
