@@ -60,7 +60,7 @@ def evaluate_version(
     with TemporaryDirectory() as temporary:
         fetched = Path(temporary)
         if version:
-            model = promotion.download_version(registry, version, fetched)
+            model = promotion.download_version(registry, registry.complete_version(version), fetched)
         else:
             model = promotion.download_champion(registry, fetched)
         data = find_or_fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))

@@ -63,7 +63,7 @@ def promote_wf(model_name: str, version: str, reason: str) -> Released:
 
     Args:
         model_name: Name of the model in the registry.
-        version: Version to promote, as release_wf returns it: the SHA-256 of its weights.
+        version: Version to promote: the SHA-256 of its weights, or the first 12 digits or more.
         reason: Why, in your words.
     """
     return promote_version(model_name=model_name, version=version, reason=reason)
@@ -99,7 +99,7 @@ def evaluate_wf(
     Args:
         model_name: Name of the model in the registry.
         dataset: Data set on whose test split both models are judged, as in the hyperparameters.
-        version: Version to judge, as release_wf returns it: the SHA-256 of its weights. Empty judges the champion.
+        version: Version to judge: the SHA-256 of its weights, or the first 12 digits or more. Empty: the champion.
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
         test_dataset: Data set to judge on in place of the tenth of dataset that is held out.
         policy: What the version must show. Fields that are left out have their defaults.

@@ -59,7 +59,7 @@ class FinishedRun:
                 )
 
     def check_data(self, description: Path) -> None:
-        """Raise a UserError unless a prepared data set's dataset.json describes the data that the run was trained on."""
+        """Raise a UserError unless a prepared data set's dataset.json describes the data of the run."""
         today = str(json.loads(description.read_bytes())["digest"])
         if today != self.data:
             named = f"dataset={self.hp.dataset!r}"

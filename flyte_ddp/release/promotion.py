@@ -83,10 +83,11 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    Verifies all files of the version; the entry also makes it the best one. ``once``: returns such an entry of ``by``.
-    Raises a UserError for a missing version, the present champion, a blank reason, or if somebody else was faster.
+    ``version`` is a name of a version, or its first 12 or more digits. Verifies all files of the version. The entry
+    also makes the version the best one. With ``once`` returns an earlier such entry of ``by``. Raises a UserError for a
+    missing version, the present champion, a blank reason, or if somebody else was faster.
     """
-    history = registry.read_log()
+    version, history = registry.complete_version(version), registry.read_log()
     if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
         return earlier
     found, before = registry.read_version(version), history[-1] if history else None
@@ -107,6 +108,7 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
         return earlier
     standing, _ = replay_promotions(history)
     if len(standing) < 2:
+        registry.require_model()
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
     version = registry.read_version(target.version, target.manifest)
@@ -139,6 +141,7 @@ def find_champion(registry: Registry) -> Entry:
     """Return the log's entry that names the champion; UserError if there is no champion."""
     entry = registry.read_champion()
     if entry is None:
+        registry.require_model()
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
     return entry
 

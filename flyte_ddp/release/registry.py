@@ -23,7 +23,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -32,13 +32,14 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
-from flyte_ddp.text.formatting import describe_input
+from flyte_ddp.text.formatting import describe_input, join_first
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 MANIFEST = "manifest.json"
-DIGEST = re.compile(r"[0-9a-f]{64}")
+BEGINNING = re.compile(r"[0-9a-f]{12,64}")  # of a version's name
+MOST = 12  # versions that an error lists
 LISTED = re.compile(rf"(?:([0-9]+)/)?{re.escape(MANIFEST)}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
@@ -89,6 +90,41 @@ def check_model_name(name: str) -> None:
         )
 
 
+def check_registry_address(address: str) -> None:
+    if not address or storage.scheme(address) in ("http", "https"):
+        raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://; give one")
+
+
+@contextmanager
+def explain_failures(address: str, problem: str) -> Iterator[None]:
+    """Turn an UnavailableError of the block into a UserError for the registry; ``problem``: "m cannot be read"."""
+    try:
+        yield
+    except storage.UnavailableError as failure:
+        said = f"{problem}: {failure}; check the address and the rights"
+        raise failure.to_user_error(f"registry {address!r}: {said}") from None
+
+
+def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[Value]:
+    """Return what ``list_names`` returns, with retries; [] for a missing folder of this machine."""
+    try:
+        return storage.retry(folder, list_names)
+    except storage.MissingError:
+        if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
+            raise
+        return []
+
+
+def list_models(address: str) -> list[str]:
+    """Return the sorted names of all models in a registry; UserError if there are none, or they cannot be listed."""
+    check_registry_address(address)
+    with explain_failures(address, "its models cannot be listed"):
+        names = [name for name in list_folder(address, storage.list_folders) if NAME.fullmatch(name)]
+    if not names:
+        raise UserError(f"registry {address!r}: has no models; release one, or give another address")
+    return names
+
+
 def content_digest(content: Path | bytes) -> str:
     return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
@@ -111,8 +147,7 @@ class Registry:
 
     def __init__(self, address: str, name: str) -> None:
         check_model_name(name)
-        if not address or storage.scheme(address) in ("http", "https"):
-            raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://; give one")
+        check_registry_address(address)
         self.address, self.name = address, name
 
     def at(self, *parts: str) -> str:
@@ -122,14 +157,9 @@ class Registry:
     def entry_address(self, number: int) -> str:
         return self.at("log", f"{number:08}.json")
 
-    @contextmanager
-    def explain_failures(self, action: str) -> Iterator[None]:
+    def explain_failures(self, action: str) -> AbstractContextManager[None]:
         """Turn an UnavailableError of the block into a UserError: the registry cannot be ``action``, such as "read"."""
-        try:
-            yield
-        except storage.UnavailableError as failure:
-            said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
-            raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
+        return explain_failures(self.address, f"{self.name} cannot be {action}")
 
     def read_file(self, address: str, read: Callable[[str], Value]) -> Value | None:
         """Return what ``read`` does for a file, with retries; None if it is missing; UserError if it cannot be read."""
@@ -142,12 +172,39 @@ class Registry:
     def list_files(self, folder: str) -> list[str]:
         """Return the sorted relative paths of all files below a folder, but hidden local ones; [] if it is missing."""
         with self.explain_failures("listed"):
-            try:
-                return [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]
-            except storage.MissingError:
-                if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
-                    raise
-                return []
+            return [entry.name for entry in list_folder(folder, lambda of: [*storage.list_files(of)])]
+
+    def require_model(self) -> None:
+        """Raise a UserError that names the registry's models if this model is not one of them."""
+        if self.name not in (names := list_models(self.address)):
+            error = unknown_name_error("model", self.name, names, "the list of `python -m flyte_ddp.release list`")
+            raise UserError(f"registry {self.address!r}: {error.message}")
+
+    def list_versions(self) -> list[str]:
+        """Return the names of all versions, complete or not; UserError if there are none."""
+        with self.explain_failures("listed"):
+            names = list_folder(self.at("versions"), storage.list_folders)
+        if not names:
+            self.require_model()
+            raise UserError(f"registry {self.address!r}: {self.name} has no versions; release a model first")
+        return names
+
+    def complete_version(self, version: str) -> str:
+        """Return the name of the only version that begins with 12 or more hexadecimal digits, else raise UserError.
+
+        The digits may be in upper case, with blanks around them. The error lists the versions.
+        """
+        names, digits = self.list_versions(), version.strip().lower()
+        listed = f"{self.name} has {join_first((name[:12] for name in names), MOST)}"
+        if not BEGINNING.fullmatch(digits):
+            rule = "must be the SHA-256 of a version's weights, or at least its first 12 hexadecimal digits"
+            raise UserError(f"version {version!r}: {rule}; {listed}")
+        found = [name for name in names if name.startswith(digits)]
+        if not found:
+            raise UserError(f"version {version!r}: is no version of this model; {listed}")
+        if len(found) > 1:
+            raise UserError(f"version {version!r}: is the beginning of {' and '.join(found)}; give more digits")
+        return found[0]
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
         """Write a file if the address has none; return whether the address has this content now."""
@@ -267,11 +324,9 @@ class Registry:
     def find_version(self, name: str, manifest: str = "") -> Version | None:
         """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
 
-        ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if ``name`` is no
-        SHA-256, no revision has that ``manifest``, or the manifest is damaged.
+        ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if no revision has
+        that ``manifest``, or the manifest is damaged.
         """
-        if not DIGEST.fullmatch(name):
-            raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
         place = self.at("versions", name)
         manifests = map(LISTED.fullmatch, self.list_files(place))
         numbers = sorted((int(found[1] or 1) for found in manifests if found), reverse=True)

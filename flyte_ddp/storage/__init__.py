@@ -32,7 +32,7 @@ from flyte_ddp.storage.transfer import (
 __all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
 __all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
 __all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "hash_file", "list_files"]
-__all__ += ["open_file", "read_file", "retry", "stat_file", "write_file"]
+__all__ += ["list_folders", "open_file", "read_file", "retry", "stat_file", "write_file"]
 
 
 def select_storage(address: str) -> Any:
@@ -120,6 +120,15 @@ def list_files(address: str) -> Iterator[Entry]:
     """
     entries: Iterator[Entry] = select_storage(address).list_files(address)
     return entries
+
+
+def list_folders(address: str) -> list[str]:
+    """Return the sorted names of the folders directly in a folder or below a prefix, without hidden local ones.
+
+    Raises UnavailableError for a web server, and MissingError for a missing folder of this machine.
+    """
+    names: list[str] = select_storage(address).list_folders(address)
+    return names
 
 
 def write_file(address: str, content: bytes | Path) -> None:

@@ -46,6 +46,9 @@ def list_files(address: str) -> NoReturn:  # noqa: ARG001
     raise UnavailableError("an HTTP server has no list of its files")
 
 
+list_folders = list_files
+
+
 def write_file(address: str, *_: object, **__: object) -> NoReturn:
     raise UserError(f"address {address!r}: files of a web server can only be read; give a path, s3://, gs:// or az://")
 

@@ -91,6 +91,11 @@ def list_files(address: str) -> Iterator[Entry]:
         raise UnavailableError(f"{error.filename or root}: {error.strerror or error}") from None
 
 
+def list_folders(address: str) -> list[str]:
+    with translate_os_errors(), os.scandir(require_local_path(address)) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
 def walk_folder(root: Path) -> Iterator[Entry]:
     """Yield files in the order of the file system; OSError for what cannot be read, such as links in a circle."""
 

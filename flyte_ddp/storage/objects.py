@@ -66,6 +66,11 @@ def list_files(address: str) -> Iterator[Entry]:
     return (entry for entry in entries if entry.size or entry.name not in folders)
 
 
+def list_folders(address: str) -> list[str]:
+    found = call_with_store(address, lambda store, prefix: obstore.list_with_delimiter(store, prefix=prefix))
+    return sorted(prefix.rpartition("/")[2] for prefix in found["common_prefixes"])
+
+
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Upload an object, in parts if it is large; with ``create`` in one request (on S3 at most 5 GB), as a new one."""
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}

@@ -1,0 +1,190 @@
+"""What a registry holds, as lines of text for a terminal: its models, a version, the history of a model."""
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import SIDECAR
+from flyte_ddp.release.promotion import VERDICT, find_champion
+from flyte_ddp.release.registry import (
+    DAMAGED,
+    READERS,
+    ROLLBACK,
+    Entry,
+    Registry,
+    Version,
+    damaged_file_error,
+    list_models,
+    replay_promotions,
+)
+from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, Check, Verdict
+from flyte_ddp.text.formatting import format_count, format_measure, name_measure
+
+WIDTH = 100  # characters of a line
+NARROWEST = 30  # characters that the last column has at least
+DIGITS = 12  # of a SHA-256 that are shown
+NONE = "-"
+
+
+def describe_models(address: str) -> list[str]:
+    """Return the lines that list a registry's models, each with its champion; UserError if there are no models."""
+    with ThreadPoolExecutor(READERS) as pool:
+        rows = [*pool.map(partial(describe_model, address), list_models(address))]
+    return [f"registry {address}", "", *format_table(("model", "champion", "score", "since (UTC)", "versions"), rows)]
+
+
+def describe_model(address: str, name: str) -> tuple[str, ...]:
+    """Return the row of a model, which says what is wrong if the model cannot be read."""
+    registry = Registry(address, name)
+    try:
+        versions, entry = len(registry.list_versions()), registry.read_champion()
+        if entry is None:
+            return name, "none", NONE, NONE, f"{versions}, none was promoted"
+        verdict = read_verdict(registry, registry.read_version(entry.version, entry.manifest))
+        return name, entry.version[:DIGITS], format_score(verdict), format_time(entry.time), f"{versions}"
+    except UserError as error:
+        return name, NONE, NONE, NONE, error.message
+
+
+def describe_version(registry: Registry, version: str = "") -> list[str]:
+    """Return the lines about a version, by default the champion: verdict, checks, scores, hyperparameters and files."""
+    name = registry.complete_version(version) if version else find_champion(registry).version
+    history = registry.read_log()
+    entries = [entry for entry in history if entry.version == name]
+    found = registry.read_version(name, entries[-1].manifest if entries else "")
+    verdict, sidecar = read_verdict(registry, found), json.loads(registry.read_version_file(found, SIDECAR))
+    trained, metrics = sidecar.get("hyperparameters", {}), sidecar.get("metrics", {})
+    defaults = Hyperparameters().to_dict()
+    measures = {key.removeprefix("test_"): value for key, value in metrics.items() if key.startswith("test_")}
+    facts = [
+        ("version", f"{name} of {registry.name}"),
+        ("state", describe_state(name, history, verdict)),
+        *(("log", describe_entry(entry, history)) for entry in entries),
+        *describe_verdict(verdict),
+        ("measures", ", ".join(f"{name_measure(key)} {format_measure(key, value)}" for key, value in measures.items())),
+        ("trained on", f"{trained.get('dataset', NONE)}, data {sidecar.get('digests', {}).get('data', NONE)[:DIGITS]}"),
+        ("with", ", ".join(f"{key}={value}" for key, value in trained.items() if value != defaults.get(key))),
+        ("releases", ", ".join(f"{key} {value}" for key, value in sidecar.get("versions", {}).items())),
+        ("folder", registry.at(found.folder)),
+    ]
+    lines = [*format_table((), [fact for fact in facts if fact[1]])]
+    if verdict is not None and verdict.checks:
+        lines += ["", *format_table(("check", "", "value"), [describe_check(check) for check in verdict.checks])]
+    return [*lines, "", *format_table(("file", "SHA-256"), [*found.files.items()])]
+
+
+def describe_history(registry: Registry) -> list[str]:
+    """Return the lines about a model's history: the log's entries, oldest first, and then all versions."""
+    names, history = registry.list_versions(), registry.read_log()
+    with ThreadPoolExecutor(READERS) as pool:
+        log = [*pool.map(partial(describe_log_entry, registry, history), history)]
+        found = [version for version in pool.map(registry.find_version, names) if version is not None]
+        versions = [*pool.map(partial(describe_stored_version, registry, history), found)]
+    return [
+        f"{registry.name} in registry {registry.address}",
+        "",
+        *format_table(("entry", "action", "time (UTC)", "champion", "score", "by whom, and why"), log),
+        "",
+        *format_table(("version", "judged (UTC)", "score", "state"), sorted(versions, key=lambda row: row[1])),
+    ]
+
+
+def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -> tuple[str, ...]:
+    """Return the row of an entry, without a score if the version's verdict cannot be read."""
+    verdict = None
+    with suppress(UserError):
+        verdict = read_verdict(registry, registry.read_version(entry.version, entry.manifest))
+    shown = f"{entry.number}", entry.action, format_time(entry.time), entry.version[:DIGITS], format_score(verdict)
+    return *shown, describe_reason(entry, history)
+
+
+def describe_stored_version(registry: Registry, history: list[Entry], version: Version) -> tuple[str, ...]:
+    verdict = read_verdict(registry, version)
+    judged = format_time(verdict.time) if verdict else NONE
+    return version.name[:DIGITS], judged, format_score(verdict), describe_state(version.name, history, verdict)
+
+
+def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> str:
+    """Return whether a version is the champion, was it, was taken back, or was kept back, and why."""
+    _, taken_back = replay_promotions(history)
+    if history and history[-1].version == name:
+        return "champion"
+    if back := taken_back.get(name):
+        return f"taken back by {back.by} by entry {back.number}: {back.reason}"
+    if numbers := [entry.number for entry in history if entry.version == name]:
+        return f"was champion by entry {numbers[-1]}"
+    if verdict is None:
+        return "never promoted"
+    kept = {KEPT: "kept back", NO_COMPARISON: "no comparison"}.get(verdict.decision, "not promoted")
+    return f"{kept}: {verdict.reason}"
+
+
+def describe_entry(entry: Entry, history: list[Entry]) -> str:
+    return f"entry {entry.number}, {entry.action}, {format_time(entry.time)} UTC, {describe_reason(entry, history)}"
+
+
+def describe_reason(entry: Entry, history: list[Entry]) -> str:
+    """Return who has written an entry and why; of a rollback also which version is taken back."""
+    undone = f" takes {history[entry.number - 2].version[:DIGITS]} back" if entry.action == ROLLBACK else ""
+    return f"{entry.by}{undone}: {entry.reason}"
+
+
+def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
+    """Yield the facts of a verdict, each with its name."""
+    if verdict is None:
+        return
+    yield "verdict", verdict.describe()
+    look = f", look {verdict.look} at the test split {verdict.test_digest[:DIGITS]}" if verdict.look else ""
+    level = f", alpha {verdict.alpha:.4g}" if verdict.alpha else ""
+    yield "judged", f"{format_time(verdict.time)} UTC, {format_count(verdict.samples, 'sample')}{look}{level}"
+    score = format_score(verdict)
+    if verdict.champion and verdict.samples:
+        champion = format_measure(verdict.measure, verdict.champion_score)
+        score += f"; the champion of then, {verdict.champion[:DIGITS]}, had {champion}"
+    yield "score", score
+
+
+def describe_check(check: Check) -> tuple[str, str, str]:
+    result = ("holds" if check.passed else "fails") if check.rule or not check.passed else ""
+    limit = f" (must be: {check.rule})" if check.rule else ""
+    return check.name, result, f"{check.shown}{limit}{'' if check.passed else f': {check.reason}'}"
+
+
+def read_verdict(registry: Registry, version: Version) -> Verdict | None:
+    """Return the verdict that is stored with a version; None if none is."""
+    if VERDICT not in version.files:
+        return None
+    content = registry.read_version_file(version, VERDICT)
+    try:
+        return Verdict.from_json(content)
+    except DAMAGED:
+        raise damaged_file_error(registry.file_address(version, VERDICT)) from None
+
+
+def format_score(verdict: Verdict | None) -> str:
+    if verdict is None or not verdict.samples:
+        return NONE
+    return f"{name_measure(verdict.measure)} {format_measure(verdict.measure, verdict.challenger_score)}"
+
+
+def format_time(time: str) -> str:
+    """Return an ISO time to the minute, with a blank in it."""
+    return time[:16].replace("T", " ")
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yield aligned lines of up to WIDTH characters; the last column is wrapped, and is at least NARROWEST wide."""
+    table = [row for row in (header, *rows) if row]
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
+    indent = " " * sum(width + 2 for width in widths)
+    room = max(NARROWEST, WIDTH - len(indent))
+    for row in table:
+        start = "".join(f"{text:<{width}}  " for text, width in zip(row, widths, strict=False))
+        lines = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(lines or [""]):
+            yield f"{start if number == 0 else indent}{line}".rstrip().replace("\N{NO-BREAK SPACE}", " ")
