@@ -26,6 +26,7 @@ IDENTITY = (
         pytest.param(f"import {LAUNCHER}", ("torch", "wandb"), id="what starts ranks"),
         pytest.param("import flyte_ddp.loops.run_ranks", ("numpy", *HEAVY), id="what starts ranks of own functions"),
         pytest.param(IDENTITY, ("torch", "torchvision"), id="what identifies a run with torchvision's weights"),
+        pytest.param("import flyte_ddp.release.__main__", ("scipy", "flytekit", *HEAVY), id="what reads a registry"),
         pytest.param("import flyte_ddp", ("numpy", "torch", "flytekit"), id="the package"),
     ],
 )

@@ -29,6 +29,7 @@ WIDTH = 100  # characters of a line
 NARROWEST = 30  # characters that the last column has at least
 DIGITS = 12  # of a SHA-256 that are shown
 NONE = "-"
+LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom, and why")
 
 
 def describe_models(address: str) -> list[str]:
@@ -83,12 +84,11 @@ def describe_history(registry: Registry) -> list[str]:
     names, history = registry.list_versions(), registry.read_log()
     with ThreadPoolExecutor(READERS) as pool:
         log = [*pool.map(partial(describe_log_entry, registry, history), history)]
-        found = [version for version in pool.map(registry.find_version, names) if version is not None]
-        versions = [*pool.map(partial(describe_stored_version, registry, history), found)]
+        versions = [*pool.map(partial(describe_stored_version, registry, history), names)]
     return [
         f"{registry.name} in registry {registry.address}",
         "",
-        *format_table(("entry", "action", "time (UTC)", "champion", "score", "by whom, and why"), log),
+        *(format_table(LOG_COLUMNS, log) if log else ["nothing was promoted yet"]),
         "",
         *format_table(("version", "judged (UTC)", "score", "state"), sorted(versions, key=lambda row: row[1])),
     ]
@@ -103,10 +103,14 @@ def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -
     return *shown, describe_reason(entry, history)
 
 
-def describe_stored_version(registry: Registry, history: list[Entry], version: Version) -> tuple[str, ...]:
-    verdict = read_verdict(registry, version)
+def describe_stored_version(registry: Registry, history: list[Entry], name: str) -> tuple[str, ...]:
+    """Return the row of a version, which says what is wrong if the version cannot be read."""
+    try:
+        verdict = read_verdict(registry, registry.read_version(name))
+    except UserError as error:
+        return name[:DIGITS], NONE, NONE, error.message
     judged = format_time(verdict.time) if verdict else NONE
-    return version.name[:DIGITS], judged, format_score(verdict), describe_state(version.name, history, verdict)
+    return name[:DIGITS], judged, format_score(verdict), describe_state(name, history, verdict)
 
 
 def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> str:

@@ -1,6 +1,7 @@
 """Versions in the registry and promotions: nothing half written counts, and a person's word does."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +38,7 @@ def judged(model: Path, **values: Any) -> Verdict:
 
 def trained(folder: Path) -> Path:
     """Files that a registry takes for a model's, with the verdict and its page; weights differ by the folder's name."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / WEIGHTS).write_text(folder.name)
     takes = {"channels": 1, "height": 8, "width": 8}
     sidecar = {"model": "small_cnn", "classes": ["a", "b"], "input": takes, "digests": {"weights": "w"}}
@@ -202,18 +203,19 @@ def test_a_person_can_promote_only_what_is_whole(local: Registry, tmp_path: Path
 
 
 def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
+    names = store_all(registry, tmp_path, "one", "two", "three")
     with pytest.raises(UserError, match="model has no champion; promote a version first"):
         download_champion(registry, tmp_path / "fetched")
     with pytest.raises(UserError, match=r"there is no champion before the present one; nothing was changed"):
         roll_back_champion(registry, "why", by="me")
-    names = store_all(registry, tmp_path, "one", "two", "three")
     for name in names:
         promote_version(registry, name, "I say so", by="me")
     for version, reason, said in (
         (names[2], "again", "is the champion already, since 20"),
         (names[0], " ", "reason='': must say why"),
-        ("latest", "why", "must be the SHA-256 of its weights, 64 hexadecimal digits"),
-        ("0" * 64, "why", f"has no complete version {'0' * 64}: there is no manifest.json"),
+        ("latest", "why", "must be the SHA-256 of a version's weights, or at least its first 12 hexadecimal digits"),
+        (names[0][:11], "why", f"must be .*; model has {', '.join(sorted(name[:12] for name in names))}"),
+        ("0" * 64, "why", "is no version of this model; model has "),
     ):
         with pytest.raises(UserError, match=said):
             promote_version(registry, version, reason, by="me")
@@ -226,6 +228,43 @@ def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
     assert [(entry.by, entry.best) for entry in log] == [("me", entry.version) for entry in log]
     weights, _ = download_champion(registry, tmp_path / "fetched")
     assert weights.read_bytes() == b"one"
+
+
+def test_a_version_is_known_by_its_first_digits(registry: Registry, tmp_path: Path) -> None:
+    names = store_all(registry, tmp_path, "one", "two")
+    given = (names[0][:12], names[1][:40].upper(), f" {names[0]}\n", f"{names[1][:12]} ")
+    for version, expected in zip(given, (*names, *names), strict=True):
+        assert promote_version(registry, version, "why", by="me").version == expected
+    assert promote_version(registry, names[0][:12], "why", by="once", once=True).number == 5
+    assert promote_version(registry, names[0][:12], "why", by="once", once=True).number == 5
+
+
+def test_digits_of_two_versions_are_refused(local: Registry) -> None:
+    """No two digests of real files begin with the same twelve digits."""
+    names = ["a" * 12 + end * 52 for end in "bc"]
+    for name in names:
+        Path(local.at("versions", name)).mkdir(parents=True)
+    with pytest.raises(UserError, match=f"is the beginning of {names[0]} and {names[1]}; give more digits"):
+        promote_version(local, "a" * 12, "why", by="me")
+    with pytest.raises(UserError, match=f"has no complete version {names[1]}: there is no manifest.json in it"):
+        promote_version(local, names[1][:13], "why", by="me")
+
+
+@pytest.mark.parametrize("address", ["folder", "S3"], indirect=True)
+@pytest.mark.parametrize("use", [download_champion, promote_version, roll_back_champion])
+def test_a_model_that_is_not_there_is_named(
+    use: Callable[..., Any], address: str, registry: Registry, tmp_path: Path
+) -> None:
+    given: dict[Any, tuple[Any, ...]] = {promote_version: ("0" * 64, "why"), roll_back_champion: ("why",)}
+    arguments = given.get(use, (tmp_path,))
+    by = {"by": "me"} if use in given else {}
+    with pytest.raises(UserError, match="has no models; release one, or give another address"):
+        use(registry, *arguments, **by)
+    for name in ("model", "digits"):
+        store_all(Registry(address, name), tmp_path / name, "one")
+    said = "unknown model 'Model': did you mean 'model'\\? choose one of digits, model"
+    with pytest.raises(UserError, match=said):
+        use(Registry(address, "Model"), *arguments, **by)
 
 
 @pytest.mark.parametrize(

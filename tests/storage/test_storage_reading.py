@@ -156,6 +156,9 @@ def test_lists_of_folders_follow_links_and_leave_out_hidden_files(tmp_path: Path
         names_in(str(root))
     with pytest.raises(MissingError, match="no such directory"):
         names_in(str(root / "z"))
+    assert storage.list_folders(str(root)) == storage.list_folders(f"file://{root}/") == ["one", "two"]
+    with pytest.raises(MissingError, match="no such file"):
+        storage.list_folders(str(root / "z"))
 
 
 @two_remote

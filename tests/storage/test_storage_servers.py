@@ -38,8 +38,11 @@ def test_with_the_right_key_a_list_has_all_pages() -> None:
     found = [(entry.name, entry.size) for entry in storage.list_files("s3://many/in")]
     assert found == [(name, len(content)) for name, content in MANY.items()]
     assert storage.read_file("s3://many/in/1204.jpg") == b"1204"
-    with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
-        list(storage.list_files("s3://no-such-bucket/in"))
+    assert storage.list_folders("s3://many") == storage.list_folders("s3://many/") == ["in"]
+    assert storage.list_folders("s3://many/in") == storage.list_folders("s3://few/nothing") == []
+    for list_names in (storage.list_files, storage.list_folders):
+        with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
+            [*list_names("s3://no-such-bucket/in")]
 
 
 def test_a_server_with_a_certificate_of_its_own(keyed: S3Server, tmp_path: Path, monkeypatch) -> None:

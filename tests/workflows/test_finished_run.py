@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 from cli import ROOT, Ended, pyflyte
+from click.testing import CliRunner
 from flyteidl.core.literals_pb2 import Literal
 from packaged import Package
 from pod import BUCKET, Cluster
@@ -18,6 +19,7 @@ from s3_server import S3Server, s3_server
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.files import file_digest
+from flyte_ddp.release.__main__ import release as commands
 
 pytestmark = pytest.mark.slow
 TRAINING, RELEASE = (str(ROOT / f"workflows/{name}.py") for name in ("training", "release"))
@@ -54,8 +56,12 @@ class Trained:
         """When the weights of each run were written."""
         return {path: path.stat().st_mtime_ns for path in (self.folder / "runs").glob("*/model.pt")}
 
+    @property
+    def registry(self) -> Path:
+        return self.folder / "runs/registry"
+
     def verdict(self, name: str) -> dict[str, Any]:
-        [path] = (self.folder / "runs/registry" / name).glob("versions/*/verdict.json")
+        [path] = (self.registry / name).glob("versions/*/verdict.json")
         return {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
 
 
@@ -94,6 +100,12 @@ def test_a_finished_run_is_released_as_if_it_had_just_been_trained(trained: Trai
     [new] = trained.weights().keys() - before.keys()
     assert trained.verdict("hot") == trained.verdict("anew")
     shutil.rmtree(new.parent)
+    shown = CliRunner().invoke(commands, ["show", "hot", digest[:12], "--registry", str(trained.registry)])
+    assert shown.exit_code == 0, shown.output
+    accuracy = json.loads((trained.run / "model.json").read_text())["metrics"]["test_accuracy"]
+    assert shown.output.startswith(f"version     {digest} of hot\nstate       champion\n")
+    assert f"\nscore       accuracy {100 * accuracy:.2f} %\n" in shown.output
+    assert "dataset=table:data, data_source=t.csv, model=table:model" in shown.output
 
 
 def test_a_finished_run_is_released_by_its_address(trained: Trained, server: S3Server) -> None:
@@ -129,7 +141,7 @@ def test_other_data_than_the_runs_are_refused(trained: Trained) -> None:
     assert said in refused.panel
     assert "restore them, or leave run out to train on today's" in refused.panel
     assert trained.weights() == before
-    assert not (trained.folder / "runs/registry/later").exists()
+    assert not (trained.registry / "later").exists()
 
 
 def altered(folder: Path, **values: Any) -> str:

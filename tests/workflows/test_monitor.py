@@ -78,7 +78,10 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
     [
         (("--model_name", "../x", "--window", '{"dataset": "digits"}'), "model name '../x': must be letters, digits"),
         (("--model_name", "x"), "images='', dataset='', table='': give exactly one of the three"),
-        (("--model_name", "x", "--window", '{"dataset": "digits"}'), "x has no champion; promote a version first"),
+        (
+            ("--model_name", "x", "--window", '{"dataset": "digits"}'),
+            "has no models; release one, or give another address",
+        ),
         (("--model_name", "x", "--window", '{"image": "y"}'), "unknown window setting 'image': did you mean 'images'?"),
         (
             ("--model_name", "x", "--window", '{"hours_back": 1000000000}'),

@@ -38,8 +38,9 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     assert "Only the challenger is right" in (ROOT / page / "verdict.html").read_text()
     back = released(run("rollback_wf", "--reason", "a test"))
     assert back["champion"] == first["version"]
-    assert released(run("promote_wf", "--version", second["version"], "--reason", "x"))["champion"] == second["version"]
-    judged = run("evaluate_wf", "--version", first["version"], "--dataset", "digits")
+    promoted = run("promote_wf", "--version", second["version"][:12], "--reason", "x")
+    assert released(promoted)["champion"] == second["version"]
+    judged = run("evaluate_wf", "--version", first["version"][:12].upper(), "--dataset", "digits")
     assert judged.exit_code == 0, judged.output
     assert "the champion is kept: " in judged.output
     version = tmp_path / "runs/registry/digits/versions" / second["version"]
@@ -64,7 +65,13 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     [
         ("release_wf", (), "model name '': must be letters, digits"),
         ("rollback_wf", ("--model_name", "../x", "--reason", "y"), "model name '../x': must be letters, digits"),
-        ("promote_wf", ("--model_name", "x", "--version", "1", "--reason", "y"), "version '1': must be the SHA-256"),
+        ("promote_wf", ("--model_name", "x", "--version", "1", "--reason", "y"), "has no models; release one, or give"),
+        ("rollback_wf", ("--model_name", "x", "--reason", "y"), "has no models; release one, or give another address"),
+        (
+            "evaluate_wf",
+            ("--model_name", "x", "--version", "1", "--dataset", "digits"),
+            "has no models; release one, or",
+        ),
         ("release_wf", ("--model_name", "x", "--policy", '{"alpha": 2}'), "alpha=2.0: must be below 0.5"),
     ],
 )
