@@ -17,7 +17,7 @@ from tasks.flyte import flyte_task, output_folder
 class CheckedInputs(NamedTuple):
     """What training needs: all hyperparameters, the prepared data set, and the versions of the data and the run.
 
-    The run's version is empty if a finished run is taken in place of training.
+    The run's version is empty if nothing is to be trained.
     """
 
     hp: Hyperparameters
@@ -47,7 +47,7 @@ def check_inputs(
 
     The engine is elastic, ray, dask, or empty for training in one pod. Data sets that are downloaded as a whole are
     prepared by the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
-    With a finished run, a folder or address, returns the run's own hyperparameters, and run_version is empty.
+    Given the folder or address of a finished ``run``, returns the hyperparameters of the run, and an empty run_version.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.

@@ -33,7 +33,7 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
 
 
 def identify_data(hp: Hyperparameters) -> str:
-    """Return the version of a training's data, the name of a folder; ask the data's origin, and write a local token."""
+    """Return the version of a training's data, the name of a folder. Asks the origin. Writes a local token."""
     return name_data(fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset))
 
 

@@ -17,7 +17,7 @@ ADDRESS = click.option(
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def release() -> None:
-    """Read the registry of models: what there is, what a version is, who promoted what, when and why."""
+    """Read a registry of models. Nothing is changed."""
 
 
 @release.command("list")
@@ -34,7 +34,7 @@ def list_models(address: str | None) -> None:
 def show(name: str, version: str, address: str | None) -> None:
     """Show a version of the model NAME: verdict, checks, scores, hyperparameters and files.
 
-    VERSION is the SHA-256 of its weights, or the first 12 digits or more; by default the champion.
+    VERSION is the SHA-256 of its weights, or the first 12 digits or more. The default is the champion.
     """
     print_lines(listing.describe_version(Registry(address or registry_address(), name), version))
 

@@ -25,7 +25,7 @@ class FinishedRun:
 
     @classmethod
     def read(cls, address: str) -> Self:
-        """Read the sidecar of the run in a folder; UserError if the folder holds no finished run of this release."""
+        """Read the sidecar of a finished run. Raises a UserError if the folder has none of this release."""
         if is_in_pod() and "://" not in address:
             fix = "copy the folder to object storage, and give its address, such as s3://bucket/runs/NAME"
             raise UserError(f"run={address!r}: is a folder of your machine, which pods do not reach; {fix}")
@@ -41,7 +41,7 @@ class FinishedRun:
         raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again")
 
     def check_weights(self) -> None:
-        """Read model.pt whole; raise a UserError if it is missing, or not the one that the sidecar describes."""
+        """Raise a UserError if model.pt is missing, or has not the SHA-256 in the sidecar. Reads the whole file."""
         digest = read_run_file(self.address, WEIGHTS, storage.hash_file)
         if digest != self.weights:
             raise UserError(
@@ -71,14 +71,14 @@ class FinishedRun:
             )
 
     def download(self, folder: Path) -> None:
-        """Download model.pt and model.json into a folder; UserError if that fails."""
+        """Download model.pt and model.json into a folder."""
         for name in (WEIGHTS, SIDECAR):
             with replace_file(folder / name, durable=False) as file:
                 read_run_file(self.address, name, partial(storage.download_file, file=file))
 
 
 def read_run_file(run: str, name: str, read: Any) -> Any:
-    """Return what ``read`` returns for a file of a run, with retries; UserError if that fails."""
+    """Call ``read`` with the address of a run's file, with retries. Raises a UserError if the file cannot be read."""
     try:
         return storage.retry(storage.join(run, name), read)
     except storage.MissingError:

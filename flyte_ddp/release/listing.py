@@ -1,4 +1,4 @@
-"""What a registry holds, as lines of text for a terminal: its models, a version, the history of a model."""
+"""Describes models, versions and histories of a registry, as lines of text for a terminal."""
 
 import json
 import textwrap
@@ -33,14 +33,14 @@ LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom, a
 
 
 def describe_models(address: str) -> list[str]:
-    """Return the lines that list a registry's models, each with its champion; UserError if there are no models."""
+    """Return a table of all models with their champions. Raises a UserError if the registry has no models."""
     with ThreadPoolExecutor(READERS) as pool:
         rows = [*pool.map(partial(describe_model, address), list_models(address))]
     return [f"registry {address}", "", *format_table(("model", "champion", "score", "since (UTC)", "versions"), rows)]
 
 
 def describe_model(address: str, name: str) -> tuple[str, ...]:
-    """Return the row of a model, which says what is wrong if the model cannot be read."""
+    """Return the row of a model. If the model cannot be read, the row has the error."""
     registry = Registry(address, name)
     try:
         versions, entry = len(registry.list_versions()), registry.read_champion()
@@ -53,7 +53,7 @@ def describe_model(address: str, name: str) -> tuple[str, ...]:
 
 
 def describe_version(registry: Registry, version: str = "") -> list[str]:
-    """Return the lines about a version, by default the champion: verdict, checks, scores, hyperparameters and files."""
+    """Return verdict, checks, scores, hyperparameters and files of a version, by default of the champion."""
     name = registry.complete_version(version) if version else find_champion(registry).version
     history = registry.read_log()
     entries = [entry for entry in history if entry.version == name]
@@ -80,17 +80,17 @@ def describe_version(registry: Registry, version: str = "") -> list[str]:
 
 
 def describe_history(registry: Registry) -> list[str]:
-    """Return the lines about a model's history: the log's entries, oldest first, and then all versions."""
+    """Return the entries of a model's log, oldest first, and then all versions in the order of their judgements."""
     names, history = registry.list_versions(), registry.read_log()
     with ThreadPoolExecutor(READERS) as pool:
         log = [*pool.map(partial(describe_log_entry, registry, history), history)]
-        versions = [*pool.map(partial(describe_stored_version, registry, history), names)]
+        stored = sorted(pool.map(partial(describe_stored_version, registry, history), names))
     return [
         f"{registry.name} in registry {registry.address}",
         "",
         *(format_table(LOG_COLUMNS, log) if log else ["nothing was promoted yet"]),
         "",
-        *format_table(("version", "judged (UTC)", "score", "state"), sorted(versions, key=lambda row: row[1])),
+        *format_table(("version", "judged (UTC)", "score", "state"), [row for _, row in stored]),
     ]
 
 
@@ -103,14 +103,15 @@ def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -
     return *shown, describe_reason(entry, history)
 
 
-def describe_stored_version(registry: Registry, history: list[Entry], name: str) -> tuple[str, ...]:
-    """Return the row of a version, which says what is wrong if the version cannot be read."""
+def describe_stored_version(registry: Registry, history: list[Entry], name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the time of a version's judgement, and a row. If a file cannot be read, the row has the error."""
     try:
         verdict = read_verdict(registry, registry.read_version(name))
     except UserError as error:
-        return name[:DIGITS], NONE, NONE, error.message
-    judged = format_time(verdict.time) if verdict else NONE
-    return name[:DIGITS], judged, format_score(verdict), describe_state(name, history, verdict)
+        return NONE, (name[:DIGITS], NONE, NONE, error.message)
+    judged = verdict.time if verdict else NONE
+    row = name[:DIGITS], format_time(judged), format_score(verdict), describe_state(name, history, verdict)
+    return judged, row
 
 
 def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> str:
@@ -133,7 +134,7 @@ def describe_entry(entry: Entry, history: list[Entry]) -> str:
 
 
 def describe_reason(entry: Entry, history: list[Entry]) -> str:
-    """Return who has written an entry and why; of a rollback also which version is taken back."""
+    """Return who has written an entry, and why. A rollback also names the version that was taken back."""
     undone = f" takes {history[entry.number - 2].version[:DIGITS]} back" if entry.action == ROLLBACK else ""
     return f"{entry.by}{undone}: {entry.reason}"
 
@@ -160,7 +161,7 @@ def describe_check(check: Check) -> tuple[str, str, str]:
 
 
 def read_verdict(registry: Registry, version: Version) -> Verdict | None:
-    """Return the verdict that is stored with a version; None if none is."""
+    """Return the verdict that is stored with a version, or None."""
     if VERDICT not in version.files:
         return None
     content = registry.read_version_file(version, VERDICT)
@@ -182,7 +183,7 @@ def format_time(time: str) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield aligned lines of up to WIDTH characters; the last column is wrapped, and is at least NARROWEST wide."""
+    """Yield aligned lines of up to WIDTH characters. The last column is wrapped, to NARROWEST characters or more."""
     table = [row for row in (header, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
     indent = " " * sum(width + 2 for width in widths)

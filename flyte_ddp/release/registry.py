@@ -97,7 +97,7 @@ def check_registry_address(address: str) -> None:
 
 @contextmanager
 def explain_failures(address: str, problem: str) -> Iterator[None]:
-    """Turn an UnavailableError of the block into a UserError for the registry; ``problem``: "m cannot be read"."""
+    """Turn an UnavailableError of the block into a UserError that names the registry and the ``problem``."""
     try:
         yield
     except storage.UnavailableError as failure:
@@ -106,7 +106,7 @@ def explain_failures(address: str, problem: str) -> Iterator[None]:
 
 
 def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[Value]:
-    """Return what ``list_names`` returns, with retries; [] for a missing folder of this machine."""
+    """Call ``list_names`` with a folder's address, with retries. A missing folder of this machine is empty."""
     try:
         return storage.retry(folder, list_names)
     except storage.MissingError:
@@ -116,7 +116,7 @@ def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[V
 
 
 def list_models(address: str) -> list[str]:
-    """Return the sorted names of all models in a registry; UserError if there are none, or they cannot be listed."""
+    """Return the sorted names of all models in a registry. Raises a UserError if there are none."""
     check_registry_address(address)
     with explain_failures(address, "its models cannot be listed"):
         names = [name for name in list_folder(address, storage.list_folders) if NAME.fullmatch(name)]
@@ -181,7 +181,7 @@ class Registry:
             raise UserError(f"registry {self.address!r}: {error.message}")
 
     def list_versions(self) -> list[str]:
-        """Return the names of all versions, complete or not; UserError if there are none."""
+        """Return the names of all versions, complete or not. Raises a UserError if there are none."""
         with self.explain_failures("listed"):
             names = list_folder(self.at("versions"), storage.list_folders)
         if not names:
@@ -190,9 +190,10 @@ class Registry:
         return names
 
     def complete_version(self, version: str) -> str:
-        """Return the name of the only version that begins with 12 or more hexadecimal digits, else raise UserError.
+        """Return the name of the version that begins with the 12 or more hexadecimal digits of ``version``.
 
-        The digits may be in upper case, with blanks around them. The error lists the versions.
+        The digits may be in upper case, with blanks around them. Raises a UserError that lists the versions unless
+        exactly one begins so.
         """
         names, digits = self.list_versions(), version.strip().lower()
         listed = f"{self.name} has {join_first((name[:12] for name in names), MOST)}"

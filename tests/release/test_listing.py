@@ -25,7 +25,7 @@ everywhere = pytest.mark.parametrize("address", ["folder", "S3"], indirect=True)
 in_a_folder = pytest.mark.parametrize("address", ["folder"], indirect=True)
 
 
-def release(registry: Registry, folder: Path, name: str, decision: str, minute: int, **values: object) -> None:
+def release(registry: Registry, folder: Path, name: str, decision: str, second: int, **values: object) -> None:
     """Store a version with these weights, and do what the verdict says."""
     folder.mkdir(exist_ok=True)
     digest = hashlib.sha256(name.encode()).hexdigest()
@@ -40,7 +40,7 @@ def release(registry: Registry, folder: Path, name: str, decision: str, minute: 
         "versions": {"torch": "2.15.0"},
     }
     (folder / "model.json").write_text(json.dumps(sidecar))
-    about = {"time": f"2026-01-02T03:{minute:02}:05Z", "measure": "accuracy", "samples": 300, "test_digest": "e" * 64}
+    about = {"time": f"2026-01-02T03:04:{second:02}Z", "measure": "accuracy", "samples": 300, "test_digest": "e" * 64}
     verdict = Verdict(decision=decision, challenger=digest, best=digest, **about, **values)  # type: ignore[arg-type]
     version = store_version(registry, folder / "model.pt", folder / "model.json", verdict, {})
     apply_verdict(registry, version, verdict, by="me@here")
@@ -48,7 +48,7 @@ def release(registry: Registry, folder: Path, name: str, decision: str, minute: 
 
 @pytest.fixture
 def registry(address: str, tmp_path: Path) -> Registry:
-    """Two promotions, a model that was kept back, and a rollback; a model of another name was never promoted."""
+    """Two promotions, a version that was kept back, and a rollback. Of another model nothing was promoted."""
     made, folder = Registry(address, "digits"), tmp_path / "made"
     release(made, folder, "one", "promote", 1, challenger_score=0.9, reason="there is no champion yet")
     better = {"champion": ONE, "challenger_score": 0.95, "champion_score": 0.9, "log_number": 1, "look": 2}
