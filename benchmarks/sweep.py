@@ -38,7 +38,7 @@ SPACES: dict[str, dict[str, Any]] = {
     "table": {
         "learning_rate": {"from": 1e-4, "to": 0.1, "log": True},
         "weight_decay": {"from": 1e-6, "to": 1e-2, "log": True},
-        "options.model.width": {"from": 16, "to": 128, "log": True},
+        "options.model.width": {"from": 16, "to": 128, "log": True, "step": 1},
     },
 }
 SCHEDULES = {"": {}, ", schedules": {"schedule": ["constant", "cosine", "one_cycle"]}}

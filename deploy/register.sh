@@ -14,7 +14,7 @@ Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--proje
   --service-account    the Kubernetes service account of pods that launch plans start (the namespace's default one)
   --sources-in-image   send no sources: the image was built from this commit with --target with-sources
   --activate           make this version's launch plans the active ones: schedules start, those of other versions stop
-  --dry-run            contact no cluster; make the package under build/, and list what would train when, on which pods
+  --dry-run            contact no cluster; make the package under build/, and list what would train when, or is left out
 
 Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (docs/configuration.md).
 TEXT

@@ -6,7 +6,6 @@ heavy is imported: registration, command-line parsing and cache hits all pay for
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
-import json
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from flyte_ddp import catalog
 from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
+from flyte_ddp.checks.parsing import YAML_NUMBER, list_texts, parse_json
 from flyte_ddp.errors import UserError, unknown_name_error
 
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
@@ -303,7 +303,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     def parse_options(self) -> dict[str, dict[str, Any]]:
         """Return ``options``, JSON of keyword arguments under "model" and "objective"; UserError for anything else."""
         try:
-            found = json.loads(self.options or "{}")
+            found = parse_json(self.options or "{}")
         except ValueError as error:
             raise UserError(f"options={short_repr(self.options)}: is not JSON ({error})") from None
         if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
@@ -314,6 +314,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         for name in found:
             if name not in OPTIONS_OF:
                 raise unknown_name_error("options of", name, OPTIONS_OF)
+        for text in filter(YAML_NUMBER.fullmatch, list_texts(found)):
+            raise UserError(
+                f"options={short_repr(self.options)}: {text!r} is a text; write a number without quotes, and in YAML "
+                "with a point and a sign, such as 1.0e-4"
+            )
         return found
 
 

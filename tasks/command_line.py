@@ -31,13 +31,15 @@ from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 
+from flyte_ddp.checks.parsing import MisreadError
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, print_to_stderr
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.sweep.space import Sweep
+from tasks.yaml_files import load_strictly, unreadable_reason
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
@@ -54,6 +56,9 @@ def set_up_command() -> None:
         return
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
+    if command == "run":
+        for option, word in list_options():
+            refuse_misread_input(option, word)
     if command == "run" and "--help" in sys.argv:
         context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
@@ -99,14 +104,6 @@ def remove_temporary_folders_at_exit() -> None:
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 
-def unreadable_reason(error: Exception) -> str:
-    """Return a short reason why a file of YAML, which JSON is too, cannot be read or parsed."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-        return f"is not valid YAML: {error.problem}, {where}"
-    return getattr(error, "strerror", None) or f"is not text: {error}"
-
-
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     """Replace exceptions of the block that a person can fix by a click exception, shown as a panel; let others pass."""
@@ -128,14 +125,13 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
         raise
 
 
-def is_engine_installed(name: str) -> bool:
-    """Return whether an engine is installed; if not, print to stderr how to install it."""
+def describe_missing_engine(name: str) -> str:
+    """Return that an engine is not installed, and how to install it, or "" if it is installed."""
     plugin = ENGINES[name].flytekit_plugin
     with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
         if importlib.util.find_spec(plugin) is not None:  # a plugin needs its engine, so that is installed too
-            return True
-    print_to_stderr(f"{name}_training_wf is left out, as {plugin} is not installed: {install_hint(name)}")
-    return False
+            return ""
+    return f"{plugin} is not installed: {install_hint(name)}"
 
 
 def unfit_path_error(error: Exception) -> UserError | None:
@@ -149,6 +145,25 @@ def list_options() -> Iterator[tuple[str, str]]:
     """Return each pair of neighbouring words of the command line, where ``--option=value`` is two words."""
     split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
     return pairwise(chain.from_iterable(split))
+
+
+def refuse_misread_input(option: str, word: str) -> None:
+    """Raise UserError for JSON or YAML of FILE_OPTIONS that flytekit would understand otherwise than it is written.
+
+    Does nothing if a text cannot be read or parsed, because flytekit reports the reason.
+    """
+    if option not in FILE_OPTIONS:
+        return
+    is_text = word.lstrip().startswith("{")
+    try:
+        values = load_strictly(word if is_text else Path(word).read_text(encoding="utf-8"))
+    except MisreadError as error:
+        raise UserError(f"{option if is_text else f'{option} {word}'}: {error.message}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return
+    if option == "--inputs-file" and isinstance(values, dict):
+        for name, value in values.items():
+            refuse_misread_input(f"--{name}", str(value))
 
 
 def input_file_error(error: Exception) -> UserError | None:

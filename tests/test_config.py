@@ -69,6 +69,28 @@ def test_numbers_that_yaml_takes_for_text(text: str) -> None:
             PATHS[path](read)
 
 
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    for text, key in {
+        '{"epochs": 3, "learning_rate": 0.5, "epochs": 50}': "epochs",
+        '{"options": {"model": {"width": 8, "width": 80}}}': "width",
+        json.dumps({"options": '{"model": {"width": 8}, "model": {"width": 80}}'}): "model",
+    }.items():
+        with pytest.raises(UserError, match=f"the key '{key}' is there twice; leave one of the two out"):
+            Hyperparameters.from_json(text)
+    both = Hyperparameters.from_json('{"options": {"model": {"width": 8}, "objective": {"width": 8}}}')
+    assert both.parse_options() == {"model": {"width": 8}, "objective": {"width": 8}}
+
+
+def test_a_text_of_options_that_may_be_a_number_is_refused() -> None:
+    """PyYAML reads 1e-6 as a text, which a model would get."""
+    for options in ({"model": {"eps": "1e-6"}}, {"objective": {"weights": [1, "2E3"]}}):
+        for given in (options, json.dumps(options)):
+            with pytest.raises(UserError, match=r"is a text; write a number without quotes, and in YAML with a point"):
+                Hyperparameters.from_json(json.dumps({"options": given}))
+    read = yaml.safe_load("{model: {eps: 1.0e-6, name: e5, 1e-6: x}}")
+    assert Hyperparameters.from_json(json.dumps({"options": read})).parse_options()["model"]["eps"] == 1e-6
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match=r"NaN|Infinity"):

@@ -6,10 +6,10 @@ from typing import Any
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from tasks.command_line import is_engine_installed
+from flyte_ddp.errors import print_to_stderr
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
-from workflows.schedules import make_launch_plans
+from workflows.schedules import make_launch_plans, read_schedules, reason_left_out
 
 DESCRIPTION = """Train a model on {}. A run that was trained before is answered from the cache.
 
@@ -26,7 +26,10 @@ def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
 
     Prints a note and returns nothing if the engine is not installed. ``place``, in words, is what it trains on.
     """
-    if not is_engine_installed(engine):
+    name, module = f"{engine}_training_wf", f"workflows.{engine}_training"
+    if reason := reason_left_out(name):
+        plans = [schedule.name for schedule in read_schedules() if schedule.workflow == name]
+        print_to_stderr(f"{' with '.join(filter(None, (name, ', '.join(plans))))} is left out, as {reason}")
         return {}
     train = getattr(import_module(f"tasks.{engine}_training"), f"train_on_{engine}")
 
@@ -34,7 +37,6 @@ def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
         checked = check_inputs(hp=hp, engine=engine)
         return train(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
-    name, module = f"{engine}_training_wf", f"workflows.{engine}_training"
     training_wf.__name__, training_wf.__module__ = name, module  # by which Flyte finds the workflow
     training_wf.__doc__ = DESCRIPTION.format(place)
     made = workflow(training_wf)

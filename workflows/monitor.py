@@ -8,7 +8,6 @@ from datetime import datetime
 from flytekit import workflow
 
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.run_inputs import NO_SCHEDULE
 from tasks.monitor import Monitored, raise_alarm, watch_champion
 from workflows.schedules import make_launch_plans
@@ -33,4 +32,4 @@ def monitor_wf(
     return Monitored(watched.found, watched.files)
 
 
-globals().update(make_launch_plans(monitor_wf, taken=globals(), needs=REGISTRY_VARIABLE))
+globals().update(make_launch_plans(monitor_wf, taken=globals()))

@@ -8,7 +8,6 @@ from datetime import datetime
 from flytekit import conditional, workflow
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.run_inputs import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Released
@@ -114,4 +113,4 @@ def evaluate_wf(
     )
 
 
-globals().update(make_launch_plans(release_wf, taken=globals(), needs=REGISTRY_VARIABLE))
+globals().update(make_launch_plans(release_wf, taken=globals()))

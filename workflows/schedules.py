@@ -21,16 +21,19 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
 from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
+from flyte_ddp.checks.parsing import MisreadError
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.monitor.source import WindowSource
+from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.settings import read_text
 from flyte_ddp.sweep.space import Sweep, check_sweep
-from tasks.command_line import unreadable_reason
+from tasks.command_line import describe_missing_engine
 from tasks.input_form import prefill_form
+from tasks.yaml_files import load_strictly, unreadable_reason
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "config/schedules.yaml"
@@ -92,6 +95,14 @@ class Schedule(CheckedFields, called="key"):
         """The keys that are inputs of the workflow."""
         return INPUTS.get(self.workflow, ("hyperparameters",))
 
+    def describe(self) -> str:
+        """Return JSON of the keys and values that are not defaults, with the content of files for their names."""
+        values = json.loads(self.json())
+        forms = {key: FORMS[key][1] for key in FORMS if key in values}
+        return json.dumps(
+            values | {key: json.loads(read_fields(form, key, values[key]).json()) for key, form in forms.items()}
+        )
+
     def inputs(self) -> dict[str, Any]:
         """Return the default inputs of the plan; UserError if they are unfit or a file cannot be read."""
         forms = [(key, *FORMS[key]) for key in self.keys if key in FORMS]
@@ -105,25 +116,32 @@ class Schedule(CheckedFields, called="key"):
         return inputs
 
 
-def make_launch_plans(
-    *workflows: PythonFunctionWorkflow, taken: Container[str], needs: str = ""
-) -> dict[str, LaunchPlan]:
+def make_launch_plans(*workflows: PythonFunctionWorkflow, taken: Container[str]) -> dict[str, LaunchPlan]:
     """Make the launch plans of workflows from config/schedules.yaml, and return them by their names.
 
-    Makes none if ``needs`` names a variable that is not set. A wrong entry, or a name in ``taken``, is a UserError.
+    A registration prints which plans are left out, and why. A wrong entry, or a name in ``taken``, is a UserError.
     """
     by_name = {workflow.short_name: workflow for workflow in workflows}
-    schedules = [schedule for schedule in read_schedules() if schedule.workflow in by_name]
-    if needs and not os.environ.get(needs):
-        context = click.get_current_context(silent=True)
-        if context is not None and context.find_root().invoked_subcommand in ("register", "package"):
-            for schedule in schedules:
-                print_to_stderr(f"{schedule.name} is left out, as {needs} is not set")
-        return {}
-    for schedule in schedules:
+    context, plans = click.get_current_context(silent=True), dict[str, LaunchPlan]()
+    for schedule in read_schedules():
+        if schedule.workflow not in by_name:
+            continue
+        if reason := reason_left_out(schedule.workflow):
+            if context is not None and context.find_root().invoked_subcommand in ("register", "package"):
+                print_to_stderr(f"{schedule.name} is left out, as {reason}")
+            continue
         if schedule.name in taken:
             raise UserError(f"config/schedules.yaml, {schedule.name}: something else has this name; choose another")
-    return {schedule.name: make_launch_plan(schedule, by_name[schedule.workflow]) for schedule in schedules}
+        plans[schedule.name] = make_launch_plan(schedule, by_name[schedule.workflow])
+    return plans
+
+
+def reason_left_out(workflow: str) -> str:
+    """Return why a workflow's launch plans cannot be registered here, or "" if they can."""
+    if workflow in (RELEASING, MONITORING) and not os.environ.get(REGISTRY_VARIABLE):
+        return f"{REGISTRY_VARIABLE} is not set"
+    engine = workflow.removesuffix("_training_wf")
+    return describe_missing_engine(engine) if engine in ENGINES else ""
 
 
 def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchPlan:
@@ -151,7 +169,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 def read_schedules(file: Path = FILE) -> list[Schedule]:
     """Return all entries of the file, checked, and read once in a process; [] for no entries."""
     label = f"{file.parent.name}/{file.name}"
-    entries = read_yaml(file, label, "restore it, or leave it empty to have no launch plans") or []
+    entries = read_yaml(file, label, "mend it (a cron stands in quotes); an empty file has no launch plans") or []
     if not isinstance(entries, list):
         raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {short_repr(entries)}")
     schedules: list[Schedule] = []
@@ -185,7 +203,9 @@ def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
 
 def read_yaml(file: Path, label: str, fix: str) -> Any:
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return load_strictly(file.read_text(encoding="utf-8"))
+    except MisreadError as error:
+        raise UserError(f"{label}: {error.message}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{label}: {unreadable_reason(error)}; {fix}") from None
 
@@ -210,4 +230,5 @@ def refuse_bad_cron(text: str) -> None:
 
 if __name__ == "__main__":  # deploy/register.sh --dry-run
     for schedule in read_schedules():
-        print(schedule.name, schedule.json())
+        reason = reason_left_out(schedule.workflow)
+        print(schedule.name, f"is left out, as {reason}" if reason else schedule.describe())

@@ -7,20 +7,23 @@ Values are checked on every path by which they arrive: Python, command-line JSON
 import dataclasses
 import json
 import operator
-import re
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
 
+from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.text.credentials import refuse_credentials
 
-# Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.
-YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
-TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
+TYPES: dict[type, str] = {
+    bool: "true or false",
+    str: "text; put it in quotes",
+    int: "a whole number",
+    float: "a finite number",
+}
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
 OWN_CODE = "package.module:callable"  # the form of a name of users' own code
 
@@ -86,14 +89,13 @@ class CheckedFields(DataClassJsonMixin):
     def from_json(cls, s: Any, **_: Any) -> Self:
         """Return an instance from JSON text; texts such as "1e-1", left by flytekit's YAML reader, become numbers."""
         try:
-            values = json.loads(s)
+            values = parse_json(s)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{cls.called}s are not valid JSON: {error}") from None
         values = cls.check_field_names(values)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            text = values.get(field.name)
-            if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):
-                values[field.name] = float(text)
+            if field.type in (int, float) and field.name in values:
+                values[field.name] = parse_yaml_number(values[field.name])
         return cls(**values)
 
     def json(self) -> str:
@@ -123,7 +125,8 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         fits = fits and (kind is float or value == int(value))
     if not fits:
-        raise UserError(f"{field.name}={short_repr(value)}: must be {TYPES[kind]}")
+        must = "an object, or text" if rule["json"] else TYPES[kind]
+        raise UserError(f"{field.name}={short_repr(value)}: must be {must}")
     value = kind(value)
     if kind is str:
         refuse_credentials(field.name, value)

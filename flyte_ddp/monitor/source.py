@@ -1,6 +1,7 @@
 """Where a window of new samples is: one flat, frozen, validated dataclass."""
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
+import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
@@ -10,6 +11,8 @@ from flyte_ddp.errors import UserError
 
 KINDS = ("images", "dataset", "table")
 ADDRESSES = (*KINDS, "data_source", "truth")
+# Python's fields without %c, %x and %X, which have spaces and slashes: %c3%a9 is an encoded letter.
+FIELD = re.compile("%[aAbBdfGHIjmMpSuUVwWyYzZ%]")
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,33 @@ class WindowSource(CheckedFields, called="window setting"):
     fail_on_alarm: bool = setting(True, "Whether an alarm ends the execution as failed, so that Flyte notifies people.")
 
     def at(self, time: datetime) -> Self:
-        """Return the source with the fields of strftime filled in; UserError unless exactly one kind is given."""
+        """Return the source with the fields of strftime filled in.
+
+        Raises:
+            UserError: Not exactly one kind is given, or a percent sign of an address begins no field.
+        """
         if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
             given = ", ".join(f"{kind}={getattr(self, kind)!r}" for kind in KINDS)
             raise UserError(f"{given}: give exactly one of the three")
         moment = time.astimezone(UTC) - timedelta(hours=self.hours_back)
-        filled: dict[str, Any] = {name: moment.strftime(getattr(self, name)) for name in ADDRESSES}
+        filled: dict[str, Any] = {name: fill_in(name, getattr(self, name), moment) for name in ADDRESSES}
         return replace(self, **filled)
 
     @property
     def address(self) -> str:
         """What is predicted, in words."""
         return self.images or self.table or " ".join(filter(None, (self.dataset, self.data_source)))
+
+
+def fill_in(name: str, address: str, moment: datetime) -> str:
+    """Return an address with its fields of strftime filled in.
+
+    Raises:
+        UserError: A percent sign begins no field.
+    """
+    if unknown := re.search("%.{0,2}", FIELD.sub("", address)):
+        raise UserError(
+            f"{name}={address!r}: {unknown[0]!r} is no field of strftime, such as %Y, %m, %d and %H; write a percent "
+            "sign of the address as %%"
+        )
+    return moment.strftime(address)

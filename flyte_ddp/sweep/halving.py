@@ -60,6 +60,8 @@ def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequ
     first = [rung for rung in done if rung.part == parts[0]]
     drawn = draw_trials(sweep, base, {rung.hp: rung.loss for rung in first})
     if new := drawn[len(first) :]:
+        if not sweep.is_adaptive() and (missing := sweep.describe_missing_trials(len(drawn))):
+            print(missing, flush=True)
         return [Rung(number, hp, run_name(hp, fingerprint), parts[0]) for number, hp in enumerate(new, len(first))]
     for part, following in pairwise(parts):
         rungs = [rung for rung in done if rung.part == part]

@@ -51,6 +51,7 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
     page = render_template(
         "sweep.html",
         trials=len(last),
+        missing=sweep.describe_missing_trials(len(last)),
         winner=winner,
         won={name: format_setting(value) for name, value in zip(names, varied[winner.trial], strict=True)},
         measure=measure,

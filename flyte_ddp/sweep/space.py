@@ -4,16 +4,19 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
+from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
 from flyte_ddp.config import OPTIONS_OF, Hyperparameters
 from flyte_ddp.errors import UserError, require_extra, unknown_name_error
 
 ETA = 3  # of the trials of a rung, one in so many goes on, for so many times the steps
 WAVE = 9  # trials that tpe draws at once, told of all before
+# How many draws there may be until enough of them differ: of tpe for a wave, and of Sobol's points in all.
+TPE_DRAWS, SOBOL_DRAWS = 4 * WAVE, 2**16
 # What decides which samples there are, which of them are held out, and what is measured on these.
 FIXED = (
     *("dataset", "data_source", "test_dataset", "num_classes", "sample", "collate", "validation_fraction"),
@@ -22,7 +25,6 @@ FIXED = (
 OPTIONS = tuple(f"options.{of}." for of in OPTIONS_OF)
 TYPES = {field.name: field.type for field in dataclasses.fields(Hyperparameters) if field.name != "options"}
 FORM = 'must be a list of choices, or a range {"from": 1, "to": 9}, perhaps with "log": true or "step": 2'
-MakeTrial = Callable[[Iterable[float]], Hyperparameters | None]  # by a place of [0, 1) in each dimension; None: refused
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ class Dimension:
     log: bool = False
     whole: bool = False  # whether values are whole numbers
 
+    def count_values(self) -> float:
+        """Return how many different values there are, infinity for a continuous range."""
+        if self.choices:
+            return float(len({*map(json.dumps, self.choices)}))
+        if self.step:
+            return 1.0 + int((self.high - self.low) / self.step + 1e-9)
+        return self.high - self.low + 1.0 if self.whole else math.inf
+
     def value_at(self, place: float) -> Any:
         """Return the value at a place of [0, 1)."""
         if self.choices:
@@ -44,7 +54,7 @@ class Dimension:
         if self.log:
             value = self.low * ((self.high + self.whole) / self.low) ** place
         elif self.step:
-            value = self.low + self.step * int(place * (1 + int((self.high - self.low) / self.step + 1e-9)))
+            value = self.low + self.step * int(place * self.count_values())
         else:
             value = self.low + place * (self.high - self.low)
         return min(int(value) if self.whole else value, self.high)
@@ -61,7 +71,9 @@ class Sweep(CheckedFields, called="sweep setting"):
         '`"step": 32`.',
         json=True,
     )
-    trials: int = setting(27, "Trials that are drawn; equal ones are trained once.", at_least=1, at_most=1000)
+    trials: int = setting(
+        27, "Different trials that are drawn; all combinations of a space that has no more.", at_least=1, at_most=1000
+    )
     rungs: int = setting(3, "3 train 1/9, 1/3 and all of a run, each the best third.", at_least=1, at_most=8)
     sampler: str = setting(
         "qmc",
@@ -80,12 +92,20 @@ class Sweep(CheckedFields, called="sweep setting"):
     def list_dimensions(self) -> list[Dimension]:
         """Return what is varied; UserError for what is no hyperparameter, must not be varied, or has no range."""
         try:
-            found = json.loads(self.space or "{}")
+            found = parse_json(self.space or "{}")
         except ValueError as error:
             raise UserError(f"space={short_repr(self.space)}: is not JSON ({error})") from None
         if not isinstance(found, dict):
             raise UserError(f"space={short_repr(self.space)}: must be a JSON object by the names of hyperparameters")
         return [parse_dimension(name, given) for name, given in sorted(found.items())]
+
+    def count_points(self) -> float:
+        """Return how many combinations the space has, infinity with a continuous range."""
+        return math.prod(each.count_values() for each in self.list_dimensions())
+
+    def is_adaptive(self) -> bool:
+        """Return whether results decide which trials are drawn: with tpe, unless all combinations are tried."""
+        return self.sampler == "tpe" and self.count_points() > self.trials
 
     def list_parts(self) -> list[int]:
         """Return what share of a run's steps each rung has trained at its end: of 27 for 1/27."""
@@ -93,7 +113,16 @@ class Sweep(CheckedFields, called="sweep setting"):
 
     def count_rungs(self) -> int:
         """Return how often trials are trained beside each other: tpe does the first rung in waves."""
-        return self.rungs + (-(-self.trials // WAVE) - 1 if self.sampler == "tpe" else 0)
+        return self.rungs + (-(-self.trials // WAVE) - 1 if self.is_adaptive() else 0)
+
+    def describe_missing_trials(self, drawn: int) -> str:
+        """Return why a sweep draws fewer trials than it asks for, or "" if it draws all."""
+        if drawn == self.trials:
+            return ""
+        why = "the others would be equal, or the hyperparameters' rules refuse them"
+        if drawn == self.count_points():
+            why = f"the space has {drawn} combinations"
+        return f"{drawn} of {self.trials} trials: {why}"
 
 
 def parse_dimension(name: str, given: Any) -> Dimension:
@@ -102,24 +131,30 @@ def parse_dimension(name: str, given: Any) -> Dimension:
     if name not in TYPES and not any(name.startswith(of) and name != of for of in OPTIONS):
         raise unknown_name_error("hyperparameter in space", name, [*TYPES, *(f"{of}NAME" for of in OPTIONS)])
     what = f"space, {name}={short_repr(given)}"
+    kind = TYPES.get(name)  # None: an option's, which is not known
     if isinstance(given, list) and given:
-        return Dimension(name, choices=given)
+        return Dimension(name, choices=[*map(parse_yaml_number, given)] if kind in (int, float) else given)
     if not isinstance(given, dict) or not {"from", "to"} <= given.keys() <= {"from", "to", "log", "step"}:
         raise UserError(f"{what}: {FORM}")
-    ends, log, step = [given["from"], given["to"]], given.get("log", False), given.get("step", 0)
-    if not all(type(each) in (int, float) and math.isfinite(each) for each in (*ends, step)) or type(log) is not bool:
+    numbers = low, high, step = [parse_yaml_number(given.get(key, 0)) for key in ("from", "to", "step")]
+    log, has_step = given.get("log", False), "step" in given
+    if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers) or type(log) is not bool:
         raise UserError(f"{what}: {FORM}")
-    low, high = ends
-    whole = TYPES[name] is int if name in TYPES else all(type(each) is int for each in (*ends, step))
+    integers = all(type(each) is int for each in numbers)
+    whole = kind is int or (kind is None and has_step and integers)
     for rule, broken in {
         "from must be less than to": low >= high,
-        "with log, from must be above 0, and there is no step": log and (low <= 0 or step),
-        "step must be above 0, and not larger than the range": "step" in given and not 0 < step <= high - low,
-        "must be whole numbers": whole and any(each != int(each) for each in (*ends, step)),
+        "with log, from must be above 0, and the only step is 1, of whole numbers": log
+        and (low <= 0 or (has_step and not (whole and step == 1))),
+        "step must be above 0, and not larger than the range": has_step and not 0 < step <= high - low,
+        "must be whole numbers": whole and any(each != int(each) for each in numbers),
+        'may mean whole numbers or all between; add "step": 1 for whole numbers, or write an end with a point for all, '
+        f"such as {low}.0": kind is None and integers and not has_step and (low, high) != (0, 1),
     }.items():
         if broken:
             raise UserError(f"{what}: {rule}")
-    return Dimension(name, low=low, high=high, step=step or (1 if whole and not log else 0), log=log, whole=whole)
+    step = 0 if log else step or int(whole)
+    return Dimension(name, low=low, high=high, step=step, log=log, whole=whole)
 
 
 def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparameters:
@@ -164,51 +199,84 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
 def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]) -> list[Hyperparameters]:
     """Return the first trials of a sweep: with qmc all, with tpe those in ``told`` and the next nine.
 
-    ``told`` has the values of trials, the less the better; None of failed ones. Leaves out equal trials, and those that
-    hyperparameters' rules refuse. Fewer trials are the first ones of more. UserError if none is left.
-    """
-    dimensions, refused = sweep.list_dimensions(), list[UserError]()
+    All trials differ. Trials that the hyperparameters' rules refuse are left out. A sweep with more trials draws these
+    and others.
 
-    def make_trial(places: Iterable[float]) -> Hyperparameters | None:
+    Args:
+        sweep: The space, and how many trials are drawn from it.
+        base: What all trials have in common.
+        told: The values of trials, the less the better; None for trials that failed.
+
+    Raises:
+        UserError: The hyperparameters' rules refuse all trials.
+    """
+    names, refused = [each.name for each in sweep.list_dimensions()], list[UserError]()
+
+    def make_trial(values: Iterable[Any]) -> Hyperparameters | None:
         try:
-            return set_values(base, {each.name: each.value_at(at) for each, at in zip(dimensions, places, strict=True)})
+            return set_values(base, dict(zip(names, values, strict=True)))
         except UserError as error:
             refused.append(error)
             return None
 
-    if sweep.sampler == "tpe":
-        made = draw_with_tpe(sweep, make_trial, told)
-    else:
-        from scipy.stats import qmc  # takes half a second
-
-        points = qmc.Sobol(len(dimensions), rng=sweep.seed).random_base2((sweep.trials - 1).bit_length())
-        made = [*map(make_trial, points[: sweep.trials])]
+    made = draw_with_tpe(sweep, make_trial, told) if sweep.is_adaptive() else [*map(make_trial, draw_evenly(sweep))]
     trials = [*dict.fromkeys(filter(None, made))]
     if not trials:
         raise UserError(f"space: its trials do not fit the hyperparameters' rules, the last one: {refused[-1].message}")
     return trials
 
 
+def draw_evenly(sweep: Sweep) -> list[list[Any]]:
+    """Return the values of different points that cover the space evenly: as many as trials, or all that there are."""
+    from scipy.stats import qmc  # takes half a second
+
+    dimensions, wanted = sweep.list_dimensions(), int(min(sweep.trials, sweep.count_points()))
+    draws, different = 2 ** (wanted - 1).bit_length(), dict[str, list[Any]]()
+    while len(different) < wanted and draws <= SOBOL_DRAWS:
+        places = qmc.Sobol(len(dimensions), rng=sweep.seed).random(draws)
+        points = ([each.value_at(at) for each, at in zip(dimensions, point, strict=True)] for point in places)
+        different = {json.dumps(values): values for values in points}
+        draws *= 2
+    return [*different.values()][:wanted]
+
+
 def draw_with_tpe(
-    sweep: Sweep, make_trial: MakeTrial, told: Mapping[Any, float | None]
+    sweep: Sweep,
+    make_trial: Callable[[Iterable[Any]], Hyperparameters | None],
+    told: Mapping[Any, float | None],
 ) -> list[Hyperparameters | None]:
     """Draw all trials anew, up to the first nine of which some are not in ``told``."""
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+    from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=sweep.seed))
-    places, made = dict[str, BaseDistribution](), list[Hyperparameters | None]()
-    for each in sweep.list_dimensions():
+    made = dict[str, Hyperparameters | None]()  # by the JSON of their values
+    while len(made) < sweep.trials:
+        wave, end = dict[str, Any](), min(sweep.trials, len(made) + WAVE)
+        for trial, values in ask_tpe(sweep, study):
+            if (key := json.dumps(values)) not in made:
+                wave[key], made[key] = trial, make_trial(values)
+            if len(made) == end:
+                break
+        if not wave or any(made[key] and made[key] not in told for key in wave):
+            break
+        for key in filter(wave.get, wave):
+            value = told.get(made[key])  # None: refused, or failed
+            study.tell(wave[key], value, state=TrialState.FAIL if value is None else None)
+    return [*made.values()]
+
+
+def ask_tpe(sweep: Sweep, study: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield Optuna's trials and their values, and after many, as tpe repeats itself, no trials and even points."""
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+
+    dimensions, places = sweep.list_dimensions(), dict[str, BaseDistribution]()
+    for each in dimensions:
         middles = [(at + 0.5) / len(each.choices) for at in range(len(each.choices))]
         places[each.name] = CategoricalDistribution(middles) if middles else FloatDistribution(0.0, 1.0)
-    for first in range(0, sweep.trials, WAVE):
-        asked = [study.ask(places) for _ in range(min(WAVE, sweep.trials - first))]
-        wave = [make_trial(trial.params[name] for name in places) for trial in asked]
-        made += wave
-        if any(hp and hp not in told for hp in wave):
-            break
-        for trial, hp in zip(asked, wave, strict=True):
-            value = told.get(hp)  # None: refused, or failed
-            study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
-    return made
+    for _ in range(TPE_DRAWS):
+        trial = study.ask(places)
+        yield trial, [each.value_at(trial.params[each.name]) for each in dimensions]
+    for values in draw_evenly(sweep):
+        yield None, values

@@ -20,6 +20,7 @@ from flytekit.configuration import Config, ImageConfig, SerializationSettings
 from flytekit.remote import FlyteRemote
 from image import make_commands
 
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.user_code.digest import package_digest
 from workflows.training import training_on_demand
 
@@ -87,7 +88,7 @@ WEEKLY = """
   workflow: release_wf
   cron: "30 4 * * 0"
   model_name: pets
-  hyperparameters: {dataset: fashion_mnist, epochs: 3, seed: 7}
+  hyperparameters: config/smoke.json
   policy: {rule: not_worse}
 """
 COMPLETE = ["--config", "deploy/sandbox.yaml", "--image", "flyte-ddp:1", "--profile", "sandbox"]
@@ -138,7 +139,9 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
     name, _, values = weekly.partition(" ")
     shown = json.loads(values)
     assert (name, shown["workflow"], shown["cron"]) == ("weekly_release", "release_wf", "30 4 * * 0")
-    assert json.loads(shown["hyperparameters"]) == {"dataset": "fashion_mnist", "epochs": 3, "seed": 7}
+    smoke = Hyperparameters.from_json((clone / "config/smoke.json").read_text())
+    assert shown["hyperparameters"] == json.loads(smoke.json()), "the preset's content"
+    assert shown["policy"] == {"rule": "not_worse"}
     assert last.startswith("Schedules are left as they are: add --activate")
 
 

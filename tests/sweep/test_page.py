@@ -66,6 +66,10 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "mislead" in page(tmp_path, replace(BASE, schedule="one_cycle"))
     one_rung = write_page(replace(SWEEP, rungs=1), rungs()[-1:], tmp_path / "model.json", tmp_path).read_text()
     assert ("Do early rungs tell?" in text, "Do early rungs tell?" in one_rung) == (True, False)
+    assert "left out" not in plain
+    assert "8 combinations" not in plain
+    more = write_page(replace(SWEEP, trials=10), rungs(), tmp_path / "model.json", tmp_path).read_text()
+    assert "9 of 10 trials: the others would be equal, or the hyperparameters" in more
     assert ">10.00 %<" in page(tmp_path, replace(BASE, select_by="accuracy")).replace("&#160;", " "), (
         "as on the test split"
     )

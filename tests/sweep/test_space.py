@@ -3,14 +3,17 @@
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from scipy.stats import kstest
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.sweep import space as space_module
 from flyte_ddp.sweep.space import Sweep, check_sweep, draw_trials, list_values, parse_dimension
 
 BASE = Hyperparameters(num_ranks=1)
@@ -52,6 +55,14 @@ def sweep_of(space: dict[str, Any], **settings: Any) -> Sweep:
         ({"keep": ["last", "ema"]}, "space, keep: keep='ema': there is no moving average; set ema_decay"),
         ({"options.objective.loss": ["mse", "l1"]}, "space, options.objective.loss: changes the loss, by which"),
         ({"class_weights": ["", "balanced"]}, "space, class_weights: changes the loss, by which trials are compared"),
+        ({"options.model.width": {"from": 8, "to": 64}}, '64}: may mean whole numbers or all between; add "step": 1'),
+        ({"options.model.width": {"from": 0, "to": 2, "log": False}}, "or write an end with a point for all, such as"),
+        (
+            {"options.model.eps": ["1e-6"]},
+            'space, options.model.eps: options=\'{"model": {"eps": "1e-6"}}\': \'1e-6\' is',
+        ),
+        ({"momentum": {"from": 0.1, "to": 1, "log": True, "step": 1}}, "the only step is 1, of whole numbers"),
+        ({"epochs": {"from": 1, "to": 9, "log": True, "step": 2}}, "the only step is 1, of whole numbers"),
     ],
 )
 def test_a_bad_space_is_refused(space: dict[str, Any], said: str) -> None:
@@ -65,6 +76,7 @@ def test_a_bad_space_is_refused(space: dict[str, Any], said: str) -> None:
     [
         ({"space": "{"}, "space='{': is not JSON"),
         ({"space": "[1]"}, "space='[1]': must be a JSON object"),
+        ({"space": '{"epochs": [1], "epochs": [2]}'}, "is not JSON (the key 'epochs' is there twice; leave one of the"),
         ({"trials": 0}, "trials=0: must be at least 1"),
         ({"seed": 2**32}, "seed=4294967296: must be at most 4294967295"),
         ({"sampler": "random"}, "unknown sampler 'random'"),
@@ -117,6 +129,87 @@ def test_options_are_set_beside_those_of_the_base() -> None:
     ]
     assert {list_values(hp)["options.model.width"] for hp in trials} == {8, 16}
     assert len(trials) == 2, "equal trials are one"
+
+
+def list_drawn(name: str, ends: dict[str, Any]) -> list[Any]:
+    return [list_values(hp)[name] for hp in draw_trials(sweep_of({name: ends}, trials=64), BASE, {})]
+
+
+@pytest.mark.parametrize(
+    ("ends", "low", "high"),
+    [({"from": 0, "to": 1}, 0, 1), ({"from": 8.0, "to": 64}, 8, 64), ({"from": 2, "to": 9.5}, 2, 9.5)],
+)
+def test_a_range_of_an_option_is_of_all_numbers_between(ends: dict[str, Any], low: float, high: float) -> None:
+    drawn = list_drawn("options.model.dropout", ends)
+    assert kstest((np.array(drawn) - low) / (high - low), "uniform").pvalue > 0.5
+    assert len({*drawn}) == 64
+
+
+def test_a_range_of_an_option_with_step_1_is_of_whole_numbers() -> None:
+    for log in (False, True):
+        drawn = list_drawn("options.model.width", {"from": 8, "to": 20, "step": 1, "log": log})
+        assert sorted(drawn) == [*range(8, 21)]
+        assert {type(value) for value in drawn} == {int}
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers() -> None:
+    text = """
+    learning_rate: {from: 1e-4, to: 1e-1, log: true}
+    weight_decay: [1e-4, 1e-3]
+    options.model.eps: {from: 1e-8, to: 1e-6}
+    """
+    space = yaml.safe_load(text)
+    assert space["weight_decay"] == ["1e-4", "1e-3"], "as PyYAML reads them"
+    numbers = json.loads(re.sub('"(1e-.)"', r"\1", json.dumps(space)))
+    check_sweep(sweep_of(space), BASE)
+    assert draw_trials(sweep_of(space), BASE, {}) == draw_trials(sweep_of(numbers), BASE, {})
+
+
+GRIDS: list[dict[str, Any]] = [
+    {"learning_rate": [0.01, 0.1, 0.5], "batch_size": [32, 64, 128]},
+    {"learning_rate": [0.01, 0.1], "batch_size": [32, 64], "augment": ["none", "crop"]},
+    {"learning_rate": [0.01, 0.03, 0.1, 0.3, 1.0], "batch_size": [16, 32, 64, 128, 256]},
+    {"options.model.layers": [[8, 8], [64]], "epochs": [1, 2, 3, 4, 5, 6, 7]},
+]
+
+
+@pytest.mark.parametrize("sampler", ["qmc", "tpe"])
+@pytest.mark.parametrize("space", GRIDS)
+def test_a_space_with_as_many_points_as_trials_is_tried_whole(space: dict[str, Any], sampler: str) -> None:
+    points = {json.dumps(values) for values in product(*(space[name] for name in sorted(space)))}
+    for trials in (len(points), 2 * len(points)):
+        sweep = sweep_of(space, trials=trials, sampler=sampler)
+        drawn = [json.dumps([list_values(hp)[name] for name in sorted(space)]) for hp in draw_trials(sweep, BASE, {})]
+        assert (len(drawn), {*drawn}) == (len(points), points)
+        said = (
+            "" if trials == len(points) else f"{len(points)} of {trials} trials: the space has {len(points)} combinati"
+        )
+        assert sweep.describe_missing_trials(len(drawn)).startswith(said)
+
+
+@pytest.mark.parametrize("sampler", ["qmc", "tpe"])
+def test_of_a_space_with_more_points_as_many_as_trials_are_tried(sampler: str) -> None:
+    if sampler == "tpe":
+        pytest.importorskip("optuna")
+    before: list[Hyperparameters] = []
+    for trials in (9, 18, 24):
+        sweep, told = sweep_of(GRIDS[2], trials=trials, sampler=sampler), dict[Hyperparameters, float | None]()
+        while len(told) < len(drawn := draw_trials(sweep, BASE, told)):
+            told |= {hp: hp.learning_rate for hp in drawn}
+        assert len({*drawn}) == trials
+        assert drawn[: len(before)] == before
+        before = drawn
+
+
+def test_steps_that_are_too_small_for_floats_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "SOBOL_DRAWS", 256)
+    space = {"learning_rate": {"from": 1.0, "to": 1.0000000000000004, "step": 1e-20}}
+    sweep = sweep_of(space, trials=9)
+    drawn = draw_trials(sweep, BASE, {})
+    assert {hp.learning_rate for hp in drawn} == {1.0, np.nextafter(1, 2), 1.0000000000000004}
+    assert sweep.describe_missing_trials(3) == (
+        "3 of 9 trials: the others would be equal, or the hyperparameters' rules refuse them"
+    )
 
 
 def test_more_trials_begin_with_those_of_fewer() -> None:

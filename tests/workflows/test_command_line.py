@@ -10,13 +10,13 @@ from pathlib import Path
 import click
 import grpc
 import pytest
-from cli import DEADLINE, is_pyflyte, train
+from cli import DEADLINE, WORKFLOWS, is_pyflyte, pyflyte, train
 from processes import wait_until
 from test_cli_errors import assert_refused
 
 from benchmarks.running import descendants
 from flyte_ddp.errors import UnreachableError, UserError
-from tasks.command_line import input_file_error, show_errors_in_panels
+from tasks.command_line import input_file_error, refuse_misread_input, show_errors_in_panels
 
 pytestmark = pytest.mark.slow
 LONG = {"num_ranks": 2, "epochs": 12, "batch_size": 64, "eval_interval": 5}
@@ -86,6 +86,7 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
         (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
         (["--hp=."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
+        (["--hp", "file.yaml"], "options: {model: {eps: 1e-6}}", "'1e-6' is a text; write a number without quotes"),
     ],
 )
 def test_inputs_that_cannot_be_read(
@@ -107,6 +108,66 @@ def test_a_name_or_a_path_that_is_not_there_is_one_sentence(
     refusal: Callable[..., str], command: str, words: str
 ) -> None:
     assert re.search(words, refusal(*command.split()))
+
+
+TWICE = "is there twice; leave one of the two out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content", "said"),
+    [
+        (["--hp", "file.yaml"], "epochs: 3\nepochs: 50", "--hp file.yaml: the key 'epochs' is there twice, line 2, "),
+        (["--hp", '{"epochs": 3, "epochs": 50}'], "", f"--hp: the key 'epochs' {TWICE}"),
+        (
+            ["--inputs-file", "file.yaml"],
+            "hp: {seed: 1, seed: 2}",
+            "file.yaml: the key 'seed' is there twice, line 1, ",
+        ),
+    ],
+)
+def test_what_flytekit_would_misread_is_refused(tmp_path: Path, arguments: list[str], content: str, said: str) -> None:
+    (tmp_path / "file.yaml").write_text(content)
+    ended = pyflyte("run", WORKFLOWS, "training_wf", *arguments, home=tmp_path, directory=tmp_path)
+    assert_refused(ended, tmp_path, said)
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "said"),
+    [
+        ("--policy", '{"margin": 0.1, "margin": 0.2}', f"the key 'margin' {TWICE}"),
+        ("--sweep", '{"space": {"seed": [1], "seed": [2]}}', f"the key 'seed' {TWICE}"),
+        ("--window", "images: a\nimages: b", "the key 'images' is there twice, line 2, column 1; leave one of the two"),
+        ("--inputs-file", 'hp: \'{"seed": 1, "seed": 2}\'', f"--hp: the key 'seed' {TWICE}"),
+        (
+            "--hp",
+            "epochs: 010",
+            "010 is 8 in YAML, line 1, column 9; put it in quotes if it is a text; a number has no",
+        ),
+        ("--hp", "epochs: 1:30", "1:30 is 90 in YAML, line 1, column 9; put it in quotes if it is a text"),
+        ("--hp", "data_source: 2026-11-28", "2026-11-28 is a date in YAML, line 1, column 14; put it in quotes if"),
+    ],
+)
+def test_what_is_misread_is_named_with_its_place(tmp_path: Path, option: str, content: str, said: str) -> None:
+    file = tmp_path / "file"
+    file.write_text(content)
+    with pytest.raises(UserError, match=re.escape(said)) as refused:
+        refuse_misread_input(option, str(file))
+    assert refused.value.message.startswith(("--hp: ", f"{option} {file}: "))
+
+
+def test_what_is_read_as_it_is_written_passes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(
+        "{seed: 0, weight_decay: 0.5, dataset: a:b, model: '010', sample: \"1:30\", epochs: 10}"
+    )
+    refuse_misread_input("--hp", str(tmp_path / "file"))
+
+
+def test_words_that_are_no_json_or_yaml_pass(tmp_path: Path) -> None:
+    """A workflow of a user's own may have something else of that name."""
+    (tmp_path / "broken").write_text("margin: [")
+    for word in ("strict", "5", str(tmp_path), str(tmp_path / "broken"), "x" * 300, "{" * 5_000, "{" + "1" * 5_000):
+        refuse_misread_input("--policy", word)
+    refuse_misread_input("--other", '{"a": 1, "a": 2}')
 
 
 def test_what_own_code_raises_is_not_the_mistake_of_a_file_that_can_be_read(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.release.policy import Policy
-from workflows.schedules import Schedule, read_schedules
+from workflows.schedules import Schedule, read_schedules, reason_left_out
 
 
 def read(folder: Path, text: str) -> list[Schedule]:
@@ -50,6 +51,14 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
         ("{name: a}", "schedules.yaml: must be a list of entries such as {name: weekly, "),
         ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must be letters, digits and '_' only"),
         ("- &x {name: a, workflow: training_wf}\n- *x", ", a: an entry before has this name, too"),
+        (
+            "- {name: a, name: b, workflow: training_wf}",
+            "yaml: the key 'name' is there twice, line 1, column 13; leave one",
+        ),
+        (
+            "- {name: a, workflow: training_wf, cron: */5 * * * *}",
+            "line 1, column 43; mend it (a cron stands in quotes)",
+        ),
         ("- {name: a", "yaml: is not valid YAML: expected ',' or '}', but got '<stream end>', line 1, column 11;"),
         *(
             (f"- {{name: a, workflow: {rest}}}", f", a: {said}")
@@ -67,6 +76,18 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
                 "training_wf, hyperparameters: config/fats.json": "hyperparameters='config/fats.json': No such file or "
                 "directory; must be an object, or a file of",
                 "training_wf, hyperparameters: /etc/hosts": "hyperparameters='/etc/hosts': is not in the repository",
+                "training_wf, hyperparameters: [epochs]": "hyperparameters=['epochs']: must be an object, or text",
+                "training_wf, cron: 3": "cron=3: must be text; put it in quotes",
+                **{
+                    f"monitor_wf, model_name: x, window: {{table: 's3://b/{address}'}}": f"table='s3://b/{address}': "
+                    f"'{sign}' is no field of strftime, such as %Y, %m, %d and %H; write a percent sign of the address "
+                    for address, sign in {
+                        "100%": "%",
+                        "my%20data/%Y": "%20",
+                        "%%%c3%a9": "%c3",
+                        "%%%%%-d": "%-d",
+                    }.items()
+                },
             }.items()
         ),
     ],
@@ -74,6 +95,52 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
 def test_a_wrong_entry_is_refused_by_its_name(tmp_path: Path, entries: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         read(tmp_path, entries)
+
+
+def test_an_address_has_fields_of_the_time_and_percent_signs(tmp_path: Path) -> None:
+    entry = "- {name: a, workflow: monitor_wf, model_name: x, window: {table: 's3://b/my%%20data/%Y%m%d/%%%j'}}"
+    [watch] = read(tmp_path, entry)
+    filled = watch.inputs()["window"].at(datetime(2026, 11, 28, tzinfo=UTC))
+    assert filled.table == "s3://b/my%20data/20261128/%332"
+
+
+def test_keys_may_be_merged_and_given_anew(tmp_path: Path) -> None:
+    text = """
+    - &first {name: a, workflow: training_wf, cron: "0 3 * * *"}
+    - &second {<<: *first, name: b, hyperparameters: {epochs: 3}}
+    - {<<: *second, name: c, cron: "0 4 * * *"}
+    """
+    assert [(each.name, each.cron, each.hyperparameters) for each in read(tmp_path, text)] == [
+        ("a", "0 3 * * *", ""),
+        ("b", "0 3 * * *", '{"epochs": 3}'),
+        ("c", "0 4 * * *", '{"epochs": 3}'),
+    ]
+
+
+def test_a_description_has_the_content_of_files(tmp_path: Path) -> None:
+    text = "- {name: a, workflow: sweep_wf, hyperparameters: config/smoke.json, sweep: {space: {epochs: [1e0, 2]}}}"
+    [entry] = read(tmp_path, text)
+    shown = json.loads(entry.describe())
+    assert shown["hyperparameters"] == {"epochs": 1, "max_steps": 8, "num_ranks": 2, "backend": "gloo"}
+    assert json.loads(shown["sweep"]["space"]) == {"epochs": ["1e0", 2]}
+    assert {**shown, "hyperparameters": "", "sweep": ""} == {
+        "name": "a",
+        "workflow": "sweep_wf",
+        "hyperparameters": "",
+        "sweep": "",
+    }
+
+
+def test_plans_that_cannot_be_made_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLYTE_DDP_REGISTRY", raising=False)
+    assert reason_left_out("training_wf") == reason_left_out("ray_training_wf") == ""
+    assert reason_left_out("monitor_wf") == reason_left_out("release_wf") == "FLYTE_DDP_REGISTRY is not set"
+    monkeypatch.setenv("FLYTE_DDP_REGISTRY", "s3://bucket/models")
+    assert reason_left_out("monitor_wf") == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert reason_left_out("ray_training_wf").startswith(
+        "flytekitplugins.ray is not installed: it comes with the extra"
+    )
 
 
 @pytest.mark.parametrize(

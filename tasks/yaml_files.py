@@ -1,0 +1,60 @@
+"""Parse YAML of users, and refuse what YAML 1.1 understands otherwise than written."""
+
+import re
+from typing import Any
+
+import yaml
+
+from flyte_ddp.checks.parsing import MisreadError, find_doubled, parse_json
+
+TAG = "tag:yaml.org,2002:"
+OCTAL_OR_CLOCK = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8, and 1:30 is 90
+
+
+class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leaves untyped
+    """A loader of PyYAML that refuses doubled keys, octal numbers, clock times and dates."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value]
+        if (place := find_doubled([key.value for key in keys])) is not None:
+            where = describe_place(keys[place].start_mark)
+            raise MisreadError(f"the key {keys[place].value!r} is there twice, {where}; leave one of the two out")
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        node = super().compose_scalar_node(anchor)
+        number = node.tag in (f"{TAG}int", f"{TAG}float") and OCTAL_OR_CLOCK.fullmatch(node.value)
+        if node.style is None and (number or node.tag == f"{TAG}timestamp"):
+            read = repr(self.construct_object(node)) if number else "a date"
+            raise MisreadError(
+                f"{node.value} is {read} in YAML, {describe_place(node.start_mark)}; put it in quotes if it is a "
+                "text; a number has no colon, and no 0 before it"
+            )
+        return node
+
+
+def load_strictly(text: str) -> Any:
+    """Return the value of a text of JSON or YAML.
+
+    Raises:
+        MisreadError: A part of the text would be understood otherwise than it is written.
+        yaml.YAMLError: The text is neither JSON nor YAML.
+    """
+    try:
+        return parse_json(text)
+    except MisreadError:
+        raise
+    except (ValueError, RecursionError):
+        return StrictLoader(text).get_single_data()
+
+
+def describe_place(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+def unreadable_reason(error: Exception) -> str:
+    """Return a short reason why a file of YAML, which JSON is too, cannot be read or parsed."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"is not valid YAML: {error.problem}, {describe_place(error.problem_mark)}"
+    return getattr(error, "strerror", None) or f"is not text: {error}"
