@@ -4,6 +4,7 @@ Written down here, because importing torch and torchvision takes over 2 s. Tests
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ IMAGES = (
 
 # Built-in objectives, each with those hyperparameters that it uses and not every objective does.
 SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
-    "classification": ("label_smoothing", "class_weights"),
+    "classification": ("label_smoothing", "class_weights", "threshold"),
     "multilabel": ("class_weights",),
     "regression": (),
     "segmentation": ("class_weights",),
@@ -156,3 +157,29 @@ def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
             )
         if select_by not in choices:
             raise unknown_name_error("select_by", select_by, choices)
+
+
+def parse_threshold(text: str) -> tuple[str, float]:
+    """Return a threshold's rule, "f1", "recall", "cost" or "fixed", and its number; UserError for any other text."""
+    rule, equals, number = text.rpartition("=") if text != "f1" else (text, "=", "0")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    rule = rule if equals else "fixed"
+    fits = {"f1": value == 0, "recall": 0 < value <= 1, "cost": 0 < value < math.inf, "fixed": 0 < value < 1}
+    if not fits.get(rule, False):
+        raise UserError(
+            f"threshold={text!r}: must be f1, recall=R with R above 0 and at most 1, cost=C with C above 0, or a "
+            "probability between 0 and 1"
+        )
+    return rule, value
+
+
+def check_positives(threshold: str, positive: str, positives: int) -> None:
+    """Raise UserError if ``threshold`` is fitted on the validation split, and that has no positive samples."""
+    if not positives and parse_threshold(threshold)[0] != "fixed":
+        raise UserError(
+            f"threshold={threshold!r}: is fitted on the validation split, which has no sample of class {positive!r}; "
+            "raise validation_fraction, or give a probability"
+        )

@@ -131,6 +131,13 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "Weights of the classes or labels in the loss (not for regression and language): numbers separated by commas, "
         "or balanced (by the inverse of each class's training samples); empty: all 1.",
     )
+    threshold: str = setting(
+        "",
+        "For classification of two classes: the probability from which the second one is predicted, as a number, or a "
+        "rule that fits it on the validation split. f1: the highest F1; recall=0.9: the highest precision with a "
+        "recall of at least 0.9; cost=10: the lowest cost, where a missed sample of the second class costs as much as "
+        "10 false alarms. Empty: the likelier class is predicted.",
+    )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
     max_steps: int = setting(0, "Stop after this many optimiser steps; 0 sets no limit.", at_least=0)
@@ -285,6 +292,12 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             refuse_unused_settings(self, catalog.SETTINGS_OF_OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
+        fits_threshold = bool(self.threshold) and catalog.parse_threshold(self.threshold)[0] != "fixed"
+        if fits_threshold and self.validation_fraction == 0:
+            raise UserError(
+                f"threshold={self.threshold!r}: is fitted on the validation split; set validation_fraction above 0, or "
+                "give a probability"
+            )
         refuse_callables_of_torch(self)
         check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
         catalog.find_weights(self.model, self.init_from)

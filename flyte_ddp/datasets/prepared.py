@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_select_by, encoded_kind
+from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_positives, check_select_by, encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
@@ -106,6 +106,8 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     # What the user's own function will return is known only when it is called, which ranks do.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp.select_by, hp.objective, len(classes))
+    if hp.threshold and len(classes) != 2:
+        raise UserError(f"threshold={hp.threshold!r}: divides two classes, and there are {len(classes)}; leave it out")
     notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
     orders = order_splits(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
@@ -115,6 +117,10 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
+    if hp.threshold and len(classes) == 2 and not hp.sample:
+        counts = count_training_classes(data, orders["validation"], len(classes))
+        if counts or not len(orders["validation"]):
+            check_positives(hp.threshold, classes[1], counts[1] if counts else 0)
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
         order_training(data, orders["training"], hp.sampling)
     lists = (data.train, data.test) if isinstance(data, EncodedSet) else ()

@@ -29,6 +29,8 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
         target_shape=tuple(sidecar.get("target_shape", ())),
         class_weights=weights,
         select_by=sidecar.get("hyperparameters", {}).get("select_by", "loss"),
+        threshold_rule=sidecar.get("hyperparameters", {}).get("threshold", ""),
+        threshold=sidecar.get("threshold"),
     )
     options = sidecar.get("options", {}).get("objective", {})
     return make_objective(sidecar.get("objective", "classification"), facts, options)
@@ -74,7 +76,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     class FunctionObjective(base):  # type: ignore[misc,valid-type]
         """The objective whose losses a function of the user returns."""
 
-        takes = frozenset({"class_weights"} if base is Classification else ())
+        takes = frozenset({"class_weights", "threshold"} if base is Classification else ())
         loss_unit = Objective.loss_unit
 
         def losses(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.objectives.threshold import predict_classes
+from flyte_ddp.objectives.two_classes import list_class_sections
+from flyte_ddp.text.formatting import format_percent
 from flyte_ddp.text.sections import Confusions, Pictures, Section
 
 
@@ -38,6 +41,9 @@ class Classification(Objective):
                 f"class_weights={facts.class_weights!r}: with label_smoothing={facts.label_smoothing:g} a weight of 0 "
                 "would still count in part; give a small one, or set label_smoothing=0"
             )
+        if facts.threshold_rule and (not self.is_binary or overrides(self, Classification, "columns", "answers")):
+            what = f"there are {len(facts.classes)}" if not self.is_binary else "columns and answers of your own decide"
+            raise UserError(f"threshold={facts.threshold_rule!r}: divides two classes, and {what}; leave it out")
 
     @property
     def is_binary(self) -> bool:
@@ -79,7 +85,7 @@ class Classification(Objective):
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         """Return ``prediction`` and ``truth`` [n], and of two classes the ``probability`` of the second one."""
-        found = {"prediction": outputs.argmax(1), "truth": targets}
+        found = {"prediction": predict_classes(self, outputs), "truth": targets}
         return {**found, "probability": outputs.softmax(1)[:, 1]} if self.is_binary else found
 
     def measure(self, columns: Columns) -> dict[str, float]:
@@ -113,14 +119,24 @@ class Classification(Objective):
         return (columns["prediction"] == columns["truth"]).double()
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the likeliest class as ``prediction``, its probability as ``score``, and ``score_<class>`` of each."""
-        best, scores, names = outputs.argmax(dim=1).tolist(), outputs.softmax(dim=1), self.facts.classes
+        """Return the class as ``prediction``, its probability as ``score``, and ``score_<class>`` of each class."""
+        best, scores, names = predict_classes(self, outputs).tolist(), outputs.softmax(dim=1), self.facts.classes
         rows = range(len(best))
         return {
             "prediction": [names[place] for place in best],
             "score": scores[rows, best].tolist(),
             **dict(zip(name_columns("score", names), scores.T.tolist(), strict=True)),
         }
+
+    def describe_single_prediction(self, columns: Columns) -> str:
+        """Return a sentence for the report if all of several samples are predicted to be of one class; else ""."""
+        if overrides(self, Classification, "columns"):
+            return ""
+        predicted, truth = columns["prediction"], columns["truth"]
+        if len(truth) < 2 or bool((predicted != predicted[0]).any()):
+            return ""
+        name, share = self.facts.classes[int(predicted[0])], float((truth == predicted).double().mean())
+        return f"All {len(truth):,} test samples are predicted {name!r}, and {format_percent(share)} of them are that."
 
     def sections(self, columns: Columns) -> list[Section]:
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
@@ -131,7 +147,7 @@ class Classification(Objective):
             text = "None: all predictions on the test samples are correct."
         return [
             Confusions(self.facts.classes, count_confusions(truth.numpy(), prediction.numpy()).tolist()),
-            *([] if labels is None else labels.draw_curves([""])),
+            *([] if labels is None else [*labels.draw_curves([""]), *list_class_sections(self.facts, columns)]),
             Pictures("Worst mistakes", text, worst),
         ]
 

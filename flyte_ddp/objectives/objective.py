@@ -36,6 +36,8 @@ class Facts:
     label_smoothing: float = 0.0
     no_nan_targets: bool = False  # whether it is known that no target holds a NaN
     select_by: str = "loss"  # the hyperparameter; a measure that it names is the main one
+    threshold_rule: str = ""  # the hyperparameter threshold
+    threshold: float | None = None  # from which probability the second of two classes is predicted; None: the likelier
 
 
 class Objective:

@@ -5,7 +5,8 @@ import csv
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, repeat
 from pathlib import Path, PurePosixPath
@@ -24,8 +25,9 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import read_model_json
+from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.objective import list_floats
-from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
+from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns, name_columns
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -118,10 +120,16 @@ def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor
 
 
 class Predictor:
-    """Predicts batches; counts predictions, and keeps the first PICTURES (24) with their images."""
+    """Predicts batches; counts predictions, and keeps PICTURES (24) samples with their images for the page.
+
+    These are the first samples, or with two classes those with the highest scores of the second class.
+    """
 
     def __init__(self, model: SavedModel) -> None:
-        self.model = model
+        self.model, self.classifies = model, type(model.objective).answers is Classification.answers
+        is_binary = self.classifies and len(model.classes) == 2
+        self.ranking = name_columns("score", model.classes)[1] if is_binary else ""  # the second class's column
+        self.predictions = Counter[str]()  # of classes
         self.pictures: list[Picture] = []
         self.samples = self.known = self.correct = 0
         self.undefined: list[str] = []  # ids of the samples with NaN among their outputs; they have no prediction
@@ -161,19 +169,42 @@ class Predictor:
         if batch.truths is not None:
             self.known += sum(texts[1][place] != MISSING for place in decoded)
             self.correct += sum(texts[0][place] == texts[1][place] for place in decoded)
-        spec, scores = self.model.spec, columns.get("score", [None] * samples)
-        images = images_from_inputs(batch.inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
-        for place, image in zip(decoded[: PICTURES - len(self.pictures)], images, strict=False):
-            facts = texts[0][place], texts[1][place], scores[place]
-            self.pictures.append(Picture(batch.ids[place], image, *facts, masks=shown.get(place, ())))
+        if self.classifies:
+            self.predictions.update(name for name in columns["prediction"] if name)
+        scores = columns.get(self.ranking or "score", [None] * samples)
+        facts = {place: (texts[0][place], texts[1][place], scores[place]) for place in decoded}
+        self.keep_pictures(batch, facts, shown)
         return columns
+
+    def keep_pictures(
+        self, batch: Batch, facts: Mapping[int, tuple[str, str, Any]], masks: Mapping[int, Sequence[NDArray[Any]]]
+    ) -> None:
+        """Keep the batch's samples for the page; ``facts`` are prediction, truth and score of the decoded samples."""
+        spec, chosen = self.model.spec, np.arange(len(facts))[: PICTURES - len(self.pictures)]
+        if self.ranking:
+            chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
+        images = images_from_inputs(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
+        places = [*facts]
+        for place, image in zip((places[at] for at in chosen), images, strict=False):
+            self.pictures.append(Picture(batch.ids[place], image, *facts[place], masks=masks.get(place, ())))
+        if self.ranking:
+            order = np.argsort([-float(picture.score or 0.0) for picture in self.pictures], kind="stable")
+            self.pictures = [self.pictures[at] for at in order[:PICTURES]]
 
     def render_page(self, title: str) -> str:
         facts, classes = [("Samples", f"{self.samples:,}")], self.model.classes
         if self.known:
             share = format_percent(self.correct / self.known)
             facts.append(("Correct", f"{self.correct:,} of {self.known:,}, {share}"))
-        values = {"facts": facts, "pictured": f"The first {len(self.pictures)}", "pictures": self.pictures}
+        counted, pictured = self.predictions, f"The first {len(self.pictures)}"
+        if len(counted) == 1 < counted.total():
+            facts.append(("Predicted for all samples", next(iter(counted))))
+        if self.ranking:
+            pictured = f"The {len(self.pictures)} with the highest score of {classes[1]!r}"
+            threshold = self.model.objective.facts.threshold
+            shown = f"{counted[classes[1]]:,}" + ("" if threshold is None else f", from a score of {threshold:.4g} on")
+            facts.append((f"Predicted {classes[1]!r}", shown))
+        values = {"facts": facts, "pictured": pictured, "pictures": self.pictures}
         if any(picture.masks for picture in self.pictures):
             values["legend"] = [*zip(classes, class_colors(len(classes)), strict=True)]
         return render_template("preview.html", title=title, heading="Predictions", **values)

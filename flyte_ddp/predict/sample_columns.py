@@ -13,8 +13,9 @@ from torch import Tensor
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.files import replace_file
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.objectives import Classification, Language
+from flyte_ddp.objectives import Classification, Language, Objective
 from flyte_ddp.objectives.language import find_logits
+from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.samples.leaves import Leaves, name_leaves
 
@@ -50,7 +51,7 @@ def describe_batch(
     found = shown | found
     own = type(model.objective).answers
     if own is Classification.answers:
-        found |= describe_classes(outputs, model.objective.facts.classes)
+        found |= describe_classes(outputs, model.objective)
     elif own is Language.answers:
         found |= describe_texts(find_logits(outputs), leaves)
     else:
@@ -97,10 +98,11 @@ def measure_lengths(leaf: Tensor) -> Tensor:
     return (there * torch.arange(1, leaf.shape[1] + 1)).amax(1)
 
 
-def describe_classes(logits: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
     logs = logits.double().log_softmax(1).cpu()
-    names = np.array(classes)[logs.argmax(1).numpy()]
-    return {"prediction": names, "confidence": logs.amax(1).exp(), "entropy": torch.special.entr(logs.exp()).sum(1)}
+    predicted = predict_classes(objective, logits).cpu()
+    names, confidence = np.array(objective.facts.classes)[predicted.numpy()], logs.gather(1, predicted[:, None])[:, 0]
+    return {"prediction": names, "confidence": confidence.exp(), "entropy": torch.special.entr(logs.exp()).sum(1)}
 
 
 def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Any]:

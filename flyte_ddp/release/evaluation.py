@@ -18,6 +18,7 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
 from flyte_ddp.objectives.objective import list_floats, overrides
+from flyte_ddp.objectives.threshold import predict_classes, with_threshold
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
 from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, join_columns
 from flyte_ddp.release.scores import is_higher_better, score_samples
@@ -59,7 +60,8 @@ class Evaluation:
                 if isinstance(objective, Classification) and isinstance(outputs, Tensor):
                     logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
                     of_label = logs.gather(1, targets[:, None])[:, 0]
-                    columns |= {"confidence": logs.max(dim=1).values.exp(), "nll": -of_label}
+                    of_prediction = logs.gather(1, predict_classes(objective, outputs)[:, None])[:, 0]
+                    columns |= {"confidence": of_prediction.exp(), "nll": -of_label}
                 finite = torch.ones(samples, dtype=torch.bool)
                 for tensor in list_floats(outputs):
                     # Of a tensor that has no row for each sample, all numbers count for all samples.
@@ -173,7 +175,7 @@ def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Lea
 
 def evaluate_constant(found: Evaluation) -> Evaluation | None:
     """Return the evaluation of the constant answer that is best by the main measure; None if none is known."""
-    objective, truth = found.objective, found.columns.get("truth")
+    objective, truth = with_threshold(found.objective, None), found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None
     # With columns of its own and no likelihood the outputs are no logits, so a constant answer cannot be made.

@@ -18,6 +18,7 @@ from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.objectives import Multilabel
+from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics
@@ -315,7 +316,8 @@ def add_vetoes(
 def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> tuple[SavedModel, Evaluation | None]:
     """Download a version, run its code, and evaluate it by the challenger's objective; None if its task is another.
 
-    Raises NOT_THE_MODELS as they are, and a UserError for any other failure or an output that is not finite.
+    The version keeps its own threshold. Raises NOT_THE_MODELS as they are, and a UserError for any other failure or an
+    output that is not finite.
     """
     challenger = judgement.model
     try:
@@ -324,9 +326,11 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
             model = SavedModel(*files, challenger.settings, challenger.bad_samples)
         if not checks.check_same_task(read_task(challenger.sidecar), read_task(model.sidecar)).passed:
             return model, None
+        threshold = model.objective.facts.threshold
         if model.classes != challenger.classes:
             model.reorder_classes(challenger.classes)
-        model.objective = challenger.objective
+            threshold = None if threshold is None else 1 - threshold  # of the other class's probability
+        model.objective = with_threshold(challenger.objective, threshold)
         found = evaluate_split(model, judgement.split)
         found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
     except NOT_THE_MODELS:

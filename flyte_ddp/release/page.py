@@ -1,6 +1,6 @@
 """The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from itertools import chain, permutations
 from pathlib import Path
@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
+from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.text.formatting import format_measure, name_measure
+from flyte_ddp.text.formatting import format_measure, format_value, name_measure
 
 PICTURED = 12  # samples of each kind
 
@@ -30,6 +32,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         verdict=verdict,
         measure=name_measure(verdict.measure),
         models={title: format_measure(verdict.measure, model.score) for title, model in models.items()},
+        decisions=[f"{title}: {text}" for title, model in models.items() for text in describe_decisions(model)],
         confusions={
             title: confusion_section(
                 count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),
@@ -42,6 +45,18 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         pictured=picture_differences(judgement),
     )
     return write_html(path, page)
+
+
+def describe_decisions(model: Evaluation) -> Iterator[str]:
+    """Yield sentences on a classifier's threshold, and on a single class that it predicts for all samples."""
+    if not model.classifies:
+        return
+    assert isinstance(model.objective, Classification)
+    facts = model.objective.facts
+    if facts.threshold is not None:
+        yield f"Samples with a score from {format_value(facts.threshold)} on are predicted {facts.classes[1]!r}."
+    if single := model.objective.describe_single_prediction(model.columns):
+        yield single
 
 
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:

@@ -46,7 +46,10 @@ def store_version(
     stored = registry.find_version(name)
     if stored is not None:
         contents = sidecar.read_bytes(), registry.read_version_file(stored, SIDECAR)
-        own, other = ({"model": each["model"], **read_task(each)} for each in map(json.loads, contents))
+        own, other = (
+            {"model": each["model"], "threshold": each.get("threshold"), **read_task(each)}
+            for each in map(json.loads, contents)
+        )
         if changed := [field for field, value in own.items() if other[field] != value]:
             raise UserError(
                 f"version {name[:12]} is in the registry already, with another {changed[0]}: equal weights are one "

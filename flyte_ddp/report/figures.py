@@ -25,6 +25,7 @@ NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
 LABELLED_CLASSES = 50  # and up to here for names
 PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
 LISTED, LISTED_ALONE = 8, 25  # rows of a list beside the picture, and without one
+FEW_POINTS = 12  # of a curve: each is marked
 SIZE = 5.0, 3.4  # of a section's chart, in inches
 
 
@@ -214,7 +215,8 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
 def plot_curve(axes: Any, section: Curve) -> str:
     """Plot a line in the unit square, and one to compare it with; return the y axis' label."""
     axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
-    axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), "-", color=BLUE)
+    line = "o-" if len(section.x) <= FEW_POINTS else "-"
+    axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), line, color=BLUE)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     return section.y_label

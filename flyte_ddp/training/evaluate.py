@@ -15,6 +15,7 @@ from torch import Tensor
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns
+from flyte_ddp.objectives.threshold import decide
 from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
 from flyte_ddp.samples.leaves import Leaves
 
@@ -29,12 +30,13 @@ class Evaluation:
     # By name [N] or [N, k], one row for each sample in the split's order: fp64 on the CPU. "loss" and the objective's;
     # "weight" if the objective has weights, and then "loss" is the weighted sum.
     columns: dict[str, Tensor]
+    threshold: float | None = None  # by which classes were predicted
 
 
-def evaluate_split(
+def gather_columns(
     predict: Callable[[Leaves, Leaves, int], Any], split: Split, batch_size: int, objective: Objective
-) -> Evaluation:
-    """Return the evaluation of a split, equal on all ranks and for any number of ranks. All ranks must call it.
+) -> dict[str, Tensor]:
+    """Return a split's columns, equal on all ranks and for any number of ranks. All ranks must call it.
 
     ``predict`` maps a batch's inputs, targets and number of samples to outputs. A damaged image counts as the sample
     that replaces it.
@@ -60,18 +62,25 @@ def evaluate_split(
                 "sample; fill up shorter ones"
             )
     names = parts[0][1] if parts else ()
-    columns = {name: torch.from_numpy(np.concatenate([found[name] for _, found in parts])) for name in names}
+    return {name: torch.from_numpy(np.concatenate([found[name] for _, found in parts])) for name in names}
+
+
+def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:
+    """Return the evaluation of a split from its columns, as the objective's threshold decides. Collective."""
+    threshold = objective.facts.threshold
+    if threshold is not None and columns:
+        columns = {**columns, "prediction": decide(columns["probability"], threshold).double()}
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
     measures: dict[str, float] = {}
-    if rank() == 0 and len(split):
+    if rank() == 0 and columns:
         loss = mean_loss(columns)
         if math.isfinite(loss):
             with hide_process_group():
                 measures = measure_columns(objective, columns)
         else:  # outputs that are not finite are refused by scikit-learn, whose error would hide the cause
             measures = {**dict.fromkeys(objective.order_measures(), math.nan), "loss": loss}
-    return Evaluation(broadcast_object(measures), columns)
+    return Evaluation(broadcast_object(measures), columns, threshold)
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:

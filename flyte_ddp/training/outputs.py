@@ -22,9 +22,10 @@ from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import FORMAT
-from flyte_ddp.objectives import Objective
+from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import convert_outputs, list_floats, mean_losses
 from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
+from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
@@ -110,14 +111,16 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     sidecar = describe_model(state, work.identity, recorder.epoch_accuracies)
     model_path, _ = artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
-    rows = min(state.settings.wandb_table_rows, len(state.test))
+    rows, objective = min(state.settings.wandb_table_rows, len(state.test)), state.objective
+    if isinstance(objective, Classification):
+        recorder.add_warning(objective.describe_single_prediction(test.columns))
     try:
-        described = collect_predictions(state, state.objective, test, rows)
+        described = collect_predictions(state, with_threshold(objective, test.threshold), test, rows)
     except Exception as error:
         if ":" not in hp.objective and "decode" not in hp.parse_options().get("objective", {}):  # no code of the user's
             raise
         recorder.add_warning(f"objective={hp.objective!r} could not describe its predictions: {error!r}")
-        described = collect_predictions(state, Objective(state.objective.facts), test, rows)
+        described = collect_predictions(state, Objective(objective.facts), test, rows)
     with replace_file(work.output_folder / PREDICTIONS) as file:
         np.savez(file, **described)
     if state.step >= LEAST_STEPS:
@@ -154,6 +157,7 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
     digests |= {"user_code": identity.user_code, "init_from": identity.initial_weights}
     preprocessing = data.preprocessing if isinstance(data, SampleArrays) else {}
     facts, weights, options = state.objective.facts, state.objective.class_weights, hp.parse_options()
+    threshold = state.selection.test.threshold
     of_others = {"objective": hp.objective, "outputs": state.objective.outputs, "target_shape": [*facts.target_shape]}
     return {
         "format": FORMAT,
@@ -161,6 +165,7 @@ def describe_model(state: TrainingState, identity: Identity, history: list[float
         "classes": list(facts.classes),
         **({} if hp.objective == "classification" else of_others),
         **({} if weights is None else {"class_weights": weights.tolist()}),
+        **({} if threshold is None else {"threshold": threshold}),
         **({"options": options} if options else {}),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),

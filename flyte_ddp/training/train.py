@@ -21,6 +21,7 @@ from flyte_ddp.loading.split import Split
 from flyte_ddp.machine.resources import bf16_support
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
+from flyte_ddp.objectives.threshold import fit_objective
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.distributed import explain_full_device, gather_objects, world_size
@@ -28,7 +29,7 @@ from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.training import trial
 from flyte_ddp.training.checkpointing import Checkpointer, load_training_state
 from flyte_ddp.training.diagnosis import non_finite_loss_error
-from flyte_ddp.training.evaluate import Evaluation, evaluate_split
+from flyte_ddp.training.evaluate import Evaluation, gather_columns, measure_split
 from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
 from flyte_ddp.training.optimisation import check_optimizer_state, gradient_clip_norm
 from flyte_ddp.training.outputs import write_outputs, write_rung, write_start_record
@@ -228,7 +229,10 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 
 
 def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, ...]:
-    """Average BatchNorm's running statistics over the ranks; evaluate the kept weights on these splits. Collective."""
+    """Average BatchNorm's running statistics over the ranks; evaluate the kept weights on these splits. Collective.
+
+    The first split is the validation split, on which a threshold is fitted for all of them.
+    """
     hp = state.hp
     with state.clock("communication"):
         # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
@@ -240,9 +244,10 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.copy_after_step()
-    evaluate = partial(evaluate_split, state.predict, batch_size=hp.test_batch_size, objective=state.objective)
     with state.clock("evaluation"), state.evaluation_mode():
-        return tuple(evaluate(split) for split in splits)
+        columns = [gather_columns(state.predict, split, hp.test_batch_size, state.objective) for split in splits]
+        objective = fit_objective(state.objective, columns[0])
+        return tuple(measure_split(objective, each) for each in columns)
 
 
 def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, ...]) -> None:

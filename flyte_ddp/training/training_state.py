@@ -238,7 +238,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     made = targets is None or targets.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
     no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets.values())
     facts = Facts(
-        classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan, select_by=hp.select_by
+        *(classes, shape, counts, hp.class_weights, hp.label_smoothing),
+        no_nan_targets=no_nan,
+        select_by=hp.select_by,
+        threshold_rule=hp.threshold,
     )
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     refuse_unused_settings(hp, objective.takes)

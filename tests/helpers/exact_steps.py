@@ -17,7 +17,7 @@ from flyte_ddp.datasets import open_prepared
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank
-from flyte_ddp.training.evaluate import evaluate_split
+from flyte_ddp.training.evaluate import gather_columns, measure_split
 from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
@@ -49,7 +49,8 @@ def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]
             apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})
         with state.evaluation_mode():
-            found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.objective)
+            columns = gather_columns(state.predict, state.test, hp.test_batch_size, state.objective)
+            found = measure_split(state.objective, columns)
         if rank() == 0:
             torch.save((losses, states, found.measures["loss"]), folder / f"{name}.pt")
         state.splits.close()

@@ -8,7 +8,7 @@ Values = dict[str, Any]
 
 NAMES: dict[type, str] = {
     str: "dataset data_source test_dataset collate sample model init_from init_skip freeze sampling optimizer schedule "
-    "augment keep backend strategy precision channels_last objective options class_weights select_by",
+    "augment keep backend strategy precision channels_last objective options class_weights threshold select_by",
     float: "validation_fraction learning_rate momentum weight_decay label_smoothing grad_clip_norm mixup ema_decay",
     int: "image_size epochs max_steps batch_size test_batch_size accumulation_steps warmup_steps early_stop_patience "
     "seed num_ranks log_interval eval_interval num_classes shuffle_shards shuffle_buffer bad_samples",
@@ -70,6 +70,31 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
         f"class weights {text!r}": ({"class_weights": text}, (f"class_weights={text!r}", "balanced", "at least 0"))
         for text in ("heavy", "1,,2", "1,-2", "1,inf", "0,0")
     },
+    **{
+        f"threshold {text!r}": ({"threshold": text}, (f"threshold={text!r}", "f1", "between 0 and 1"))
+        for text in (
+            "F1",
+            "auto",
+            "0",
+            "1",
+            "1.5",
+            "nan",
+            "recall",
+            "recall=0",
+            "recall=1.1",
+            "cost=",
+            "cost=inf",
+            "f1=1",
+        )
+    },
+    "threshold of numbers": (
+        {"objective": "regression", "threshold": "f1"},
+        ("threshold='f1'", "objective='regression' has no use for it", "leave it out"),
+    ),
+    "threshold without split": (
+        {"threshold": "recall=0.9", "validation_fraction": 0},
+        ("threshold='recall=0.9'", "validation_fraction above 0"),
+    ),
     "options that are no JSON": ({"options": "{width: 3}"}, ("options='{width: 3}'", "is not JSON", "column 2")),
     "options that are a list": ({"options": "[1]"}, ("options='[1]'", "JSON object of objects by hyperparameter")),
     "warm-up of an own schedule": (
@@ -107,6 +132,10 @@ GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
     "whole double for int": ({"epochs": 3.0, "seed": 0.0}, {"epochs": 3, "seed": 0}),
     "int for float": ({"learning_rate": 1, "weight_decay": 0}, {"learning_rate": 1.0, "weight_decay": 0.0}),
     "no short decimal": ({"learning_rate": 1 / 3}, {"learning_rate": 1 / 3}),
+    "a threshold that is not fitted": (
+        {"threshold": "0.25", "validation_fraction": 0},
+        {"threshold": "0.25", "validation_fraction": 0},
+    ),
     "own code": ({"model": "my_package.models:Net"}, {"model": "my_package.models:Net"}),
     "text beyond ASCII": ({"data_source": "/données/été 🌞\n"}, {"data_source": "/données/été 🌞\n"}),
     "options as an object": (

@@ -29,7 +29,7 @@ from flyte_ddp.order.augmentation import choose_partners, draw_shares
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.training import parts as loaded_parts
-from flyte_ddp.training.evaluate import evaluate_split
+from flyte_ddp.training.evaluate import gather_columns, measure_split
 from flyte_ddp.training.train import compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
@@ -311,7 +311,8 @@ def evaluate_recall(folder: Path) -> float:
         PAIRS, replace(detect_hardware(PAIRS), threads=1), open_prepared(folder / "pair_tasks.pairs"), None
     )
     with state.evaluation_mode():
-        return evaluate_split(state.predict, state.test, 5, state.objective).measures["recall_at_1"]
+        columns = gather_columns(state.predict, state.test, 5, state.objective)
+        return measure_split(state.objective, columns).measures["recall_at_1"]
 
 
 def train_in_ranks(folder: Path) -> None:

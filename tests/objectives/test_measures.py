@@ -25,7 +25,7 @@ from flyte_ddp.objectives import Facts, Objective, Regression, make_objective
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_loss
+from flyte_ddp.training.evaluate import compute_columns, gather_columns, mean_loss, measure_split
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5
@@ -155,7 +155,9 @@ def evaluate(case: Case, size: int) -> dict[str, Any]:
     source = images_in_memory(images, torch.from_numpy(case.targets[:size]), torch.device("cpu"))
     outputs = torch.from_numpy(case.outputs).double()
     split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
-    return vars(evaluate_split(lambda images, *_: outputs[images.flatten().long()], split, BATCH, case.make()))
+    objective = case.make()
+    columns = gather_columns(lambda images, *_: outputs[images.flatten().long()], split, BATCH, objective)
+    return vars(measure_split(objective, columns))
 
 
 def leave_evaluations(folder: Path) -> None:
@@ -245,7 +247,7 @@ def test_outputs_that_are_not_finite_are_not_measured() -> None:
         Regression(Facts((), (1,))),
     )
     outputs = torch.tensor([[0.5], [torch.nan]])
-    found = evaluate_split(lambda *_: outputs, split, 2, objective).measures
+    found = measure_split(objective, gather_columns(lambda *_: outputs, split, 2, objective)).measures
     assert math.isnan(found.pop("loss"))
     assert [*found] == ["rmse", "mae", "r2"]
     assert all(math.isnan(value) for value in found.values())
@@ -262,7 +264,7 @@ def test_columns_of_two_shapes_are_refused() -> None:
     images, targets = torch.zeros(3, 1, 1, 1, dtype=torch.uint8), torch.zeros(3, 1)
     split = Split(images_in_memory(images, targets, torch.device("cpu")), ListedOrder(np.arange(3)))
     with pytest.raises(UserError, match=r"'a': \(2,\)\} in one batch and .*'a': \(1,\)\} in another"):
-        evaluate_split(lambda images, *_: torch.zeros(len(images), 1), split, 2, Unequal(Facts((), (1,))))
+        gather_columns(lambda images, *_: torch.zeros(len(images), 1), split, 2, Unequal(Facts((), (1,))))
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3)])

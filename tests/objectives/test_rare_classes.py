@@ -79,7 +79,7 @@ def test_curves_are_scikit_learns() -> None:
     objective = make_objective("classification", Facts(("no", "yes")), {})
     logits, truth = draw(2)
     columns = columns_of(objective, logits, truth)
-    roc, precision = [each for each in objective.sections(columns) if isinstance(each, Curve)]
+    roc, precision, _ = [each for each in objective.sections(columns) if isinstance(each, Curve)]
     scores = columns["probability"]
     alarms, recall, _ = metrics.roc_curve(truth, scores, drop_intermediate=False)
     np.testing.assert_allclose((roc.x, roc.y), (alarms, recall))

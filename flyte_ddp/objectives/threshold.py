@@ -1,0 +1,75 @@
+"""The probability from which the second of two classes is predicted: fitted on a validation split, and applied."""
+
+import copy
+import dataclasses
+import math
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flyte_ddp.catalog import check_positives, parse_threshold
+from flyte_ddp.objectives.binary_labels import Bools, Floats, count_above
+from flyte_ddp.objectives.objective import Columns, Objective
+
+AnyObjective = TypeVar("AnyObjective", bound=Objective)
+
+
+def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjective:
+    """Return a copy of an objective that decides by another threshold; the same object if the threshold is equal."""
+    if objective.facts.threshold == threshold:
+        return objective
+    copied = copy.copy(objective)
+    copied.facts = dataclasses.replace(objective.facts, threshold=threshold)
+    return copied
+
+
+def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
+    """Return the objective with the threshold that its rule finds in the columns of a validation split.
+
+    Without a rule, or with a probability that is not finite, returns the objective itself. Raises UserError if the
+    split has no positive sample.
+    """
+    text, classes = objective.facts.threshold_rule, objective.facts.classes
+    if not text:
+        return objective
+    truth = validation["truth"].numpy() == 1 if validation else np.zeros(0, dtype=np.bool_)
+    check_positives(text, classes[1], int(truth.sum()))
+    scores = validation["probability"].numpy() if validation else np.zeros(0)
+    return with_threshold(objective, fit_threshold(text, truth, scores)) if np.isfinite(scores).all() else objective
+
+
+def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
+    """Return the threshold that the rule ``text`` finds best for samples with at least one positive.
+
+    Compares all divisions of the samples, also the one without a predicted positive. A threshold is halfway between
+    neighbouring scores, or between an end of 0..1 and its neighbour. Returns the highest of equally good thresholds.
+    """
+    rule, number = parse_threshold(text)
+    if rule == "fixed":
+        return number
+    occurring, hits, alarms = count_above(truth, scores)
+    if occurring[0] < 1:  # else each threshold up to 1 predicts a positive
+        occurring, hits, alarms = np.append(1.0, occurring), np.append(0, hits), np.append(0, alarms)
+    positives, predicted = hits[-1], hits + alarms
+    if rule == "f1":
+        good = 2 * hits / (predicted + positives)
+    elif rule == "recall":
+        good = np.where(hits / positives >= number, hits / np.maximum(predicted, 1), -math.inf)
+    else:
+        good = -(number * (positives - hits) + alarms)
+    best = int(good.argmax())
+    lower = np.append(occurring[1:], 0.0)[best]
+    middle = (occurring[best] + lower) / 2
+    return float(middle if middle > lower else occurring[best])  # neighbouring floats have nothing between them
+
+
+def predict_classes(objective: Objective, logits: Tensor) -> Tensor:
+    """Return the predicted classes [n] of logits [n, classes]: the likeliest, or those that the threshold decides."""
+    threshold = objective.facts.threshold
+    return logits.argmax(1) if threshold is None else decide(logits.double().softmax(1)[:, 1], threshold)
+
+
+def decide(probabilities: Tensor, threshold: float) -> Tensor:
+    return (probabilities >= threshold).to(torch.int64)

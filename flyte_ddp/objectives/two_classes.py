@@ -1,0 +1,84 @@
+"""Sections of a report about two classes: the threshold, the samples with the highest scores, and the calibration."""
+
+import numpy as np
+
+from flyte_ddp.catalog import parse_threshold
+from flyte_ddp.objectives.binary_labels import Bools, Floats, count_above
+from flyte_ddp.objectives.objective import Columns, Facts
+from flyte_ddp.text.formatting import format_percent, format_value
+from flyte_ddp.text.sections import Curve, Section, Table
+
+TOP_PERCENT = 1, 5, 10  # of the samples, those with the highest scores
+BINS = 10  # of equal width, as scikit-learn's calibration_curve has them
+HALF = 0.5
+RULES = {
+    "": "The hyperparameter threshold changes that.",
+    "f1": "This threshold has the highest F1 on the validation split.",
+    "recall": "On the validation split this threshold has the highest precision with a recall of at least {:g}.",
+    "cost": "On the validation split this threshold has the lowest cost: a miss costs as much as {:g} false alarms.",
+    "fixed": "The hyperparameter threshold says so.",
+}
+
+
+def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
+    """Return tables of the threshold and of precision at the top, and the reliability curve, of the second class."""
+    truth, scores, name = columns["truth"].numpy() == 1, columns["probability"].numpy(), facts.classes[1]
+    decision = tabulate_decision(facts, truth, scores, columns["prediction"].numpy() == 1)
+    if not truth.any() or truth.all():
+        return [decision]
+    return [decision, tabulate_top(name, truth, scores), draw_calibration(name, truth, scores)]
+
+
+def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -> Table:
+    """Return a table of what the model's threshold finds, as ``used``, and what the threshold of 0.5 would find."""
+    name, fitted = facts.classes[1], facts.threshold
+    rule, number = parse_threshold(facts.threshold_rule) if facts.threshold_rule else ("", 0.0)
+    limit = f"above {HALF}" if fitted is None else f"from {format_value(fitted)} on"
+    text = f"Samples with a score {limit} are predicted {name!r}. {RULES[rule].format(number)}"
+    rows: list[list[str | float | None]] = []
+    for threshold, predicted in {HALF: scores > HALF, HALF if fitted is None else fitted: used}.items():
+        hits, alarms, missed = (
+            int(np.sum(each)) for each in (predicted & truth, predicted & ~truth, ~predicted & truth)
+        )
+        shares = [
+            part / whole if whole else None
+            for part, whole in ((hits, hits + alarms), (hits, hits + missed), (2 * hits, 2 * hits + alarms + missed))
+        ]
+        rows.append([format_value(threshold), hits + alarms, hits, alarms, missed, *shares])
+    header = "Threshold", f"Predicted {name}", "Right", "False alarms", "Missed", "Precision", "Recall", "F1"
+    return Table("Threshold", text, header, rows)
+
+
+def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
+    """Return precision, lift and recall of the samples with the highest scores; equal scores are in a random order."""
+    _, hits, alarms = count_above(truth, scores)
+    samples, positives = len(truth), int(hits[-1])
+    rows: list[list[str | float | None]] = []
+    for percent in TOP_PERCENT:
+        chosen = -(-percent * samples // 100)
+        found = float(np.interp(chosen, np.append(0, hits + alarms), np.append(0, hits)))
+        precision = found / chosen
+        rows.append([f"{percent} %", chosen, precision, precision * samples / positives, found / positives])
+    text = (
+        f"{format_percent(positives / samples)} of the test samples are {name!r}. Lift is the precision divided by "
+        "this share. Samples with equal scores are in a random order."
+    )
+    return Table("Samples with the highest scores", text, ("Top", "Samples", "Precision", "Lift", "Recall"), rows)
+
+
+def draw_calibration(name: str, truth: Bools, scores: Floats) -> Curve:
+    bins = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], scores)
+    counts = np.bincount(bins, minlength=BINS)
+    filled = counts > 0
+    means, shares = (
+        np.bincount(bins, values, minlength=BINS)[filled] / counts[filled] for values in (scores, truth.astype(float))
+    )
+    error = float((counts[filled] * np.abs(means - shares)).sum() / len(scores))
+    brier, share = float(np.square(scores - truth).mean()), float(truth.mean())
+    text = (
+        f"The share of {name!r} among the test samples of each tenth of the range of scores, against their mean score. "
+        f"Grey: scores that are exact probabilities. Expected calibration error {error:.4f}. Brier score {brier:.4f}; "
+        f"the same score for all samples has {share * (1 - share):.4f}."
+    )
+    axes = "mean score", f"share of {name}"
+    return Curve("Calibration", text, "", *axes, means.tolist(), shares.tolist(), (0.0, 1.0))
