@@ -160,7 +160,10 @@ def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
 
 
 def parse_threshold(text: str) -> tuple[str, float]:
-    """Return a threshold's rule, "f1", "recall", "cost" or "fixed", and its number; UserError for any other text."""
+    """Return a threshold's rule ("f1", "recall", "cost" or "fixed") and number.
+
+    Raises UserError if ``text`` is none of f1, recall=R, cost=C and a probability.
+    """
     rule, equals, number = text.rpartition("=") if text != "f1" else (text, "=", "0")
     try:
         value = float(number)

@@ -137,6 +137,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "rule that fits it on the validation split. f1: the highest F1; recall=0.9: the highest precision with a "
         "recall of at least 0.9; cost=10: the lowest cost, where a missed sample of the second class costs as much as "
         "10 false alarms. Empty: the likelier class is predicted.",
+        number=True,
     )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)

@@ -35,16 +35,17 @@ def setting(
     choices: tuple[str, ...] | None = None,
     own: bool = False,
     json: bool = False,
+    number: bool = False,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
     ``own``: also takes a user's own ``package.module:callable``, beside its ``choices``. ``json``: takes a JSON object,
-    or its text. ``bounds`` of a number: at_least, at_most (2**53 by default for whole numbers), above, below.
+    or its text. ``number``: a text that may be given as a number. ``bounds`` of a number: at_least, at_most (2**53 by default for whole numbers), above, below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
-    rule = {"doc": doc, "choices": choices, "own": own, "json": json, **bounds}
+    rule = {"doc": doc, "choices": choices, "own": own, "json": json, "number": number, **bounds}
     return dataclasses.field(default=default, metadata=rule)
 
 
@@ -119,6 +120,8 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     kind: Any = field.type
     if rule["json"] and isinstance(value, Mapping):
         value = json.dumps(value, sort_keys=True, default=str)  # YAML has dates
+    if rule["number"] and type(value) in (int, float):
+        value = repr(value)
     if kind is bool or kind is str:
         fits = isinstance(value, kind)
     else:

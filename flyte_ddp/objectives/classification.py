@@ -135,8 +135,8 @@ class Classification(Objective):
         predicted, truth = columns["prediction"], columns["truth"]
         if len(truth) < 2 or bool((predicted != predicted[0]).any()):
             return ""
-        name, share = self.facts.classes[int(predicted[0])], float((truth == predicted).double().mean())
-        return f"All {len(truth):,} test samples are predicted {name!r}, and {format_percent(share)} of them are that."
+        name, share = self.facts.classes[int(predicted[0])], format_percent(float((truth == predicted).double().mean()))
+        return f"All {len(truth):,} test samples are predicted {name!r}, which is right for {share} of them."
 
     def sections(self, columns: Columns) -> list[Section]:
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))

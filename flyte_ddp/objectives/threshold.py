@@ -17,7 +17,7 @@ AnyObjective = TypeVar("AnyObjective", bound=Objective)
 
 
 def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjective:
-    """Return a copy of an objective that decides by another threshold; the same object if the threshold is equal."""
+    """Return a copy of an objective that decides by another threshold, or the objective itself if none changes."""
     if objective.facts.threshold == threshold:
         return objective
     copied = copy.copy(objective)

@@ -30,7 +30,7 @@ def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
 
 
 def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -> Table:
-    """Return a table of what the model's threshold finds, as ``used``, and what the threshold of 0.5 would find."""
+    """Return a table of the model's decisions ``used`` [N], and of those by a threshold of 0.5."""
     name, fitted = facts.classes[1], facts.threshold
     rule, number = parse_threshold(facts.threshold_rule) if facts.threshold_rule else ("", 0.0)
     limit = f"above {HALF}" if fitted is None else f"from {format_value(fitted)} on"
@@ -50,7 +50,10 @@ def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -
 
 
 def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
-    """Return precision, lift and recall of the samples with the highest scores; equal scores are in a random order."""
+    """Return a table of precision, lift and recall of the samples with the highest scores.
+
+    Of equal scores each order is equally likely, and the mean over all orders counts.
+    """
     _, hits, alarms = count_above(truth, scores)
     samples, positives = len(truth), int(hits[-1])
     rows: list[list[str | float | None]] = []

@@ -32,7 +32,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         verdict=verdict,
         measure=name_measure(verdict.measure),
         models={title: format_measure(verdict.measure, model.score) for title, model in models.items()},
-        decisions=[f"{title}: {text}" for title, model in models.items() for text in describe_decisions(model)],
+        notes=[f"{title}: {text}" for title, model in models.items() for text in describe_decisions(model)],
         confusions={
             title: confusion_section(
                 count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),

@@ -87,6 +87,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
             "f1=1",
         )
     },
+    "threshold that is true": ({"threshold": True}, ("threshold=True", "must be text")),
     "threshold of numbers": (
         {"objective": "regression", "threshold": "f1"},
         ("threshold='f1'", "objective='regression' has no use for it", "leave it out"),
@@ -132,10 +133,8 @@ GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
     "whole double for int": ({"epochs": 3.0, "seed": 0.0}, {"epochs": 3, "seed": 0}),
     "int for float": ({"learning_rate": 1, "weight_decay": 0}, {"learning_rate": 1.0, "weight_decay": 0.0}),
     "no short decimal": ({"learning_rate": 1 / 3}, {"learning_rate": 1 / 3}),
-    "a threshold that is not fitted": (
-        {"threshold": "0.25", "validation_fraction": 0},
-        {"threshold": "0.25", "validation_fraction": 0},
-    ),
+    "a threshold as a number": ({"threshold": 0.25}, {"threshold": "0.25"}),
+    "a rule of a threshold": ({"threshold": "recall=0.9"}, {"threshold": "recall=0.9"}),
     "own code": ({"model": "my_package.models:Net"}, {"model": "my_package.models:Net"}),
     "text beyond ASCII": ({"data_source": "/données/été 🌞\n"}, {"data_source": "/données/été 🌞\n"}),
     "options as an object": (

@@ -3,7 +3,9 @@
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from flyte_ddp import arrays
 
@@ -25,3 +27,8 @@ def table(_: str) -> Any:
 
 def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
     return nn.Linear(*input_shape, num_classes)
+
+
+def focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    loss = functional.cross_entropy(outputs, targets, reduction="none")
+    return (1 - torch.exp(-loss)) ** 2 * loss

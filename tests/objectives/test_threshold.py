@@ -244,7 +244,7 @@ def test_predictions_of_one_class_alone_are_said() -> None:
     truth, logits, _ = draw_columns()
     always, columns = make("0.999"), make_columns(make(threshold=0.999), logits, truth)
     share = f"{100 * (1 - truth.mean()):.2f}\N{NO-BREAK SPACE}%"
-    text = f"All 400 test samples are predicted 'no', and {share} of them are that."
+    text = f"All 400 test samples are predicted 'no', which is right for {share} of them."
     assert always.describe_single_prediction(columns) == text
     assert make().describe_single_prediction(make_columns(make(), logits, truth)) == ""
     single = {name: column[:1] for name, column in columns.items()}

@@ -1,5 +1,6 @@
 """Predictions against the same computed with plain torch, numpy and Pillow."""
 
+import base64
 import io
 import json
 import math
@@ -17,6 +18,7 @@ import torch
 from cli import ROOT
 from PIL import Image
 from predictions import predict_rows
+from report_page import Page
 
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
@@ -201,6 +203,32 @@ def test_outside_this_package_ten_lines_prepare_an_image(kind: str, photos, tmp_
     assert set(takes) == {*USED_BY_THE_EXAMPLE, "channels", "crop", "interpolation"}
     assert takes["interpolation"] == "bilinear"
     assert all(f'takes["{name}"]' in code for name in USED_BY_THE_EXAMPLE)
+
+
+def test_the_page_of_two_classes_begins_with_the_highest_scores(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Each with its own picture, over several batches, with a file among them that cannot be decoded."""
+    monkeypatch.setitem(globals(), "CLASSES", ["no", "yes"])
+    files, images = save(tmp_path / "model", GREY), blocks(40, 1)
+    for number, image in enumerate(images):
+        Image.fromarray(image[:, :, 0]).save(folder / f"{number:02}.png")
+    (folder / "00.png").write_bytes(b"no image")
+    rows = predict(files, images=folder, batch_size=7, bad_samples=1)
+    scores = expected_scores(files, images, GREY)[:, 1]
+    scores[0] = -1
+    first = scores.argsort(descending=True)[:24].tolist()
+    page = Page(TABLE.with_suffix(".html").read_text())
+    assert page.texts("h2")[1] == "The 24 with the highest score of 'yes'"
+    shown = page.pieces("mistake")
+    assert [parts[-1] for parts in shown] == [f"{number:02}.png" for number in first]
+    assert [parts[1] for parts in shown] == [rows[number]["prediction"] for number in first]
+    percents = [float(next(part for part in parts if "score" in part).split()[1]) for parts in shown]
+    assert percents == pytest.approx([100 * scores[number].item() for number in first], abs=0.006)
+    assert len({*percents}) > 20
+    for source, number in zip(page.attributes("src"), first, strict=True):
+        stored = np.array(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).convert("L"))
+        stored = stored[:: len(stored) // 16, :: len(stored) // 16]
+        assert np.abs(stored.astype(int) - images[number][:, :, 0]).max() <= 1
+    assert [row["id"] for row in rows] == [f"{number:02}.png" for number in range(40)]
 
 
 def test_what_is_no_image_leaves_no_table(grey_model, folder: Path, tmp_path: Path) -> None:
