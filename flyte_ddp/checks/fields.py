@@ -41,7 +41,8 @@ def setting(
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
     ``own``: also takes a user's own ``package.module:callable``, beside its ``choices``. ``json``: takes a JSON object,
-    or its text. ``number``: a text that may be given as a number. ``bounds`` of a number: at_least, at_most (2**53 by default for whole numbers), above, below.
+    or its text. ``number``: a text that may be given as a number. ``bounds`` of a number: at_least, at_most (2**53 by
+    default for whole numbers), above, below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)

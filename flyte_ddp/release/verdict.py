@@ -63,7 +63,8 @@ class Verdict(DataClassJsonMixin):
         if self.seen:
             parts.append(f"{format_count(self.seen, 'test sample')} of its training left out")
         more = f"{len(self.changes) - LISTED} more changes of the data" if len(self.changes) > LISTED else ""
-        return "; ".join([*parts, *self.changes[:LISTED], *([more] if more else [])])
+        text = "; ".join([*parts, *self.changes[:LISTED], *([more] if more else [])])
+        return text.replace("\N{NO-BREAK SPACE}", " ")  # as logs and tuples are shown with escapes for others
 
     def describe(self) -> str:
         promoted = "to be promoted" if self.look else "would be promoted"

@@ -52,6 +52,7 @@ def test_promoted_and_back(tmp_path: Path) -> None:
             "verdict.html",
             "data_profile.json",
             "reference.npz",
+            "samples.npz",
             "manifest.json",
         )
     }
