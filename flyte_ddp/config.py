@@ -19,7 +19,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hyperparameters(CheckedFields, called="hyperparameter"):
     """Everything that determines a training run's result; UserError for an unknown field or a wrong value."""
 

@@ -35,7 +35,7 @@ from flyte_ddp.checks.parsing import MisreadError
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.pods import environment
+from flyte_ddp.pods import environment, outcomes
 from flyte_ddp.pods.profiles import ENGINES
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.sweep.space import Sweep
@@ -64,6 +64,8 @@ def set_up_command() -> None:
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_settings_for_pods()
+    else:
+        context.with_resource(outcomes.hold_last_outcome())  # flytekit then prints the outputs
     if is_remote:
         from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 

@@ -15,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 from flytekit.types.file.file import FlyteFilePathTransformer
 
+from flyte_ddp.pods.outcomes import print_held_outcome
 from flyte_ddp.pods.platforms import is_in_pod
 from flytekitplugins.ddp.flyte import PLATFORM, report_user_errors, translate_errors_for_flyte
 
@@ -31,6 +32,7 @@ def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def make_task(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:  # no decorator made of a context manager: Elastic pickles it
+            print_held_outcome()
             with translate_errors_for_flyte():
                 return function(*args, **kwargs)
 

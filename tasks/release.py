@@ -11,6 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.machine import resources
 from flyte_ddp.pods import paths
+from flyte_ddp.pods.outcomes import print_outcome
 from flyte_ddp.pods.platforms import author_name, is_in_pod
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.release import promotion
@@ -145,6 +146,5 @@ def announce_champion(registry: Registry, entry: Entry) -> Released:
 
 def announce_release(released: Released) -> Released:
     """Return the outcome; in a local run print it, too."""
-    if not is_in_pod():
-        print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
+    print_outcome(f"{released.outcome}; champion {released.champion[:12] or 'none'}")
     return released

@@ -71,6 +71,12 @@ class CheckedFields(DataClassJsonMixin):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, field.name, check_value(field, getattr(self, field.name)))
 
+    def __repr__(self) -> str:
+        """Return the call that makes an equal object, without the fields that have their defaults."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = ((each.name, getattr(self, each.name)) for each in fields if getattr(self, each.name) != each.default)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
     @classmethod
     def check_field_names(cls, values: Any) -> dict[str, Any]:
         """Return a mapping as a new dict; UserError if it is no mapping, or if a key is not the name of a field."""

@@ -56,6 +56,10 @@ class Window(DataClassJsonMixin):
         """The columns that moved, the largest effect first."""
         return sorted((each for each in self.columns if each.moved), key=lambda each: -each.effect)
 
+    def __repr__(self) -> str:
+        """Return what was found in a line, as pyflyte prints it: all columns would be thousands of characters."""
+        return f"<window {self.number}, {self.describe()}>"
+
     def describe(self) -> str:
         if not self.columns:
             return f"no verdict: {self.samples:,} samples are too few, {FEWEST} are needed"

@@ -33,11 +33,13 @@ class BinaryLabels(NamedTuple):
         return [measure_label(*known) for known in self.list_known()]
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
-        """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels with positives and negatives."""
+        """Return ROC and precision-recall curve of each of the first MOST_CURVES (8) labels with both kinds of samples.
+
+        A label's two curves follow each other.
+        """
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
-        pairs = [compute_label_curves(*label) for label in drawn]
-        return [*(roc for roc, _ in pairs), *(precision for _, precision in pairs)]
+        return [curve for label in drawn for curve in compute_label_curves(*label)]
 
 
 def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
@@ -74,7 +76,10 @@ def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve
     # At equal steps of the sum, which rises from 0 to 2 along the ROC curve.
     places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))
     x, y, precisions = (values[places].tolist() for values in (alarms, recall, precision))
-    text = "Each point is a threshold, on the test samples. Grey: probabilities that say nothing."
+    title, text = "Curves", "Each point is a threshold, on the test samples. Grey: probabilities that say nothing."
     axes, share = ("false positive rate", "true positive rate"), float(truth.mean())
-    roc = Curve("ROC curve", text, name, *axes, [0.0, *x], [0.0, *y], (0.0, 1.0))
-    return roc, Curve("Precision-recall curve", text, name, "recall", "precision", y, precisions, (share, share))
+    roc, precision = (f"{name}: {kind}" if name else kind for kind in ("ROC curve", "Precision-recall curve"))
+    return (
+        Curve(title, text, roc, *axes, [0.0, *x], [0.0, *y], (0.0, 1.0)),
+        Curve(title, text, precision, "recall", "precision", y, precisions, (share, share)),
+    )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.text.formatting import format_value
 
 MOST_COLUMNS = 1000  # numbers of a sample; more are no columns of a table
@@ -41,6 +43,22 @@ def number_columns(name: str, values: Any) -> TableColumns:
     single = len(tensors) == 1 and tensors[0].dim() == 1
     names = [name] if single else [f"{name}_{place}" for place in range(width)]
     return dict(zip(names, rows.T.tolist(), strict=True))
+
+
+def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]]) -> TableColumns:
+    """Return up to 6 inputs of n samples that have names: a dict's numbers, and the ``columns`` of frames by leaf."""
+    found = TableColumns()
+    for leaf, values in name_leaves(inputs).items():
+        if isinstance(values, Tensor) and values.dim() == 1 and isinstance(inputs, Mapping):
+            found[leaf] = values.tolist()
+        elif isinstance(values, Tensor) and values.dim() == 2 and len(columns.get(leaf, ())) == values.shape[1]:
+            found |= zip(columns[leaf], values.T.tolist(), strict=True)
+    return dict(islice(found.items(), SHOWN_NUMBERS))
+
+
+def describe_inputs(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, str]:
+    """Return the values of the sample at a place as texts, by the column's name."""
+    return {name: format_page_cell(values[place]) for name, values in columns.items()}
 
 
 def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:

@@ -13,6 +13,7 @@ from pathlib import Path
 from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.files import atomic_write
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
+from flyte_ddp.pods.outcomes import print_outcome
 from flyte_ddp.pods.platforms import is_in_pod, pod_folder
 from flyte_ddp.runs.run_folder import hold_run_folder, publish_if_complete
 from flyte_ddp.settings import read_text, runs_folder
@@ -76,6 +77,5 @@ def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
     if not is_in_pod():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)
-        print(f"\n{headline} {shorten_path(folder)}")
-        for path, content in files.items():
-            print(f"  {path.name:<{width}}  {content}", flush=True)
+        lines = [f"  {path.name:<{width}}  {content}" for path, content in files.items()]
+        print_outcome("\n".join([f"\n{headline} {shorten_path(folder)}", *lines]))

@@ -16,7 +16,7 @@ from flyte_ddp.release.samples import Floats, find_changes
 from flyte_ddp.release.scores import has_formula, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
 from flyte_ddp.release.verdict import Check
-from flyte_ddp.text.formatting import format_count, format_measure, name_measure
+from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, name_measure
 
 REORDERED = ("classification", "multilabel", "segmentation")  # objectives whose outputs [N, K, ...] are of K classes
 DISTINCT = 0.001  # a smaller p-value is no chance, whatever the policy says
@@ -130,11 +130,11 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
 def check_superior(pair: Pair, alpha: float) -> Check:
     """Return the Check, by McNemar's exact test or a sign-flip test, that the challenger beats the champion."""
     p = pair.p_value()
-    return check_p_value("superior", p, alpha, f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)")
+    return check_p_value("superior", p, alpha, f"{pair.describe()} (p {format_p_value(p)}, {alpha:.3g} is needed)")
 
 
 def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
-    return Check(name, p <= alpha, p, alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
+    return Check(name, p <= alpha, p, alpha, f"p {format_p_value(p)}", f"p at most {alpha:.3g}", reason)
 
 
 def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
@@ -175,7 +175,7 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
         if p is not None:
             passed = p > policy.alpha or -pair.difference <= policy.class_loss
             reason = "" if passed else f"{kind} {name!r} loses: {pair.describe()}"
-        shown = f"{pair.format_difference(pair.difference)}, {'not tested' if p is None else f'p = {p:.3g}'}"
+        shown = f"{pair.format_difference(pair.difference)}, {'not tested' if p is None else f'p {format_p_value(p)}'}"
         rule = f"above {pair.format_difference(-policy.class_loss)}, or p above {policy.alpha:g}"
         rows.append(Check(name, passed, pair.difference, -policy.class_loss, shown, rule, reason))
     name = f"no {PLURAL[kind]} lost"

@@ -1,6 +1,6 @@
 """The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain, permutations
 from pathlib import Path
@@ -8,16 +8,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
+from flyte_ddp.objectives.table_columns import describe_inputs, list_inputs
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
-from flyte_ddp.report.figures import Picture, confusion_section
+from flyte_ddp.report.figures import Picture, confusion_section, draw_curves
 from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.text.formatting import format_measure, format_value, name_measure
+from flyte_ddp.text.sections import Curve
 
 PICTURED = 12  # samples of each kind
 
@@ -43,6 +46,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         },
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
+        curves=[*draw_deciding_curves(models, judgement.model.classes)],
     )
     return write_html(path, page)
 
@@ -59,6 +63,22 @@ def describe_decisions(model: Evaluation) -> Iterator[str]:
         yield single
 
 
+def draw_deciding_curves(models: Mapping[str, Evaluation], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Draw the curves of all models whose area is the main measure; yield a label's title and SVG, none for others."""
+    measure = next((model.objective.main_measure for model in models.values()), "")
+    place = {"auroc": 0, "average_precision": 1}.get(measure)  # in a label's pair of curves
+    if place is None:
+        return
+    by_name = dict[str, dict[str, Curve]]()
+    for title, model in models.items():
+        found = model.objective.binary_labels(model.columns)
+        names = [""] if model.classifies else labels or map(str, range(len(model.columns["truth"][0])))
+        for curve in found.draw_curves([*names])[place::2] if found else ():
+            by_name.setdefault(curve.name, {})[title] = curve
+    for name, curves in by_name.items():
+        yield name, draw_curves(curves)
+
+
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """Return the first PICTURED (12) samples that only challenger, or only champion, gets right, by headline."""
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
@@ -70,28 +90,35 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
         (right, wrong): np.flatnonzero(sides[right].correct & ~sides[wrong].correct)[:PICTURED].tolist()
         for right, wrong in permutations(sides)
     }
-    images = read_test_images(judgement, {*mine.places[[*chain(*chosen.values())]].tolist()})
+    samples = read_test_samples(judgement, {*mine.places[[*chain(*chosen.values())]].tolist()})
     for (right, wrong), places in chosen.items():
         columns = sides[wrong].columns
         for place in places:
             truth, prediction = (names[int(columns[key][place])] for key in ("truth", "prediction"))
             facts = prediction, truth, float(columns["confidence"][place])
-            picture = Picture(f"sample {mine.ids[place]}", images.get(int(mine.places[place])), *facts)
+            image, values = samples[int(mine.places[place])]
+            picture = Picture(f"sample {mine.ids[place]}", image, *facts, values=values)
             found.setdefault(f"Only the {right} is right; the {wrong} predicts", []).append(picture)
     return found
 
 
-def read_test_images(judgement: Judgement, wanted: Collection[int]) -> dict[int, NDArray[np.uint8]]:
-    """Return the ``wanted`` images [H, W, C] by number among the decodable samples; {} if these are no images."""
-    model, images, start = judgement.model, dict[int, NDArray[np.uint8]](), 0
-    if not isinstance(model.spec, InputSpec):
-        return images
+def read_test_samples(
+    judgement: Judgement, wanted: Collection[int]
+) -> dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]]:
+    """Return the ``wanted`` samples by number among the decodable ones: the image [H, W, C], or inputs with names."""
+    model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
+    columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})
     with closing(read_test_split(model, judgement.split)) as batches:
         for batch in batches:
             if start > max(wanted, default=-1):
                 break
-            places = [place for place in range(start, start + len(batch.inputs)) if place in wanted]
-            inputs = batch.inputs[[place - start for place in places]]
-            images |= zip(places, images_from_inputs(inputs, model.spec), strict=True)
-            start += len(batch.inputs)
-    return images
+            samples = sum(batch.decoded)
+            places = [place for place in range(start, start + samples) if place in wanted]
+            if isinstance(model.spec, InputSpec):
+                images = images_from_inputs(batch.inputs[[place - start for place in places]], model.spec)
+                found |= {place: (image, {}) for place, image in zip(places, images, strict=True)}
+            else:
+                values = list_inputs(batch.inputs, columns)
+                found |= {place: (None, describe_inputs(values, place - start)) for place in places}
+            start += samples
+    return found

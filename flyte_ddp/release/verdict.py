@@ -66,6 +66,10 @@ class Verdict(DataClassJsonMixin):
         text = "; ".join([*parts, *self.changes[:LISTED], *([more] if more else [])])
         return text.replace("\N{NO-BREAK SPACE}", " ")  # as logs and tuples are shown with escapes for others
 
+    def __repr__(self) -> str:
+        """Return the decision in a line, as pyflyte prints it: all checks would be thousands of characters."""
+        return f"<verdict, {self.describe() if self.decision else 'not made yet'}>"
+
     def describe(self) -> str:
         promoted = "to be promoted" if self.look else "would be promoted"
         kept = "the champion is kept" if self.champion else "there is no champion yet"

@@ -4,7 +4,7 @@ import html
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,12 @@ LABELLED_CLASSES = 50  # and up to here for names
 PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
 LISTED, LISTED_ALONE = 8, 25  # rows of a list beside the picture, and without one
 FEW_POINTS = 12  # of a curve: each is marked
+FILLED_CLASSES = 4  # and up to here also for the zeros of empty cells
 SIZE = 5.0, 3.4  # of a section's chart, in inches
+PLACE = 0.125, 0.13, 0.855, 0.79  # of its axes
+WIDE = 2 * SIZE[0], SIZE[1]  # of a chart over the whole page
+SCALE = 1.6  # pixels of the page in a unit of a confusion matrix, whatever the number of its classes
+LEAST_SPAN = 0.01  # of an axis, as a share of the largest value: noise must not look like a course
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Picture:
     score: float | None = None  # the probability that the model gave to its prediction
     loss: float | None = None
     masks: Sequence[NDArray[Any]] = ()  # [H, W] each: the true classes of its pixels, if known, and the predicted ones
+    values: Mapping[str, str] = field(default_factory=dict)  # of some inputs, by the column's name
 
 
 def draw_svg(
@@ -74,9 +80,18 @@ def draw_svg(
 
 
 def draw_line_chart(
-    series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    scale: str = "linear",
+    x_from: float | None = None,
+    wide: bool = False,
 ) -> str:
-    """Draw lines, each of at least one point, on a scale "linear", "log" or "from 0"; return an SVG element."""
+    """Draw lines, each of at least one point, on a scale "linear", "log" or "from 0"; return an SVG element.
+
+    ``wide`` makes a chart over the whole page, whose legend is beside the lines.
+    """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
@@ -100,26 +115,30 @@ def draw_line_chart(
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         if any(line.label for line in series):
-            axes.legend(loc="best")
+            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if wide else {"loc": "best"}))
         if scale == "from 0":
             axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
+        elif values.size and values.max() - values.min() < (least := LEAST_SPAN * float(np.abs(values).max())):
+            axes.set_ylim(*((values.max() + values.min()) / 2 + least * np.array([-0.55, 0.55])))
         # A logarithmic scale is for positive values, the largest more than 5 times the smallest.
         if scale != "log" or not values.size or not values.max() > 5 * values.min() > 1 / LARGEST:
             return y_label
         axes.set_yscale("log")
-        wide = values.max() > 1000 * values.min()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+        is_large = values.max() > 1000 * values.min()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if is_large else (1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:,g}")
         return f"{y_label}, logarithmic"
 
-    return draw_svg(plot_lines, x_label, (0.125, 0.16, 0.855, 0.74), label_word="over")
+    place = (0.0625, 0.13, 0.77, 0.79) if wide else (0.125, 0.16, 0.855, 0.74)
+    return draw_svg(plot_lines, x_label, place, label_word="over", **({"figsize": WIDE} if wide else {}))
 
 
-def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Draw a line for each row through its value's rank in each column, the first rows dark; return an SVG element."""
-    from matplotlib import colormaps
+def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[str]) -> str:
+    """Draw a line in its colour for each row through its value's rank in each column; return an SVG element.
 
+    The first rows are in front.
+    """
     places, labels = [], []
     for name, *column in zip(names, *rows, strict=True):
         numeric = all(type(each) in (int, float) for each in column)
@@ -129,12 +148,12 @@ def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]
 
     def plot_rows(axes: Any) -> str:
         for row, line in reversed([*enumerate(np.transpose(places))]):
-            axes.plot(line, "o-", color=colormaps["viridis"](0.9 * row / len(rows)), linewidth=1.1)
+            axes.plot(line, "o-", color=colors[row], linewidth=1.1)
         axes.set_xticks(range(len(labels)), labels)
         axes.set_yticks([])
         return "lowest to highest"
 
-    return draw_svg(plot_rows, "", (0.08, 0.16, 0.86, 0.74), label_word="by", figsize=(2 * SIZE[0], SIZE[1]))
+    return draw_svg(plot_rows, "", (0.08, 0.16, 0.86, 0.74), label_word="by", figsize=WIDE)
 
 
 def export_svg(figure: "Figure", label: str) -> str:
@@ -170,18 +189,23 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
         np.rint(255 * (1.0 - depth * (1.0 - np.where(correct, blue, orange)))).astype(np.uint8)
         for blue, orange in zip((0.14, 0.34, 0.77), (0.90, 0.45, 0.10), strict=True)
     ]
-    longest, size = max(map(len, names)), 8.5 if count <= NAMED_CLASSES else 6.5
-    cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()  # numbers, white on dark cells
+    size, body = 8.5 if count <= NAMED_CLASSES else 6.5, min(460, max(130, 32 * count))
+    longest = 0.62 * size * max(map(len, names))
+    turned = labelled and longest > 0.9 * body / count
+    shown = np.ones_like(confusion) if count <= FILLED_CLASSES else confusion * (count <= NAMED_CLASSES)
+    cells = zip(*np.nonzero(shown), strict=True)  # numbers, white on dark cells
     return render_template(
         "confusion.svg",
         image=encode_as_data_uri(Image.fromarray(np.stack(channels, axis=2))),
         names=names,
         cells=[(*cell, confusion[cell], correct[cell] and depth[cell] > 0.55) for cell in cells],
         unit="" if labelled else " (number of the class)",
-        turned=labelled and longest > 3,
-        size=size,  # in points, as the next two
-        margin=22 + round(0.62 * size * longest),
-        body=min(460, max(130, 32 * count)),
+        turned=turned,
+        size=size,  # in points, as the next three
+        margin=22 + round(longest),
+        below=(22 + round(longest)) if turned else 34,
+        body=body,
+        scale=SCALE,
     )
 
 
@@ -212,11 +236,11 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
     }
 
 
-def plot_curve(axes: Any, section: Curve) -> str:
+def plot_curve(axes: Any, section: Curve, color: str = BLUE, label: str = "") -> str:
     """Plot a line in the unit square, and one to compare it with; return the y axis' label."""
     axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
     line = "o-" if len(section.x) <= FEW_POINTS else "-"
-    axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), line, color=BLUE)
+    axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), line, color=color, label=label)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     return section.y_label
@@ -254,8 +278,21 @@ PLOTS: dict[Any, Callable[[Any, Any], str]] = {Scatter: plot_scatter, Histogram:
 
 
 def draw_chart(section: Chart) -> str:
-    plot, place = PLOTS[type(section)], (0.125, 0.13, 0.855, 0.79)
-    return draw_svg(lambda axes: plot(axes, section), section.x_label, place, label_word="against", figsize=SIZE)
+    plot = PLOTS[type(section)]
+    return draw_svg(lambda axes: plot(axes, section), section.x_label, PLACE, label_word="against", figsize=SIZE)
+
+
+def draw_curves(curves: Mapping[str, Curve]) -> str:
+    """Draw up to two curves with the same axes in one chart, with their names; return an SVG element."""
+
+    def plot_curves(axes: Any) -> str:
+        for (name, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
+            plot_curve(axes, curve, color, name)
+        axes.legend(loc="best")
+        return curve.y_label
+
+    x_label = next(iter(curves.values())).x_label
+    return draw_svg(plot_curves, x_label, PLACE, label_word="against", figsize=SIZE)
 
 
 def list_section_values(

@@ -6,6 +6,7 @@ import base64
 import colorsys
 import functools
 import io
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from flyte_ddp.text.json_lines import read_records
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
     from numpy.typing import NDArray
     from PIL.Image import Image
 
@@ -65,7 +67,15 @@ def template_environment() -> Environment:
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     formats = {name: function for name, function in vars(formatting).items() if name.startswith("format_")}
     environment.filters |= {**formats, "thumbnail": thumbnail, "mask_thumbnail": mask_thumbnail}
+    environment.filters["mark_code"] = mark_code
     return environment
+
+
+def mark_code(text: str) -> Markup:
+    """Return a text as HTML, with what stands between backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 (it is escaped)
 
 
 def render_template(template: str, **values: Any) -> str:

@@ -14,8 +14,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, list_section_values
-from flyte_ddp.report.page import Record, RunRecords, render_template
-from flyte_ddp.text.formatting import format_measure, name_measure
+from flyte_ddp.report.page import Record, RunRecords, mark_code, render_template
+from flyte_ddp.text.formatting import format_measure, format_value, name_measure
 from flyte_ddp.text.sections import Section, decode_sections
 
 PARTS = {  # of rank 0's time: name and colour
@@ -79,11 +79,14 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
         images = arrays["images"][first:] if "images" in arrays else [None] * len(columns[0])
         names = sample_names(arrays)[first:]
         masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
+        called = arrays["value_columns"].tolist() if "value_columns" in arrays else []
+        values = [dict(zip(called, map(format_value, row), strict=True)) for row in arrays["values"]] if called else []
     pictures = {}
-    for name, each, image, index, prediction, truth, score, loss in zip(names, masks, images, *columns, strict=True):
+    beside = zip(names, masks, images, values or [{}] * len(names), strict=True)
+    for (name, each, image, inputs), index, prediction, truth, score, loss in zip(beside, *columns, strict=True):
         shown: dict[str, Any] = {"loss": float(loss)} if np.isnan(score) else {"score": float(score)}
-        called = name or f"sample {index}"
-        pictures[int(index)] = Picture(called, image, str(prediction), str(truth), masks=each, **shown)
+        facts = name or f"sample {index}", image, str(prediction), str(truth)
+        pictures[int(index)] = Picture(*facts, masks=each, values=inputs, **shown)
     return sections, pictures
 
 
@@ -105,11 +108,15 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     recorded = run.end.get("seconds", {})
     seconds = {key: max(0.0, recorded[key]) for key in PARTS if key in recorded}
     total = sum(seconds.values())
+    charts = [*list_charts(run)]
     return render_template(
         "report.html",
         run=run,
         failure=failure,
-        charts=[*draw_charts(run)],
+        charts=[
+            (title, draw_line_chart(lines, **options)) for title, lines, options in charts if any(map(varies, lines))
+        ],
+        constants=[describe_constant(title, lines) for title, lines, _ in charts if not any(map(varies, lines))],
         tiles=[*describe_measures(run)],
         sections=[*list_section_values(run.sections, run.pictures, run.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
@@ -137,12 +144,12 @@ def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
     yield "Test loss", format_test("loss"), f"validation loss {validation}" if validation else ""
 
 
-def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
-    """Draw the charts of the loss, each measure, rates, norm and speed; yield title and SVG of each with values."""
+def list_charts(run: Run) -> Iterator[tuple[str, list[Series], dict[str, Any]]]:
+    """Yield title, lines and options of the charts of loss, measures, rates, norm and speed that have values."""
     unit, evaluations = run.start.get("loss_unit", "cross-entropy (nats)"), run.evaluations
     lines = [make_line("training", BLUE, run.train, ("step", "loss"))]
     lines += [make_line(name, color, evaluations, ("step", f"{name}_loss")) for name, color in SPLITS.items()]
-    yield from draw_lines("Loss", lines, x_label="optimiser step", y_label=unit, scale="log", x_from=0)
+    yield from keep_lines("Loss", lines, x_label="optimiser step", y_label=unit, scale="log", x_from=0)
     for measure, better in run.measures.items():
         name, times = name_measure(measure), 100 if measure == "accuracy" else 1
         title = name[:1].upper() + name[1:]
@@ -150,7 +157,7 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
         lines = [
             make_line(name, color, evaluations, ("epoch", f"{name}_{measure}"), times) for name, color in SPLITS.items()
         ]
-        yield from draw_lines(title, lines, x_label="epoch", y_label=y_label)
+        yield from keep_lines(title, lines, x_label="epoch", y_label=y_label)
     for title, y_label, key in (
         ("Learning rate", "learning rate", "learning_rate"),
         ("Gradient norm", "L2 norm of the gradient before clipping", "gradient_norm"),
@@ -158,7 +165,7 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
         ("Tokens per second", "tokens per second, all ranks", "tokens_per_second"),
     ):
         lines = [make_line("", BLUE, run.train, ("step", key))]
-        yield from draw_lines(title, lines, x_label="optimiser step", y_label=y_label, scale="from 0", x_from=0)
+        yield from keep_lines(title, lines, x_label="optimiser step", y_label=y_label, scale="from 0", x_from=0)
 
 
 def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str, str], times: int = 1) -> Series:
@@ -168,9 +175,22 @@ def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str
     return Series(label, [record[x_key] for record in defined], [times * record[y_key] for record in defined], color)
 
 
-def draw_lines(title: str, lines: Sequence[Series], **options: Any) -> Iterator[tuple[str, str]]:
-    if drawn := [line for line in lines if line.x]:
-        yield title, draw_line_chart(drawn, **options)
+def keep_lines(
+    title: str, lines: Sequence[Series], **options: Any
+) -> Iterator[tuple[str, list[Series], dict[str, Any]]]:
+    if kept := [line for line in lines if line.x]:
+        yield title, kept, options
+
+
+def varies(line: Series) -> bool:
+    return len({*line.y}) > 1
+
+
+def describe_constant(title: str, lines: Sequence[Series]) -> str:
+    """Return lines that do not change as text, such as "accuracy 97.5 % (validation), 96.33 % (test)"."""
+    unit = "\N{NO-BREAK SPACE}%" if title == "Accuracy" else ""
+    values = [f"{format_value(line.y[-1])}{unit}" + f" ({line.label})" * bool(line.label) for line in lines]
+    return f"{title[:1].lower() + title[1:] if title[1:2].islower() else title} {', '.join(values)}"
 
 
 def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
@@ -180,5 +200,6 @@ def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, .
         if field.name in given:
             value, default = given[field.name], field.default
             shown = (json.dumps(each, ensure_ascii=False, default=str) for each in (value, default))
-            rows["changed" if value != default else "others"].append((field.name, *shown, field.metadata["doc"]))
+            row = field.name, *shown, mark_code(field.metadata["doc"])
+            rows["changed" if value != default else "others"].append(row)
     return rows

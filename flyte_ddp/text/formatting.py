@@ -33,6 +33,16 @@ def format_measure(name: str, value: float | None) -> str:
     return format_percent(value) if name == "accuracy" else format_value(value)
 
 
+def format_p_value(p: float, least: float = 1e-300) -> str:
+    """Return a p-value as "= 2.04e-09"; one below ``least``, which may have been rounded to 0, as "< 1e-300"."""
+    return f"< {least:g}" if p < least else f"= {p:.3g}"
+
+
+def format_sentence(text: str) -> str:
+    """Return a text with a capital letter first and a full stop last; "" for ""."""
+    return text[:1].upper() + text[1:] + "." * (text != "" and text[-1] not in ".!?")
+
+
 def format_column(values: Sequence[str | float | None]) -> list[str]:
     """Return a table's column as texts: floats with four decimals, unless they are large or tiny; None as a dash."""
     floats = [abs(value) for value in values if isinstance(value, float) and not math.isnan(value)]
@@ -73,8 +83,11 @@ def format_duration(seconds: float | None) -> str:
     return f"{hours:,} h {minutes:02d} min"
 
 
-def format_moment(unix: float | None) -> str:
-    return "at an unknown time" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))
+def format_moment(moment: float | str | None) -> str:
+    """Return a time, Unix seconds or ISO 8601 in UTC, as "2026-11-28 20:44:17 UTC"."""
+    if isinstance(moment, str):
+        return moment.replace("T", " ").replace("Z", " UTC")
+    return "at an unknown time" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment))
 
 
 def join_first(texts: Iterable[str], most: int = 5) -> str:

@@ -24,7 +24,7 @@ from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import FORMAT
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import convert_outputs, list_floats, mean_losses
-from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
+from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, list_inputs, merge_columns
 from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
@@ -42,6 +42,7 @@ from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.user_code.digest import library_digest
 from flyte_ddp.user_code.version import VERSION
 
+OF_SHOWN = ("masks", "true_masks", "values")  # arrays of only those test samples that the report shows
 LEAST_STEPS = 30  # a shorter run is a trial
 VERIFIED_SAMPLES = 64
 MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
@@ -251,19 +252,22 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
 
-    Only the first have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks`` and ``true_masks``.
+    Only the first have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks``, ``true_masks``, and as
+    ``values`` [shown, k] the inputs that ``value_columns`` [k] names.
     """
     with hide_process_group():
         sections = objective.sections(test.columns)
     shown = [sample for section in sections if isinstance(section, Pictures) for sample in section.samples]
     index = np.array([*range(rows), *shown], dtype=np.int32)
     parts = [*describe_batches(state, objective, index)]
+    [inputs] = {tuple(part.pop("value_columns")) for part in parts} or {()}
     columns = merge_batches([part.pop("columns") for part in parts])
     texts, numbers = name_table_columns(columns)
     arrays = merge_batches(parts)
     return {
-        **{name: values[rows:] if name in ("masks", "true_masks") else values for name, values in arrays.items()},
+        **{name: values[rows:] if name in OF_SHOWN else values for name, values in arrays.items()},
         "index": index,
+        "value_columns": np.array(inputs, dtype=np.str_),
         "loss": mean_losses(test.columns)[index].float().numpy(),
         "table_rows": np.array(rows),
         "text_columns": np.array(texts, dtype=np.str_),
@@ -292,13 +296,17 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
+    columns: Any = state.data.preprocessing.get("columns", {}) if isinstance(state.data, SampleArrays) else {}
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
         inputs, targets, names = state.test.load_batch(np.array(samples, dtype=np.int64))
         with torch.no_grad(), state.evaluation_mode():
             outputs = state.predict(inputs, targets, len(places))
+        values = list_inputs(inputs, columns)
         yield {
+            "value_columns": [*values],
+            "values": np.array([*values.values()], dtype=np.float64).reshape(len(values), len(places)).T,
             "names": np.array(names, dtype=np.str_),
             **({"images": inputs.cpu().numpy()} if isinstance(state.spec, InputSpec) else {}),
             **describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places)),

@@ -25,7 +25,7 @@ from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.text.formatting import format_count, join_first
+from flyte_ddp.text.formatting import format_count, format_p_value, join_first
 from flyte_ddp.validation.leaf_profile import (
     FEW,
     Compared,
@@ -238,6 +238,6 @@ def find_differences(profile: DataProfile, champion: DataProfile, least: float =
             is_class = named.isdecimal() and int(named) < len(profile.classes)
             named = f"class {profile.classes[int(named)]}" if is_class else f"targets of {named}"
         verb = "differs" if statistic.startswith("column ") else "differ"
-        difference = f"{statistic} {verb} from the champion's in {distance:.0%} of samples (p = {p:.1g})"
+        difference = f"{statistic} {verb} from the champion's in {distance:.0%} of samples (p {format_p_value(p)})"
         text = f"{split} split: {difference}, most in {named or 'missing values'}: {now:.0%} instead of {before:.0%}"
         yield Difference(distance, text)
