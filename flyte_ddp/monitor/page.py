@@ -1,7 +1,9 @@
 """The page of a window: its verdict, what moved and how, the most unusual samples; its tables."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
-from flyte_ddp.monitor.watch import Watched
+from flyte_ddp.monitor.watch import INPUT, Watched
 from flyte_ddp.monitor.window import Window
-from flyte_ddp.objectives.table_columns import format_page_cell
+from flyte_ddp.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
 from flyte_ddp.predict.sample_columns import SampleColumns
-from flyte_ddp.report.figures import BLUE, ORANGE, SIZE, draw_svg
+from flyte_ddp.report.figures import BLUE, ORANGE, SIZE, Picture, draw_svg
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.text.formatting import format_value, name_measure
+from flyte_ddp.text.formatting import format_number, format_p_value, name_measure
 
 DRAWN = 8  # columns
 BINS = 30
 BARS = 10  # categories whose shares differ most
+LEAST_P = 0.0001  # on the page; smaller ones differ by nothing that a person can use
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
 
 
@@ -31,16 +34,29 @@ def write_page(window: Window, watched: Watched, name: str, path: Path) -> Path:
         window=window,
         measure=name_measure(window.measure),
         rows=[
-            (each.column, format_value(each.effect), format_value(each.p), "yes" if each.moved else "")
+            (
+                each.column,
+                format_number(each.effect, ".3f"),
+                format_p_value(each.p, LEAST_P).removeprefix("= "),
+                "yes" if each.moved else "",
+            )
             for each in sorted(window.columns, key=lambda each: (-each.moved, -each.effect))
         ],
         charts=[
             (each.column, draw_distributions(each.column, watched.reference[each.column], watched.columns[each.column]))
             for each in window.moved[:DRAWN]
         ],
-        pictures=[picture for _, picture in watched.unusual],
+        pictures=[*show_inputs(watched, [each.column for each in window.moved])],
     )
     return write_html(path, page)
+
+
+def show_inputs(watched: Watched, moved: Sequence[str]) -> Iterator[Picture]:
+    """Yield the unusual samples with up to SHOWN_NUMBERS (6) of their inputs, those in columns that moved first."""
+    for _, picture in watched.unusual:
+        values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
+        shown = dict(islice(values.items(), SHOWN_NUMBERS))
+        yield replace(picture, values={name.removeprefix(INPUT): value for name, value in shown.items()})
 
 
 def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any]) -> str:

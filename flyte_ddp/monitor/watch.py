@@ -2,10 +2,11 @@
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,7 @@ from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.truth import add_truth, find_known_truths, measure_truth
 from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.objectives.objective import map_floats
-from flyte_ddp.objectives.table_columns import describe_samples
+from flyte_ddp.objectives.table_columns import describe_inputs, describe_samples
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 from flyte_ddp.predict.predict import find_undefined_rows, images_from_inputs, own_decoding
 from flyte_ddp.predict.prediction_batches import (
@@ -51,6 +52,7 @@ from flyte_ddp.user_code.source import explain_own_errors
 
 MOST_BAD = 0.1  # of all samples
 PICTURED = 24
+INPUT = "input "  # begins the names of the inputs' columns
 
 
 @dataclass
@@ -90,7 +92,8 @@ class Watched:
             self.bad.names |= dict.fromkeys(ids[~usable].tolist(), "its outputs are NaN")
             self.ids += ids[usable].tolist()
             parts.append({name: values[usable] for name, values in columns.items()})
-            self.keep_unusual(batch.inputs, ids, columns, np.flatnonzero(usable))
+            truths = [*compress(describe_truths(model, batch), chosen)]
+            self.keep_unusual(batch.inputs, ids, truths, columns, np.flatnonzero(usable))
             known = usable & find_known_truths(batch)[chosen]
             if known.any():
                 chosen[chosen] = known
@@ -103,7 +106,12 @@ class Watched:
         self.columns = join_columns(parts)
 
     def keep_unusual(
-        self, inputs: Leaves, ids: NDArray[np.str_], columns: SampleColumns, usable: NDArray[np.int64]
+        self,
+        inputs: Leaves,
+        ids: NDArray[np.str_],
+        truths: Sequence[str],
+        columns: SampleColumns,
+        usable: NDArray[np.int64],
     ) -> None:
         """Keep pictures of the most unusual samples, among those at the places ``usable`` and those of before."""
         ratings, spec = rate_samples(self.reference, columns), self.model.spec
@@ -111,10 +119,20 @@ class Watched:
         images = images_from_inputs(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
         predictions = describe_samples(columns, "prediction", len(ids))  # type: ignore[arg-type]
         scores = columns.get("confidence", [None] * len(ids))
+        given = {name: values for name, values in columns.items() if name.startswith(INPUT)}
         for place, image in zip(first.tolist(), images, strict=False):
-            picture = Picture(str(ids[place]), image, predictions[place], score=scores[place])
+            facts = str(ids[place]), image, predictions[place], truths[place], scores[place]
+            picture = Picture(*facts, values=describe_inputs(given, place))  # type: ignore[arg-type]
             self.unusual.append((float(ratings[place]), picture))
         self.unusual = sorted(self.unusual, key=lambda each: -each[0])[:PICTURED]
+
+
+def describe_truths(model: SavedModel, batch: Batch) -> Sequence[str]:
+    """Return the truth of each of a batch's samples as text; "" where it is not known."""
+    if batch.truths is not None or batch.targets is None:
+        return batch.truths or [""] * len(batch.ids)
+    texts = describe_samples(model.objective.truths(batch.targets), "truth", len(batch.ids))
+    return ["" if text == "unknown" else text for text in texts]
 
 
 def predict_window(

@@ -1,5 +1,6 @@
 """The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain, permutations
@@ -19,7 +20,7 @@ from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section, draw_curves
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.text.formatting import format_measure, format_value, name_measure
+from flyte_ddp.text.formatting import format_measure, format_sentence, format_value, name_measure
 from flyte_ddp.text.sections import Curve
 
 PICTURED = 12  # samples of each kind
@@ -46,6 +47,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         },
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
+        describe_reason=describe_reason,
         curves=[*draw_deciding_curves(models, judgement.model.classes)],
     )
     return write_html(path, page)
@@ -79,10 +81,17 @@ def draw_deciding_curves(models: Mapping[str, Evaluation], labels: Sequence[str]
         yield name, draw_curves(curves)
 
 
-def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
-    """Return the first PICTURED (12) samples that only challenger, or only champion, gets right, by headline."""
+def describe_reason(reason: str) -> str:
+    """Return the reason of a verdict or a check as a sentence."""
+    if reason[:1] in ("+", "-"):
+        reason = f"the difference is {reason}"
+    return format_sentence(re.sub(r"^([^:;]+?) (better|worse) by ", r"its \1 is \2 by ", reason))
+
+
+def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Picture]]:
+    """Return the first PICTURED (12) samples that only one model gets right, by that model's name and the other's."""
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
-    found = dict[str, list[Picture]]()
+    found = dict[tuple[str, str], list[Picture]]()
     if mine is None or theirs is None or not (mine.classifies and theirs.classifies):
         return found
     sides = {"challenger": mine, "champion": theirs}
@@ -97,8 +106,8 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
             truth, prediction = (names[int(columns[key][place])] for key in ("truth", "prediction"))
             facts = prediction, truth, float(columns["confidence"][place])
             image, values = samples[int(mine.places[place])]
-            picture = Picture(f"sample {mine.ids[place]}", image, *facts, values=values)
-            found.setdefault(f"Only the {right} is right; the {wrong} predicts", []).append(picture)
+            name = f"sample {mine.ids[place]}" if mine.ids[place].isdecimal() else mine.ids[place]
+            found.setdefault((right, wrong), []).append(Picture(name, image, *facts, values=values))
     return found
 
 
