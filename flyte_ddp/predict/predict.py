@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.rows import MISSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -27,7 +28,14 @@ from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import read_model_json
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.objective import list_floats
-from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns, name_columns
+from flyte_ddp.objectives.table_columns import (
+    TableColumns,
+    describe_inputs,
+    describe_samples,
+    list_inputs,
+    merge_columns,
+    name_columns,
+)
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -184,9 +192,12 @@ class Predictor:
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
         images = images_from_inputs(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
+        inputs = batch.rows or list_inputs(batch.inputs, self.model.sidecar.get(PREPROCESSING, {}).get("columns", {}))
         places = [*facts]
-        for place, image in zip((places[at] for at in chosen), images, strict=False):
-            self.pictures.append(Picture(batch.ids[place], image, *facts[place], masks=masks.get(place, ())))
+        for at, image in zip(chosen.tolist(), images, strict=False):
+            place, values = places[at], describe_inputs(inputs, at)
+            picture = Picture(batch.ids[place], image, *facts[place], masks=masks.get(place, ()), values=values)
+            self.pictures.append(picture)
         if self.ranking:
             order = np.argsort([-float(picture.score or 0.0) for picture in self.pictures], kind="stable")
             self.pictures = [self.pictures[at] for at in order[:PICTURES]]

@@ -1,7 +1,7 @@
 """The page of a sweep: the trials' curves and values, whether early rungs told which are good, what it cost."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from flyte_ddp.text.formatting import format_duration, format_measure, format_se
 from flyte_ddp.text.sections import Table
 
 PAGES = {"sweep.html": "all trials, to open in a browser", "best.json": "the winner's hyperparameters, for --hp"}
+GREYS = ("#5d6878", "#8791a0", "#adb5c1", "#ced4dc")  # of trials left behind, those that came furthest first
 RANKS = "Spearman's rank correlation between a rung and the next, over the trials in both: 1 if both have one order."
 MISLEAD = " With schedule=one_cycle early rungs mislead: what profits from the learning rate's fall is not seen yet."
 
@@ -27,10 +28,13 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
     ordered = sorted(last.values(), key=lambda rung: (rung.part, rung.value is None, rung.loss or 0.0))
     names = [each.name for each in sweep.list_dimensions()]
     varied = {rung.trial: [list_values(rung.hp)[name] for name in names] for rung in ordered}
-    space = figures.draw_parallel_coordinates(names, [varied[rung.trial] for rung in ordered if rung.value is not None])
+    measured = [rung.trial for rung in ordered if rung.value is not None]
+    colors = choose_colors(done, measured)
+    space = figures.draw_parallel_coordinates(names, [varied[trial] for trial in measured], [*colors.values()])
     measures = json.loads(sidecar.read_bytes())["metrics"]
     main, test = next(item for item in measures.items() if item[0].startswith("test_"))
     measure, one_cycle = name_measure(winner.hp.select_by), any(rung.hp.schedule == "one_cycle" for rung in done)
+    any_failed = any(rung.failed for rung in ordered)
     rows = [
         (
             rung.trial,
@@ -38,14 +42,14 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
             name_part(rung.part),
             rung.value,
             format_duration(sum(each.seconds for each in done if each.trial == rung.trial)),
-            rung.failed,
+            *([rung.failed] if any_failed else []),
         )
         for rung in ordered
     ]
     compared = ("Rung", "Next rung", "Trials in both", "Correlation")
     tables = (
         Table("Do early rungs tell?", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
-        Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", "Failed"), rows),
+        Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", *["Failed"] * any_failed), rows),
     )
     steps = {rung.trial: rung for rung in done if rung.steps}.values()  # of a failed rung they are not known
     page = render_template(
@@ -60,7 +64,7 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
         test=format_measure(main.removeprefix("test_"), test),
         spent=sum(rung.step for rung in steps),
         full=sum(rung.steps for rung in steps),
-        curves=draw_curves(done, measure),
+        curves=draw_curves(done, measure, colors, "log" if winner.hp.select_by == "loss" else "linear"),
         space=space,
         sections=figures.list_section_values(tables if sweep.rungs > 1 else tables[1:], {}, ()),
     )
@@ -82,14 +86,23 @@ def correlate_rungs(sweep: Sweep, done: Sequence[Rung]) -> list[tuple[str, str, 
     return rows
 
 
-def draw_curves(done: Sequence[Rung], measure: str) -> str:
-    """Draw each trial's value by step: of those left behind, then of those trained to the end, at last the winner's."""
-    kinds = {figures.MUTED: "left behind", figures.BLUE: "trained to the end", figures.ORANGE: "winner"}
-    winner, ended, series = pick_winner(done).trial, {rung.trial for rung in done if rung.part == 1}, []
-    for trial in sorted({rung.trial for rung in done}, key=lambda trial: (trial in ended, trial == winner)):
+def choose_colors(done: Sequence[Rung], trials: Sequence[int]) -> dict[int, str]:
+    """Return the colour of each of the ``trials``, which are in order, the best first; those left behind are grey."""
+    winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.part == 1}
+    behind = [trial for trial in trials if trial not in ended]
+    greys = {trial: GREYS[place * len(GREYS) // len(behind)] for place, trial in enumerate(behind)}
+    return {
+        trial: figures.ORANGE if trial == winner else figures.BLUE if trial in ended else greys[trial]
+        for trial in trials
+    }
+
+
+def draw_curves(done: Sequence[Rung], measure: str, colors: Mapping[int, str], scale: str) -> str:
+    """Draw each trial's value by step in its colour, the best trial last, and so in front."""
+    kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "left behind"}, []
+    for trial, color in colors.items():
         points = sorted({step: value for rung in done if rung.trial == trial for step, value in rung.curve}.items())
-        color = figures.ORANGE if trial == winner else figures.BLUE if trial in ended else figures.MUTED
         if points:
             x, y = zip(*points, strict=True)
             series.append(figures.Series(kinds.pop(color, ""), x, y, color))
-    return figures.draw_line_chart(series, x_label="step", y_label=measure)
+    return figures.draw_line_chart(series[::-1], x_label="step", y_label=measure, scale=scale, x_from=0, wide=True)
