@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
-from flyte_ddp.monitor.watch import INPUT, Watched
+from flyte_ddp.monitor.watch import INPUT, ROW, Watched
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
 from flyte_ddp.predict.sample_columns import SampleColumns
@@ -56,7 +56,9 @@ def show_inputs(watched: Watched, moved: Sequence[str]) -> Iterator[Picture]:
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
         shown = dict(islice(values.items(), SHOWN_NUMBERS))
-        yield replace(picture, values={name.removeprefix(INPUT): value for name, value in shown.items()})
+        yield replace(
+            picture, values={name.removeprefix(ROW).removeprefix(INPUT): value for name, value in shown.items()}
+        )
 
 
 def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any]) -> str:

@@ -52,7 +52,7 @@ from flyte_ddp.user_code.source import explain_own_errors
 
 MOST_BAD = 0.1  # of all samples
 PICTURED = 24
-INPUT = "input "  # begins the names of the inputs' columns
+ROW, INPUT = "row ", "input "  # begin the names of columns of the rows as they were read, and of the inputs
 
 
 @dataclass
@@ -119,7 +119,8 @@ class Watched:
         images = images_from_inputs(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
         predictions = describe_samples(columns, "prediction", len(ids))  # type: ignore[arg-type]
         scores = columns.get("confidence", [None] * len(ids))
-        given = {name: values for name, values in columns.items() if name.startswith(INPUT)}
+        given = {name: values for name, values in columns.items() if name.startswith(ROW)}
+        given = given or {name: values for name, values in columns.items() if name.startswith(INPUT)}
         for place, image in zip(first.tolist(), images, strict=False):
             facts = str(ids[place]), image, predictions[place], truths[place], scores[place]
             picture = Picture(*facts, values=describe_inputs(given, place))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -45,10 +46,13 @@ def number_columns(name: str, values: Any) -> TableColumns:
     return dict(zip(names, rows.T.tolist(), strict=True))
 
 
-def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]]) -> TableColumns:
-    """Return up to 6 inputs of n samples that have names: a dict's numbers, and the ``columns`` of frames by leaf."""
-    found = TableColumns()
-    for leaf, values in name_leaves(inputs).items():
+def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:
+    """Return up to 6 columns of n samples that have names: of the ``rows`` as they were read, else of the inputs.
+
+    Inputs have names in a dict, and by the ``columns`` of frames by leaf.
+    """
+    found: TableColumns = {name: values.tolist() for name, values in rows.items()}
+    for leaf, values in ({} if rows else name_leaves(inputs)).items():
         if isinstance(values, Tensor) and values.dim() == 1 and isinstance(inputs, Mapping):
             found[leaf] = values.tolist()
         elif isinstance(values, Tensor) and values.dim() == 2 and len(columns.get(leaf, ())) == values.shape[1]:

@@ -192,7 +192,8 @@ class Predictor:
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
         images = images_from_inputs(batch.inputs[chosen], spec) if isinstance(spec, InputSpec) else repeat(None)
-        inputs = batch.rows or list_inputs(batch.inputs, self.model.sidecar.get(PREPROCESSING, {}).get("columns", {}))
+        columns = self.model.sidecar.get(PREPROCESSING, {}).get("columns", {})
+        inputs = list_inputs(batch.inputs, columns, batch.rows)
         places = [*facts]
         for at, image in zip(chosen.tolist(), images, strict=False):
             place, values = places[at], describe_inputs(inputs, at)

@@ -127,7 +127,7 @@ def read_test_samples(
                 images = images_from_inputs(batch.inputs[[place - start for place in places]], model.spec)
                 found |= {place: (image, {}) for place, image in zip(places, images, strict=True)}
             else:
-                values = list_inputs(batch.inputs, columns)
+                values = list_inputs(batch.inputs, columns, batch.rows)
                 found |= {place: (None, describe_inputs(values, place - start)) for place in places}
             start += samples
     return found

@@ -80,7 +80,7 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
         names = sample_names(arrays)[first:]
         masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
         called = arrays["value_columns"].tolist() if "value_columns" in arrays else []
-        values = [dict(zip(called, map(format_value, row), strict=True)) for row in arrays["values"]] if called else []
+        values = [dict(zip(called, row, strict=True)) for row in arrays["values"].tolist()] if called else []
     pictures = {}
     beside = zip(names, masks, images, values or [{}] * len(names), strict=True)
     for (name, each, image, inputs), index, prediction, truth, score, loss in zip(beside, *columns, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
+from flyte_ddp.datasets.rows import describe_columns
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -24,7 +25,14 @@ from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import FORMAT
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import convert_outputs, list_floats, mean_losses
-from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, list_inputs, merge_columns
+from flyte_ddp.objectives.table_columns import (
+    MOST_COLUMNS,
+    TableColumns,
+    describe_inputs,
+    describe_samples,
+    list_inputs,
+    merge_columns,
+)
 from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
@@ -296,17 +304,20 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
-    columns: Any = state.data.preprocessing.get("columns", {}) if isinstance(state.data, SampleArrays) else {}
+    data = state.data if isinstance(state.data, SampleArrays) else None
+    columns: Any = data.preprocessing.get("columns", {}) if data else {}
+    rows = {} if data is None or not data.rows else describe_columns(data.load_rows("test"))
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
         inputs, targets, names = state.test.load_batch(np.array(samples, dtype=np.int64))
         with torch.no_grad(), state.evaluation_mode():
             outputs = state.predict(inputs, targets, len(places))
-        values = list_inputs(inputs, columns)
+        values = list_inputs(inputs, columns, {name: each[samples] for name, each in rows.items()})
+        texts = [describe_inputs(values, row).values() for row in range(len(places))]
         yield {
             "value_columns": [*values],
-            "values": np.array([*values.values()], dtype=np.float64).reshape(len(values), len(places)).T,
+            "values": np.array([*map(list, texts)], dtype=np.str_).reshape(len(places), len(values)),
             "names": np.array(names, dtype=np.str_),
             **({"images": inputs.cpu().numpy()} if isinstance(state.spec, InputSpec) else {}),
             **describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places)),

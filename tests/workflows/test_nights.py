@@ -24,7 +24,12 @@ def run(folder: Path, file: str, *arguments: str) -> Ended:
 
 
 def release(folder: Path, policy: dict[str, object] | None = None, **hp: object) -> Ended:
-    given = "--hp", json.dumps({**HP, **hp}), "--policy", json.dumps({"export": "off", "max_conflicts": 1, **(policy or {})})
+    given = (
+        "--hp",
+        json.dumps({**HP, **hp}),
+        "--policy",
+        json.dumps({"export": "off", "max_conflicts": 1, **(policy or {})}),
+    )
     return run(folder, "release", "release_wf", "--model_name", "plans", *given)
 
 
