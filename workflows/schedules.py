@@ -96,7 +96,9 @@ class Schedule(CheckedFields, called="key"):
         return INPUTS.get(self.workflow, ("hyperparameters",))
 
     def describe(self) -> str:
-        """Return JSON of the keys and values that are not defaults, with the content of files for their names."""
+        """Return why the plan is left out, or JSON of all that is not a default, the content of files included."""
+        if reason := reason_left_out(self.workflow):
+            return f"is left out, as {reason}"
         values = json.loads(self.json())
         forms = {key: FORMS[key][1] for key in FORMS if key in values}
         return json.dumps(
@@ -230,5 +232,4 @@ def refuse_bad_cron(text: str) -> None:
 
 if __name__ == "__main__":  # deploy/register.sh --dry-run
     for schedule in read_schedules():
-        reason = reason_left_out(schedule.workflow)
-        print(schedule.name, f"is left out, as {reason}" if reason else schedule.describe())
+        print(schedule.name, schedule.describe())

@@ -131,8 +131,10 @@ def test_a_description_has_the_content_of_files(tmp_path: Path) -> None:
     }
 
 
-def test_plans_that_cannot_be_made_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_cannot_be_made_are_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLYTE_DDP_REGISTRY", raising=False)
+    [release] = read(tmp_path, "- {name: a, workflow: release_wf, model_name: x}")
+    assert release.describe() == "is left out, as FLYTE_DDP_REGISTRY is not set"
     assert reason_left_out("training_wf") == reason_left_out("ray_training_wf") == ""
     assert reason_left_out("monitor_wf") == reason_left_out("release_wf") == "FLYTE_DDP_REGISTRY is not set"
     monkeypatch.setenv("FLYTE_DDP_REGISTRY", "s3://bucket/models")
