@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,16 @@ def test_the_best_third_goes_on(values: list[float | None], higher: bool, promot
     following = plan_rung(sweep, BASE, "data", done)
     assert [each.trial for each in following] == promoted
     assert following == [Rung(each.trial, each.hp, each.run, 3) for each in following], "nothing is known of it yet"
+
+
+@pytest.mark.parametrize("sampler", ["qmc", "tpe"])
+def test_a_small_space_is_tried_whole_and_fewer_trials_are_printed(capsys, sampler: str) -> None:
+    sweep = Sweep(space='{"learning_rate": [0.1, 0.2, 0.3], "epochs": [1, 2]}', trials=18, sampler=sampler)
+    first = plan_rung(sweep, BASE, "data", [])
+    assert {(each.hp.learning_rate, each.hp.epochs) for each in first} == {*product((0.1, 0.2, 0.3), (1, 2))}
+    assert capsys.readouterr().out == "6 of 18 trials: the space has 6 combinations\n"
+    assert plan_rung(replace(sweep, trials=6), BASE, "data", []) == first
+    assert capsys.readouterr().out == ""
 
 
 def test_where_all_have_failed_the_reason_of_most_is_told() -> None:
