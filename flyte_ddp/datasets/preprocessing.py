@@ -1,4 +1,4 @@
-"""What a data set's callable has fitted, as texts, which are kept with the data set and then in ``model.json``."""
+"""Objects that data sets have fitted, packed as texts for ``dataset.json`` and ``model.json``."""
 
 import base64
 import hashlib
@@ -19,10 +19,11 @@ TABLE = "table"  # key in a preprocessing: the Table that makes inputs of rows, 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON; {} if the first two are None.
+    """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON, or {} if the first two are None.
 
-    Raises UserError for what cannot be pickled, a missing ``prepare``, one that no module defines, and one that does
-    not take two arguments.
+    Raises:
+        UserError: ``preprocessing`` cannot be pickled, or ``prepare`` is missing, is defined by no module, or does not
+            take two arguments.
     """
     if prepare is None:
         if preprocessing is None:
@@ -41,7 +42,7 @@ def pack_preprocessing(
 
 
 def pack_fitted(fitted: Any) -> dict[str, Any]:
-    """Return an object as a pickle in base64, its SHA-256, and the releases of the packages that it was made with.
+    """Return the pickle of an object in base64, the pickle's SHA-256, and the releases of today's packages.
 
     Raises:
         UserError: The object cannot be pickled.

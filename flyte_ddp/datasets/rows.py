@@ -1,4 +1,4 @@
-"""Rows as a user's code reads them: choose some, name their columns, identify each by its content.
+"""Functions of rows in the containers of users' libraries: choose rows, name columns, identify rows by content.
 
 Rows are a frame of pandas or polars, a table of pyarrow, a NumPy array, a dict of columns, or a list.
 """
@@ -81,9 +81,10 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
 
 
 def describe_columns(rows: Any) -> dict[str, NDArray[Any]]:
-    """Return the columns of n rows as numbers, float64 [n] with NaN where a value is missing, or as texts [n].
+    """Return each column of n rows as float64 [n] or as texts [n].
 
-    Truth values are 0 and 1, dates are days since 1970, and missing texts are "". A column of arrays is left out.
+    Truth values are 0 and 1, and dates are days since 1970. Missing numbers are NaN, and missing texts are "". Columns
+    of arrays are left out.
     """
     found = {name: describe_values(values) for name, values in list_columns(rows).items()}
     return {name: values for name, values in found.items() if values.ndim == 1}
@@ -123,7 +124,10 @@ def is_missing(value: Any) -> bool:
 
 
 def digest_rows(rows: Any) -> NDArray[np.uint64]:
-    """Return a number [n] for each row that depends on the names and values of its columns, in any order of columns."""
+    """Return a number for each row, [n], which is equal for rows of equal columns by name.
+
+    The order of the columns makes no difference.
+    """
     columns = describe_columns(rows)
     total = np.zeros(count_rows(rows), np.uint64)
     for name, values in columns.items():

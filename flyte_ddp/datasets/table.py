@@ -44,7 +44,7 @@ class Table:
         raise NotImplementedError("define read(self, source)")
 
     def fit(self, rows: Any, targets: Any) -> Any:  # noqa: ARG002
-        """Return what the training rows decide, such as a fitted transformer of scikit-learn."""
+        """Return an object that is fitted to the training rows, such as a transformer of scikit-learn."""
         return None
 
     def prepare(self, fitted: Any, rows: Any) -> Any:  # noqa: ARG002
@@ -83,7 +83,13 @@ def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray
 
 
 def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
-    """Read, divide, fit and prepare the rows of a user's Table; exceptions of the user's code go through."""
+    """Read, divide, fit and prepare the rows of a user's Table.
+
+    Exceptions of the user's code go through.
+
+    Raises:
+        UserError: The table or what its methods return is unfit.
+    """
     table, where = make_table(found, f"dataset={spec!r}"), f"dataset={spec!r}"
     read, targets, ids = read_rows(table, source, where)
     if targets is None:
@@ -116,7 +122,11 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
 
 
 def make_table(found: Callable[[], Any], where: str) -> Table:
-    """Return an instance of a user's Table; UserError for methods with other parameters."""
+    """Return an instance of a user's Table.
+
+    Raises:
+        UserError: The class is no Table, or a method has other parameters.
+    """
     table = found()
     if not isinstance(table, Table):
         raise UserError(f"{where}: is no flyte_ddp.Table; derive the class from it")
@@ -129,7 +139,11 @@ def make_table(found: Callable[[], Any], where: str) -> Table:
 
 
 def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
-    """Return rows, targets and ids of a source, None where there are none; UserError for unequal lengths."""
+    """Return rows, targets (None: none) and ids (None: none) of a source.
+
+    Raises:
+        UserError: ``read`` returned something else, no row, or parts of unequal lengths.
+    """
     returned = table.read(source)
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         rule = "must return (rows, targets, ids), where targets and ids may be None"
@@ -148,7 +162,10 @@ def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
 
 
 def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[Any, Sequence[str]]:
-    """Return targets with class numbers in place of classes, and the classes' names; numbers are unchanged."""
+    """Return targets with class numbers in place of classes, and the names of the classes.
+
+    Targets that are numbers to predict are returned unchanged.
+    """
     values = np.asarray(targets)
     if isinstance(targets, dict) or values.ndim != 1 or values.dtype.kind == "f":
         return targets, declared
@@ -178,7 +195,7 @@ def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> N
 
 
 def number_names(names: NDArray[np.str_], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Return the place of each name in ``classes``; -1 for ""; KeyError for another one."""
+    """Return the place of each name in ``classes``, and -1 for the name ""."""
     places = {name: place for place, name in enumerate(classes)} | {rows.MISSING: UNKNOWN}
     return np.array([places[name] for name in names.tolist()], np.int64)
 

@@ -1,4 +1,4 @@
-"""The sidecar of a saved model, ``model.json``: read it, and find the user's code that it names. Needs no torch."""
+"""Read ``model.json``, the sidecar of a saved model, and find the user's code that is named there. Needs no torch."""
 
 import json
 from pathlib import Path

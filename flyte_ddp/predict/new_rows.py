@@ -1,4 +1,4 @@
-"""What a model's data set has fitted, and the user's code that makes inputs of rows with it. Needs no torch."""
+"""Make inputs of rows by the object that was fitted for a model, and by the user's code. Needs no torch."""
 
 import base64
 import hashlib
@@ -53,7 +53,7 @@ class NewRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What was fitted for a model, and the user's code that makes inputs of rows with it."""
+    """The object that was fitted for a model, with the user's code that makes inputs of rows."""
 
     fitted: Any
     packed: Mapping[str, Any]  # as in model.json
@@ -67,7 +67,7 @@ class Preprocessing:
 
     @cached_property
     def call(self) -> Any:
-        """The user's Table, or the function prepare(preprocessing, source); imported at the first use."""
+        """The user's Table, or the function prepare(preprocessing, source), imported at the first use."""
         if spec := self.packed.get(TABLE):
             return make_table(load_callable(spec), f"dataset={spec!r}")
         return load_callable(self.packed["prepare"])
@@ -86,7 +86,10 @@ class Preprocessing:
         return self._cast(inputs)
 
     def read(self, source: Any) -> NewRows:
-        """Read and prepare the rows of a new source; rows with inputs that are NaN or infinite are bad."""
+        """Read and prepare the rows of a new source.
+
+        Rows whose inputs are NaN or infinite are bad.
+        """
         rows = targets = None
         if isinstance(self.call, Table):
             with explain_own_errors(self.where):
@@ -158,10 +161,10 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
 
 
 def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return the inputs [N, ...] of new rows, as the model of a sidecar takes them, and their ids.
+    """Return the inputs [N, ...] of new rows as the model takes them, and the ids of the rows (None: none).
 
-    Unpickles the model's preprocessing, and calls the user's code with it and ``source``, a path or whatever else the
-    code takes: trust ``model.json`` as you trust code.
+    Unpickles the model's preprocessing and calls the user's code, so trust ``model.json`` as you trust code. ``source``
+    is a path, or whatever else the user's code reads.
 
     Raises:
         UserError: The model has no preprocessing, the object cannot be unpickled here, the user's code raises, or
@@ -199,7 +202,7 @@ def make_own_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArr
 
 
 def cast_leaf(leaf: Any, dtype: str) -> Any:
-    """Return a leaf as "float", "int64" or "bool" where no value changes; else unchanged."""
+    """Return a leaf as "float", "int64" or "bool" if no value changes thereby, and else unchanged."""
     values = leaf.values if isinstance(leaf, Ragged) else leaf
     kind, new = values.dtype.kind, values
     if dtype == "float" and kind in "biu":

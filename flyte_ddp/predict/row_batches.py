@@ -21,7 +21,7 @@ from flyte_ddp.text.formatting import format_count, join_first
 def read_row_batches(
     model: SavedModel, table: str, batch_size: int | None, bad: BadSamples
 ) -> Generator[Batch, None, None]:
-    """Yield the rows of a new file in batches of the model's inputs, with their truths where the file has them.
+    """Yield the rows of a new file in batches of the model's inputs, with truths if the file has targets.
 
     Rows that cannot be used are recorded in ``bad``, and count as samples that cannot be decoded.
     """
@@ -47,7 +47,7 @@ def read_row_batches(
 
 
 def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) -> Batch:
-    """Return a batch of all rows between its rows, of which only the ``usable`` ones are decoded."""
+    """Return a batch with the unusable rows put in at their places, as rows that are not decoded."""
     if all(usable):
         return batch
     truths, targets = None, batch.targets
@@ -61,7 +61,7 @@ def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) ->
 
 
 def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
-    """Return new rows' targets as the model numbers them, -1 where a class is unknown, and its classes' names."""
+    """Return new rows' targets by the model's numbers (-1: unknown class), and the names of the model's classes."""
     if targets is None:
         return None, ()
     values, classes = np.asarray(targets), tuple(model.classes)

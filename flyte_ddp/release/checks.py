@@ -31,7 +31,10 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
-    """Return the Check that users of the champion could use the challenger; classes are compared by name."""
+    """Return the Check that users of the champion could use the challenger.
+
+    Classes are compared by name.
+    """
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     if changed == "classes" and is_reordered(challenger, champion):
         changed = next((name for name, value in challenger.items() if name != changed and champion[name] != value), "")
@@ -63,7 +66,7 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] | None:
-    """Compare a model with the constant answer that is best on its samples.
+    """Compare a model with the best constant answer on the same samples.
 
     Returns:
         The comparison, both scores in words, and the constant answer's main measure. The measure is None where only the
@@ -95,9 +98,9 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
 
 
 def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
-    """Return the Check that the champion is not worse than the best constant answer; None if none is known.
+    """Return the Check that the champion is not worse than the best constant answer, or None if none is known.
 
-    A champion that was no better at its release (``was_above`` is false), as a person may have wished, passes.
+    Without ``was_above`` the champion passes: the champion was no better at its release, as a person may have wished.
     """
     if (compared := compare_with_constant(champion)) is None:
         return None
@@ -110,9 +113,9 @@ def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> C
 
 
 def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Check:
-    """Return the Check that the champion's answers on samples of its release are as good as they were, beyond chance.
+    """Return the Check that the champion's answers on samples of its release have not changed beyond chance.
 
-    ``then`` and ``now`` [n] are what ``list_answers`` returns for the same samples.
+    ``then`` and ``now`` [n] are results of ``list_answers`` for the same samples.
     """
     name, rule = "champion's answers on samples of its release", f"no change with p below {DISTINCT:g}"
     if not len(then):

@@ -58,7 +58,7 @@ class Judgement:
 
     @cached_property
     def tested(self) -> Digests:
-        """A number for each sample of the test split that was evaluated; empty: not known."""
+        """A number for each sample of the test split that was evaluated (empty: not known)."""
         assert self.whole is not None
         return identify_tested(self.split, self.whole)
 
@@ -230,7 +230,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
 
 
 def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evaluation, before: Entry) -> str:
-    """Return why the champion's answers are not those of the model that was released; "" if they may be.
+    """Return why the champion's answers today cannot be those of the released model, or "" if nothing is wrong.
 
     Adds the Checks of this to the verdict, and the champion's score at its release.
     """

@@ -126,7 +126,7 @@ def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> 
     if verdict is None:
         return "never promoted"
     kept = {KEPT: "kept back", NO_COMPARISON: "no comparison"}.get(verdict.decision, "not promoted")
-    return f"{kept}: {verdict.reason}"
+    return f"{kept}: {verdict.outcome}"
 
 
 def describe_entry(entry: Entry, history: list[Entry]) -> str:

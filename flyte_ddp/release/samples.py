@@ -1,4 +1,4 @@
-"""Which samples a version was trained and judged on, by numbers that are the same for a sample on every night."""
+"""Identify the samples that a version was trained and judged on, by numbers that stay the same every night."""
 
 import io
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
 def identify_samples(data: PreparedSet, side: str) -> Digests:
     """Return a number for each sample of a side: by the id, else by the row or the inputs. Empty: not known.
 
-    Samples of shards, and of sets on demand, have no ids that are known without reading them.
+    Samples of shards and of sets on demand are not identified, because the samples would have to be read.
     """
     if isinstance(data, EncodedSet):
         if not isinstance(data.train, ImageList):
@@ -74,10 +74,10 @@ def identify_samples(data: PreparedSet, side: str) -> Digests:
 
 
 def list_answers(found: Evaluation) -> Floats:
-    """Return a number of each sample [n] that depends on the model and the sample alone, of which more is better.
+    """Return how good the answer to each sample is, [n], by the model and the sample alone.
 
-    The number is 1 or 0 of a class that is right or wrong, else minus the loss. Scores will not do: a pseudo-value
-    depends on all samples of the split.
+    A class is 1 if it is right and 0 if it is wrong. Of other objectives the number is minus the loss. Scores will not
+    do, because a pseudo-value depends on all samples of the split.
     """
     return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
 
