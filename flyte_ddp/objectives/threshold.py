@@ -28,16 +28,15 @@ def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjec
 def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
     """Return the objective with the threshold that its rule finds in the columns of a validation split.
 
-    Without a rule, or with a probability that is not finite, returns the objective itself. Raises UserError if the
-    split has no positive sample.
+    Without a rule returns the objective itself. Raises UserError if the split has no positive sample.
     """
     text, classes = objective.facts.threshold_rule, objective.facts.classes
     if not text:
         return objective
     truth = validation["truth"].numpy() == 1 if validation else np.zeros(0, dtype=np.bool_)
     check_positives(text, classes[1], int(truth.sum()))
-    scores = validation["probability"].numpy() if validation else np.zeros(0)
-    return with_threshold(objective, fit_threshold(text, truth, scores)) if np.isfinite(scores).all() else objective
+    scores = np.nan_to_num(validation["probability"].numpy()) if validation else np.zeros(0)
+    return with_threshold(objective, fit_threshold(text, truth, scores))
 
 
 def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:

@@ -36,7 +36,8 @@ def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -
     limit = f"above {HALF}" if fitted is None else f"from {format_value(fitted)} on"
     text = f"Samples with a score {limit} are predicted {name!r}. {RULES[rule].format(number)}"
     rows: list[list[str | float | None]] = []
-    for threshold, predicted in {HALF: scores > HALF, HALF if fitted is None else fitted: used}.items():
+    decisions = {HALF: scores > HALF, HALF if fitted is None else fitted: used}
+    for threshold, predicted in reversed(decisions.items()):
         hits, alarms, missed = (
             int(np.sum(each)) for each in (predicted & truth, predicted & ~truth, ~predicted & truth)
         )

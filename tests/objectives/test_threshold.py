@@ -199,7 +199,7 @@ def test_the_report_has_precision_and_recall_at_the_threshold() -> None:
         assert words in table.text
         fitted = objective.facts.threshold
         rows = {row[0]: row[1:] for row in table.rows}
-        assert [*rows] == ["0.5", *([] if fitted is None else [f"{fitted:.4g}"])]
+        assert [*rows] == [*([] if fitted is None else [f"{fitted:.4g}"]), "0.5"]
         for name, threshold in {"0.5": 0.5 + 1e-12, **({} if fitted is None else {f"{fitted:.4g}": fitted})}.items():
             predicted = scores >= threshold
             [[_, alarms], [missed, hits]] = metrics.confusion_matrix(truth, predicted).tolist()
