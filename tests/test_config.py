@@ -163,3 +163,11 @@ def test_every_field_is_documented_and_every_number_has_a_range() -> None:
     for field in dataclasses.fields(Hyperparameters):
         assert len(field.metadata["doc"]) > 10, field.name
         assert field.metadata["doc"].endswith("."), field.name
+
+
+def test_hyperparameters_are_printed_without_defaults() -> None:
+    """As a call that makes equal ones, since flytekit prints a sweep's outputs."""
+    hp = Hyperparameters(epochs=9, learning_rate=0.25)
+    assert repr(hp) == "Hyperparameters(epochs=9, learning_rate=0.25)"
+    assert eval(repr(hp)) == hp
+    assert repr(Hyperparameters()) == "Hyperparameters()"

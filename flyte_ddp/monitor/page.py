@@ -56,9 +56,10 @@ def show_inputs(watched: Watched, moved: Sequence[str]) -> Iterator[Picture]:
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
         shown = dict(islice(values.items(), SHOWN_NUMBERS))
-        yield replace(
-            picture, values={name.removeprefix(ROW).removeprefix(INPUT): value for name, value in shown.items()}
-        )
+        # Columns without names have numbers, which alone would say nothing.
+        rests = {name: name.removeprefix(ROW).removeprefix(INPUT) for name in shown}
+        short = {name: name if rest.isdecimal() else rest for name, rest in rests.items()}
+        yield replace(picture, values={short[name]: value for name, value in shown.items()})
 
 
 def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any]) -> str:

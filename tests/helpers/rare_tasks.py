@@ -25,6 +25,24 @@ def table(_: str) -> Any:
     return arrays((rows[TESTS:], classes[TESTS:]), (rows[:TESTS], classes[:TESTS]), classes=["no", "yes"])
 
 
+def named(_: str) -> Any:
+    """Return the first two columns of the table, by name."""
+    rows, classes = draw_rows()
+    test, train = ({"age": part[:, 0], "income": part[:, 1]} for part in (rows[:TESTS], rows[TESTS:]))
+    return arrays((train, classes[TESTS:]), (test, classes[:TESTS]), classes=["no", "yes"])
+
+
+class OfNamed(nn.Module):
+    """A linear model of the two columns."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, num_classes)
+
+    def forward(self, age: Tensor, income: Tensor) -> Any:
+        return self.head(torch.stack([age, income], 1))
+
+
 def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
     return nn.Linear(*input_shape, num_classes)
 

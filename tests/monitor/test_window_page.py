@@ -1,13 +1,32 @@
-"""Drawings of columns whose numbers are almost equal, or unknown."""
+"""The page of a window: its alarm, its samples, and drawings of columns with equal or unknown numbers."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from report_page import Page
 
-from flyte_ddp.monitor.page import draw_distributions
+from flyte_ddp.monitor.page import draw_distributions, write_page
+from flyte_ddp.monitor.watch import Watched
+from flyte_ddp.monitor.window import ColumnChange, Window
+from flyte_ddp.report.figures import Picture
 
+WINDOW = Window(
+    version="1" * 64,
+    address="week.csv",
+    time="2026-11-28T07:05:00Z",
+    by="somebody",
+    digest="",
+    samples=60,
+    bad=0,
+    columns=[ColumnChange("input age", 0.0, 0.5, True), ColumnChange("input income", 0.25, 0.04, False)],
+    measure="accuracy",
+    held_out=0.9,
+    number=2,
+)
 NORMAL = np.random.default_rng(0).normal(size=600)
 
 
@@ -34,3 +53,34 @@ def test_unknown_numbers_are_drawn_at_the_right_end(monkeypatch: pytest.MonkeyPa
     draw_distributions("x", NORMAL, np.where(np.arange(600) < 180, np.nan, NORMAL))
     assert [each.sum() for each in drawn] == pytest.approx([1, 1])
     assert drawn[1][-1] >= 0.3
+
+
+def draw_page(window: Window, folder: Path) -> Page:
+    columns = {"input age": NORMAL, "input income": NORMAL}
+    watched = Watched(None, columns, columns=columns)  # type: ignore[arg-type]  # no page needs the model
+    values = {"input income": "2,000", "input 7": "0.5", "input age": "41"}
+    watched.unusual = [(1.0, Picture("C-1", None, "stays", "churns", score=0.75, values=values))]
+    return Page(write_page(window, watched, "churn", folder / "window.html").read_text())
+
+
+def test_an_alarm_looks_like_one_and_says_what_to_do(tmp_path: Path) -> None:
+    page = draw_page(replace(WINDOW, alarm=True), tmp_path)
+    assert page.texts("h1") == ["churn: Alarm"]
+    [head] = page.texts("div", class_="head bad")
+    assert "What to do" in head
+    assert "release_wf --model_name churn" in head
+    assert ["input age", "0.500", "< 0.0001", "yes"] in page.rows()
+    quiet = draw_page(WINDOW, tmp_path)
+    assert quiet.texts("h1") == ["churn: No alarm"]
+    assert "What to do" not in quiet.texts("div", class_="head doubtful")[0]
+    assert draw_page(replace(WINDOW, columns=[]), tmp_path).texts("h1") == ["churn: No verdict"]
+
+
+def test_unusual_rows_have_their_values_what_moved_first(tmp_path: Path) -> None:
+    page = draw_page(WINDOW, tmp_path)
+    assert ["Sample", "Prediction", "Truth", "Score", "age", "income", "input 7"] in page.rows()
+    assert ["C-1", "stays", "churns", "75.00\N{NO-BREAK SPACE}%", "41", "2,000", "0.5"] in page.rows()
+
+
+def test_a_window_is_printed_in_a_line() -> None:
+    assert repr(WINDOW) == "<window 2, no alarm yet, which 2 of 3 windows make: input age (0.50) moved>"

@@ -106,6 +106,24 @@ def train(folder: Path, hp: Hyperparameters) -> Result:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_models")
+def test_rows_are_shown_with_their_inputs_by_name(tmp_path: Path) -> None:
+    """The worst mistakes of a real run, and the first predictions of its model."""
+    hp = replace(HP, dataset="rare_tasks:named", model="rare_tasks:OfNamed", epochs=1, select_by="loss")
+    result = train(tmp_path, hp)
+    inputs, _ = rare_tasks.draw_rows()
+    header = ["Sample", "Prediction", "Truth", "Score", "age", "income"]
+    predict_rows(result.model, result.sidecar, tmp_path / "p.csv", dataset=tmp_path / "cache")
+    for path, shown in ((result.report, 16), (tmp_path / "p.html", 24)):
+        rows = Page(path.read_text()).rows()
+        rows = rows[rows.index(header) + 1 :][:shown]
+        assert len(rows) == shown
+        for name, *_, age, income in rows:
+            expected = inputs[int(name.removeprefix("sample "))][:2]
+            assert [float(age), float(income)] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_models")
 def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path) -> None:
     """From the real run: headline, page, sidecar and predictions."""
     result = train(tmp_path, HP)
@@ -123,7 +141,7 @@ def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path
     page = Page(result.report.read_text())
     value, detail = page.tiles()["Test AUROC"]
     assert (value, "average precision" in detail) == (f"{result.measures['auroc']:.4g}", True)
-    assert {"ROC curve", "Precision-recall curve"} <= set(page.texts("h2"))
+    assert page.texts("h3")[page.texts("h3").index("ROC curve") + 1] == "Precision-recall curve", "side by side"
     rows = predict_rows(result.model, result.sidecar, tmp_path / "p.csv", dataset=tmp_path / "cache")
     np.testing.assert_allclose([float(row["score_yes"]) for row in rows], scores, atol=1e-5)
 

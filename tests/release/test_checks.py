@@ -47,6 +47,18 @@ def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
     assert check_classes(challenger, champion, LABELS, NAMES, class_loss=0.11)[0].passed
 
 
+def test_no_p_value_is_0() -> None:
+    """Of 1,200 samples gained and none lost it is 2**-1200, which no float holds."""
+    pair = compare_scores(np.ones(1200), np.zeros(1200), "accuracy")
+    assert pair.p_value() == 0
+    found = checks.check_superior(pair, 0.05)
+    assert found.passed
+    assert found.shown == "p < 1e-300"
+    assert found.reason == "+100.00 points: 1,200 samples gained and 0 lost of 1,200 (p < 1e-300, 0.05 is needed)"
+    lost = check_classes(np.zeros(10_000, bool), np.ones(10_000, bool), LABELS, NAMES)[1][0]
+    assert lost.shown == "-100.00 points, p < 1e-300"
+
+
 def test_a_class_of_few_samples_is_only_shown() -> None:
     labels = np.array([0] * 29 + [1] * 40)
     found, rows = check_classes(labels == 1, np.ones(69, dtype=bool), labels, ["a", "b"])

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from cli import HELPERS
 from gate import Gate
+from report_page import Page
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.release.page import describe_reason, write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import promote_version, store_version
 from flyte_ddp.release.registry import Registry
@@ -86,3 +88,30 @@ def test_both_models_are_compared_by_the_challengers_measure(tmp_path: Path) -> 
     for evaluation, score in zip((found.challenger, found.champion), recorded, strict=True):
         assert np.mean(evaluation.scores) == pytest.approx(score, rel=0.05), "pseudo-values of the same measure"
     assert "average precision better by" in verdict.reason
+
+    page = Page(write_page(found, "rare", tmp_path / "page.html").read_text())
+    [curve] = [inside for tag, found, inside in page.elements if found.get("aria-label") == "precision against recall"]
+    assert {"Challenger", "Champion"} <= {text.strip() for text in curve}, "both in one chart"
+    [said] = page.texts("div", class_="head good" if verdict.promotes else "head ")
+    assert "Its average precision is better by" in said
+    assert "Best constant answer" not in page.tiles()
+    verdict.constant_score = 0.0512
+    page = Page(write_page(found, "rare", tmp_path / "page.html").read_text())
+    assert page.tiles()["Best constant answer"][0] == "0.0512"
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        ("+1.20 points: 3 samples gained", "The difference is +1.20 points: 3 samples gained."),
+        (
+            "F1 worse by 0.1: 3 samples better and 4 worse of 9",
+            "Its F1 is worse by 0.1: 3 samples better and 4 worse of 9.",
+        ),
+        ("slice 'hard' loses: F1 worse by 0.1", "Slice 'hard' loses: F1 worse by 0.1."),
+        ("it has the champion's weights", "It has the champion's weights."),
+        ("", ""),
+    ],
+)
+def test_reasons_are_sentences(reason: str, sentence: str) -> None:
+    assert describe_reason(reason) == sentence

@@ -67,7 +67,7 @@ def test_a_gpus_waits_are_parts_of_the_time(tmp_path: Path, page: Page) -> None:
 
 def test_hyperparameters_that_differ_from_their_defaults_are_set_apart(page: Page) -> None:
     given, default = records()[0]["hyperparameters"], Hyperparameters().to_dict()
-    rows = {row[0]: row[1:3] for row in page.rows() if len(row) == 4 and row[0] in default}
+    rows = {row[0]: row[1:3] for row in page.rows() if len(row) >= 4 and row[0] in default}
     assert rows == {name: [json.dumps(given[name]), json.dumps(default[name])] for name in default}
     different = [name for name in default if given[name] != default[name]]
     assert {"dataset", "learning_rate", "num_ranks"} <= set(different)
@@ -113,6 +113,59 @@ def test_the_worst_mistakes_have_the_names_of_their_files(tmp_path: Path) -> Non
     np.savez(folder / "predictions.npz", **arrays, names=np.array([], dtype=np.str_))
     cards = Page(report.render_report(folder)).pieces("mistake")
     assert [card[-1] for card in cards] == ["sample 71", "sample 52", "sample 33"]
+
+
+def test_a_matrix_of_two_classes_is_small_and_says_what_is_zero(page: Page) -> None:
+    small = Page(figures.draw_confusion_heatmap(np.array([[1156, 0], [44, 0]]), ["stays", "churns"]))
+    assert [text for text in small.texts("text") if text[0].isdecimal()] == ["1,156", "0", "44", "0"]
+    assert not [each for each in small.attributes("transform") if "rotate(-90)" in each][1:], "only truth is turned"
+    widths = [
+        int(re.findall(r"width:(\d+)px", style)[0])
+        for drawn in (small, page)
+        for tag, found, _ in drawn.elements
+        if tag == "svg" and "px" in (style := found.get("style", ""))
+    ]
+    assert len(widths) == 2
+    assert widths[0] < 0.6 * widths[1]
+
+
+def test_what_does_not_change_is_named_and_not_drawn(tmp_path: Path) -> None:
+    """The rates of the records are constant, as is one of the measures here; the other one changes a little."""
+    lines = records()
+    lines[0]["measures"] = {"accuracy": "higher", "f1": "higher"}
+    for line in lines[1:]:
+        line |= {"validation_f1": 0.0, "test_f1": 0.25, "test_accuracy": 0.97 + line.get("epoch", 0) / 1e5}
+        line.pop("validation_accuracy", None)
+    page = Page(report.render_report(write_run(tmp_path / "run", lines)))
+    assert page.texts("h3")[:3] == ["Loss", "Accuracy", "Training speed"]
+    said = "Not drawn, because there was no change: F1 0 (validation), 0.25 (test), learning rate 0.1."
+    assert said in page.texts("p")
+    line = Series("", [1, 2, 3], [97.0, 97.001, 97.0], figures.BLUE)
+    ticks = [
+        float(text) for text in Page(figures.draw_line_chart([line], x_label="", y_label="")).texts("text")[3:] if text
+    ]
+    assert max(ticks) - min(ticks) > 0.3, "a thousandth does not fill the chart"
+
+
+def test_what_stands_between_backticks_is_code(tmp_path: Path) -> None:
+    lines = records()
+    lines[-1]["notes"] = ["your own `sample` has <b>changed</b>"]
+    html = report.render_report(write_run(tmp_path / "run", lines))
+    assert "`" not in html
+    page = Page(html)
+    assert {"sample", "shards:ADDRESS", "package.module:callable"} <= {*page.texts("code")}
+    assert "your own sample has <b>changed</b>" in page.texts("li")
+
+
+def test_rows_of_a_table_have_values_beside_their_ids(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(), matrix(10))
+    arrays = dict(np.load(folder / "predictions.npz"))
+    del arrays["images"]
+    values = np.array([[41.0, 1234.5], [0.25, 2e6], [-1.0, 0.0]])
+    np.savez(folder / "predictions.npz", **arrays, value_columns=np.array(["age", "income"]), values=values)
+    rows = Page(report.render_report(folder)).rows()
+    first = rows.index(["Sample", "Prediction", "Truth", "Score", "age", "income"]) + 1
+    assert [row[4:] for row in rows[first : first + 3]] == [["41", "1,234"], ["0.25", "2,000,000"], ["-1", "0"]]
 
 
 def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
@@ -186,11 +239,13 @@ def test_tiles_and_charts_are_those_of_the_objectives_measures(tmp_path: Path) -
     for line in lines:
         for split in ("validation", "test"):
             if line.pop(f"{split}_accuracy", None) is not None:
-                line |= {f"{split}_rmse": 1234.5, f"{split}_own_measure": None if line["kind"] == "end" else 0.25}
+                epoch = line.get("epoch", 1)
+                own = None if line["kind"] == "end" else 0.25 * epoch
+                line.update({f"{split}_rmse": 1234.5 / epoch, f"{split}_own_measure": own})
     page = Page(report.render_report(write_run(tmp_path / "ended", lines)))
     assert page.tiles()["Test RMSE"] == ("1,234", "own measure \N{EN DASH}")
     assert page.tiles()["Test loss"] == ("0.2468", "validation loss 0.1667")
-    assert page.texts("h3")[:4] == ["Loss", "RMSE", "Own measure", "Learning rate"]
+    assert page.texts("h3")[:4] == ["Loss", "RMSE", "Own measure", "Training speed"]
     units = ("squared error, logarithmic", "RMSE, lower is better", "Own measure, higher is better")
     assert {*units} <= {*page.texts("text")}
     page = Page(report.render_report(write_run(tmp_path / "goes on", lines[:15])))
@@ -242,5 +297,8 @@ def test_numbers_are_given_in_units_that_suit_them() -> None:
     durations = {0.0404: "40 ms", 9.876: "9.88 s", 59.9: "59.9 s", 60: "1 min 00 s", 3599: "59 min 59 s"}
     durations |= {3600: "1 h 00 min", 90_061: "25 h 01 min"}
     assert {seconds: formatting.format_duration(seconds) for seconds in durations} == durations
+    p_values = {0.0: "< 1e-300", 1e-310: "< 1e-300", 1.2345e-5: "= 1.23e-05", 0.5: "= 0.5", 1.0: "= 1"}
+    assert {p: formatting.format_p_value(p) for p in p_values} == p_values
+    assert formatting.format_p_value(1.2345e-5, 0.0001) == "< 0.0001"
     values = {0.0: "0", 0.41234: "0.4123", -999.94: "-999.9", 12345.6: "12,346", 1.234e-5: "1.234e-05", 1e20: "1e+20"}
     assert {value: formatting.format_value(value) for value in values} == values

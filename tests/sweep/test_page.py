@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from click.testing import CliRunner
+from report_page import Page
 from scipy.stats import spearmanr
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.report.figures import ORANGE
 from flyte_ddp.sweep.__main__ import main
 from flyte_ddp.sweep.halving import Rung
-from flyte_ddp.sweep.page import correlate_rungs, write_page
+from flyte_ddp.sweep.page import GREYS, choose_colors, correlate_rungs, write_page
 from flyte_ddp.sweep.space import Sweep
 
 BASE = Hyperparameters(num_ranks=1, schedule="constant")
@@ -73,6 +75,21 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert ">10.00 %<" in page(tmp_path, replace(BASE, select_by="accuracy")).replace("&#160;", " "), (
         "as on the test split"
     )
+
+
+def test_a_trial_has_one_colour_in_both_charts(tmp_path: Path) -> None:
+    """Trial 6 won; of the others the three that came to 30 steps are darkest, the better the darker."""
+    done = rungs()
+    colors = choose_colors(done, [6, 3, 7, 1, 5, 2, 4, 0])
+    assert colors[6] == ORANGE
+    assert [colors[trial] for trial in (3, 7, 1, 5, 2, 4, 0)] == [GREYS[place] for place in (0, 0, 1, 1, 2, 2, 3)]
+    curves, space = page(tmp_path).split("<svg")[1:]
+    for chart in (curves, space):
+        assert {color for color in (ORANGE, *GREYS) if color in chart} == {ORANGE, *GREYS}
+    drawn = Page("<svg" + curves.partition("</svg>")[0] + "</svg>").elements
+    [legend] = [float(found["x"]) for tag, found, inside in drawn if tag == "text" and "winner" in "".join(inside)]
+    points = [float(found["x"]) for tag, found, _ in drawn if tag == "use" and float(found["y"]) > 30]
+    assert max(points) < legend, "the legend is beside the lines"
 
 
 def test_the_command_refuses_files_and_folders_before_training(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(
     headline, *rows = table.strip().splitlines()
     assert headline.endswith(f"made in {folder}")  # whole, as it is not below ROOT
     assert [row.split()[0] for row in rows] == [*OUTPUTS.values()]
+    assert first.output.rindex(headline) > first.output.rindex("TrainingOutputs("), "what helps a person comes last"
     assert {re.match(r"  \S+ +", row).end() for row in rows} == {len("  metrics.jsonl  ")}  # type: ignore[union-attr]
 
     inputs = tmp_path / "inputs.json"

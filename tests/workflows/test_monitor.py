@@ -53,6 +53,9 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
     first = monitor(0, images=IMAGES)
     assert first.exit_code == 0, first.output
     assert "window 2, no alarm yet, which 2 of 3 windows make: " in first.output
+    *_, last = first.output.strip().splitlines()
+    assert last.startswith("Monitored(found=<window 2, no alarm yet")
+    assert len(last) < 400, "not all columns"
     second = monitor(1, images=IMAGES)
     assert second.exit_code == 1
     assert "s3://in/28/01: alarm: " in second.panel
