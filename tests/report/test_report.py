@@ -161,7 +161,7 @@ def test_rows_of_a_table_have_values_beside_their_ids(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(), matrix(10))
     arrays = dict(np.load(folder / "predictions.npz"))
     del arrays["images"]
-    values = np.array([["41", "1,234"], ["0.25", "b & c"], ["", "0"]])
+    values = np.array([["41", "1,234"], ["0.25", "b & c"], ["-1", "0"]])
     np.savez(folder / "predictions.npz", **arrays, value_columns=np.array(["age", "income"]), values=values)
     rows = Page(report.render_report(folder)).rows()
     first = rows.index(["Sample", "Prediction", "Truth", "Score", "age", "income"]) + 1
