@@ -12,8 +12,9 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine import resources
+from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.monitor.window import Window, record_window
+from flyte_ddp.monitor.window import Window
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import author_name, is_in_pod
 from flyte_ddp.pods.run_inputs import NO_SCHEDULE
@@ -46,7 +47,8 @@ def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime
             registry, entry, source, fetch_samples(source), settings=read_settings(), by=author_name()
         )
         found = record_window(registry, entry, predicted, once=is_in_pod())
-        page = write_page(found, watched, model_name, folder / "window.html")
+        course = read_windows(registry, entry)
+        page = write_page(found, watched, course, model_name, folder / "window.html")
         files = {
             page: "what has moved, to open in a browser",
             write_table(folder / "window.csv", watched.columns, watched.ids): "the window's columns",

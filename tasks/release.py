@@ -133,7 +133,7 @@ def judge_files(
             if judgement.whole is not None:
                 judgement.identify_samples().write(folder / SAMPLES)
                 if judgement.whole.described:
-                    write_reference(folder / promotion.REFERENCE, judgement.whole.described)
+                    write_reference(folder / promotion.REFERENCE, judgement.whole.described, judgement.whole.columns)
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))

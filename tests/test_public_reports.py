@@ -137,6 +137,17 @@ def test_columns_in_another_order_are_refused() -> None:
         read_new_rows(sidecar, ["b", "a"])
 
 
+def test_two_columns_of_one_name_are_refused() -> None:
+    """pandas-dev/pandas#47958: a frame may have two columns of one name, as after a concat or a join."""
+    twice, targets = Frame(["a", "b", "a"]), np.arange(2)
+    with pytest.raises(UserError, match="a frame has two columns 'a': each must have a name of its own; rename one"):
+        arrays((twice, targets), (twice, targets))
+    ab = Frame(["a", "b"])
+    data = arrays((ab, targets), (ab, targets), prepare=prepare)
+    with pytest.raises(UserError, match="a frame has two columns 'b'"):
+        read_new_rows({"preprocessing": data.preprocessing}, ["b", "b"])
+
+
 def test_perplexity_counts_the_end_of_a_text_and_no_padding(tmp_path: Path) -> None:
     """One token ends texts and pads them: huggingface/trl#6357, meta-pytorch/torchtune#949, mlabonne/llm-course#33.
 

@@ -71,8 +71,15 @@ def require_finite(
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:
-    """Return the columns' names of each leaf that is a frame, such as one of pandas, by the leaf's name."""
-    return {key: [*map(str, each.columns)] for key, each in name_leaves(inputs).items() if hasattr(each, "columns")}
+    """Return the columns' names of each leaf that is a frame, such as one of pandas, by the leaf's name.
+
+    Raises UserError for two columns of one name.
+    """
+    found = {key: [*map(str, each.columns)] for key, each in name_leaves(inputs).items() if hasattr(each, "columns")}
+    for names in found.values():
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise UserError(f"a frame has two columns {twice[0]!r}: each must have a name of its own; rename one")
+    return found
 
 
 def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> Any:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, fisher_exact, ks_2samp
 
 from flyte_ddp.monitor.window import ColumnChange
+from flyte_ddp.objectives.table_columns import format_page_cell
 from flyte_ddp.release.statistics import correct_p_values
 
 SAMPLES = 1000  # of a window that are compared: the verdict must not depend on the window's size
@@ -20,32 +21,67 @@ LEAST_EXPECTED = 5  # samples of a category in the smaller of the two; rarer one
 def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> list[ColumnChange]:
     """Return each column's p-value (Holm), and effect: the largest distance of the two distributions' functions.
 
-    Of categories the effect is half the sum of the shares' differences. A column has moved if both are beyond limits.
+    The effect of categories is half the sum of the shares' differences, or the excess of new categories if that is
+    larger. A column has moved if both numbers are beyond their limits.
     """
     found = [compare_values(values, window[name]) for name, values in reference.items()]
-    corrected = correct_p_values([p for p, _ in found])
-    return [
-        ColumnChange(name, p, effect, p <= ALPHA and effect >= FLOOR)
-        for name, p, (_, effect) in zip(reference, corrected, found, strict=True)
-    ]
+    changes = []
+    for (name, values), p, (_, effect) in zip(
+        reference.items(), correct_p_values([p for p, _ in found]), found, strict=True
+    ):
+        moved = p <= ALPHA and effect >= FLOOR
+        changes.append(ColumnChange(name, p, effect, moved, "" if moved else explain_no_test(values, window[name])))
+    return changes
 
 
 def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
-    """Return p-value and effect of Kolmogorov and Smirnov's test, of categories of Pearson's chi-squared test.
-
-    Where all categories but one are rare, Fisher's exact test compares that one with the rest.
-    """
+    """Return p-value and effect of Kolmogorov and Smirnov's test, of categories those of :func:`compare_categories`."""
     reference, window = replace_nan(reference), replace_nan(window)
     if not has_categories(reference):
         numbers = ks_2samp(reference, window, method="asymp")
         return float(numbers.pvalue), float(numbers.statistic)
     table = count_categories(reference, window)[1]
-    if table.shape[1] < 2:
-        return 1.0, 0.0
-    table = pool_rare(table)
-    shares, found = table / table.sum(1, keepdims=True), chi2_contingency(table)
-    rare = table.shape[1] == 2 and found.expected_freq.min() < LEAST_EXPECTED
-    return float(fisher_exact(table).pvalue if rare else found.pvalue), float(np.abs(shares[0] - shares[1]).sum() / 2)
+    return compare_categories(table) if table.shape[1] > 1 else (1.0, 0.0)
+
+
+def compare_categories(table: NDArray[np.int64]) -> tuple[float, float]:
+    """Return p-value and effect of Pearson's chi-squared test on counts [2, K], K > 1, of reference and window.
+
+    If all categories but one are rare, Fisher's exact test compares the common category with the rest. Categories that
+    the reference lacks are new. If the window has more samples of new categories than expected, Fisher's test also
+    compares the new samples with the rest, and the smaller p-value is doubled. The expected share is that of the
+    reference's samples that are alone in their category (Good, Biometrika 40, 1953).
+    """
+    pooled = pool_rare(table)
+    shares, found = pooled / pooled.sum(1, keepdims=True), chi2_contingency(pooled)
+    rare = pooled.shape[1] == 2 and found.expected_freq.min() < LEAST_EXPECTED
+    p, effect = fisher_exact(pooled).pvalue if rare else found.pvalue, np.abs(shares[0] - shares[1]).sum() / 2
+    samples, new = table.sum(1), np.array([(table[0] == 1).sum(), table[1, table[0] == 0].sum()])
+    excess = new[1] / samples[1] - new[0] / samples[0]
+    if excess > 0:
+        p_new = fisher_exact(np.stack([new, samples - new]), alternative="less").pvalue
+        p, effect = min(1.0, 2 * min(p, p_new)), max(effect, excess)
+    return float(p), float(effect)
+
+
+def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
+    """Return why the tests could not find a change of a column that has not moved, or "" if they could.
+
+    If one value, or all rare categories together, make more than 1 - FLOOR of both sides, no effect can reach FLOOR.
+    """
+    reference, window = replace_nan(reference), replace_nan(window)
+    most = f"more than {100 * (1 - FLOOR):.0f} % of the"
+    values, counts = np.unique(reference, return_counts=True)
+    common = values[counts.argmax()]
+    share = min((side == common).mean() for side in (reference, window))
+    if share > 1 - FLOOR:
+        shown = "unknown" if common == np.inf else format_page_cell(common.item())
+        return f"{'all' if share == 1 else most} samples are {shown}"
+    if has_categories(reference):
+        pooled = pool_rare(count_categories(reference, window)[1])
+        if (pooled[:, 0] / pooled.sum(1)).min() > 1 - FLOOR:
+            return f"{most} samples have rare values, which count as one"
+    return ""
 
 
 def has_categories(reference: NDArray[Any]) -> bool:

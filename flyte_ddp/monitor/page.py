@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
+from flyte_ddp.monitor.course import draw_course
 from flyte_ddp.monitor.watch import INPUT, ROW, Watched
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
 from flyte_ddp.predict.sample_columns import SampleColumns
 from flyte_ddp.report.figures import BLUE, ORANGE, SIZE, Picture, draw_svg
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.text.formatting import format_number, format_p_value, name_measure
+from flyte_ddp.text.formatting import format_number, format_p_value, join_first, name_measure
 
 DRAWN = 8  # columns
 BINS = 30
@@ -26,25 +27,32 @@ LEAST_P = 0.0001  # on the page; smaller ones differ by nothing that a person ca
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
 
 
-def write_page(window: Window, watched: Watched, name: str, path: Path) -> Path:
-    """Write the HTML page of a window that was recorded, replacing a file; return its path."""
+def write_page(window: Window, watched: Watched, course: Sequence[Window], name: str, path: Path) -> Path:
+    """Write the HTML page of a window that was recorded, replacing a file; return its path.
+
+    ``course`` are the champion's last windows, oldest first.
+    """
     page = render_template(
         "window.html",
         name=name,
         window=window,
         measure=name_measure(window.measure),
+        course=draw_course(course),
         rows=[
-            (
+            (each.column, "\N{EN DASH}", "\N{EN DASH}", f"cannot be compared: {each.untested}")
+            if each.untested
+            else (
                 each.column,
                 format_number(each.effect, ".3f"),
                 format_p_value(each.p, LEAST_P).removeprefix("= "),
                 "yes" if each.moved else "",
             )
-            for each in sorted(window.columns, key=lambda each: (-each.moved, -each.effect))
+            for each in sorted(window.columns, key=lambda each: (-each.moved, bool(each.untested), -each.effect))
         ],
         charts=[
-            (each.column, draw_distributions(each.column, watched.reference[each.column], watched.columns[each.column]))
+            (each.column + describe_new(*sides), draw_distributions(each.column, *sides))
             for each in window.moved[:DRAWN]
+            for sides in [(watched.reference[each.column], watched.columns[each.column])]
         ],
         pictures=[*show_inputs(watched, [each.column for each in window.moved])],
     )
@@ -67,11 +75,11 @@ def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any])
 
     def plot_shares(axes: Any) -> str:
         if has_categories(reference):
-            values, counts = count_categories(reference, window)
+            labels, counts = pool_new(*count_categories(reference, window))
             shares = counts / counts.sum(1, keepdims=True)
             chosen = np.sort(np.argsort(-np.abs(shares[0] - shares[1]), kind="stable")[:BARS])
             shares, edges = shares[:, chosen], np.arange(len(chosen) + 1) - 0.5
-            labels = [format_page_cell(value)[:14] for value in values[chosen].tolist()]
+            labels = [labels[place][:14] for place in chosen.tolist()]
             axes.set_xticks(range(len(chosen)), labels, rotation=30 if max(map(len, labels)) > 5 else 0)
         else:
             sides = [replace_nan(side).astype(np.float64) for side in (reference, window)]
@@ -87,6 +95,23 @@ def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any])
         return "share of samples"
 
     return draw_svg(plot_shares, name, (0.125, 0.17, 0.855, 0.75), label_word="by", figsize=SIZE)
+
+
+def pool_new(values: NDArray[Any], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return labels and counts [2, k] of K values. All values that the reference lacks share the label "(new)"."""
+    known = counts[0] > 0
+    labels = [format_page_cell(value) for value in values[known].tolist()]
+    if known.all():
+        return labels, counts
+    return [*labels, "(new)"], np.column_stack([counts[:, known], counts[:, ~known].sum(1)])
+
+
+def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
+    """Return a text that lists categories which the reference lacks, the commonest first, or ""."""
+    values, counts = count_categories(reference, window)
+    order = np.argsort(-counts[1], kind="stable")
+    new = [format_page_cell(value) for value in values[order][counts[0, order] == 0].tolist()]
+    return f": new are {join_first(new)}" if new and has_categories(reference) else ""
 
 
 def write_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:

@@ -1,44 +1,114 @@
-"""The truth of a window's samples, from a file of the user or a data set, and the main measure by it."""
+"""The truth of a window's samples, from a file of the user."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import binomtest, norm
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.monitor.window import FEWEST
-from flyte_ddp.objectives import Classification, Objective, Regression
+from flyte_ddp.objectives import Classification, Regression
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel
-from flyte_ddp.release.scores import FORMULAS, is_higher_better, name_scores, needs_calls, score_samples
+from flyte_ddp.progress import Progress
 from flyte_ddp.release.slices import read_id_table
-from flyte_ddp.training.evaluate import measure_columns
+from flyte_ddp.text.formatting import format_count, join_first
 
-MEASURE_OF_SCORE = {"squared error": lambda mean: math.sqrt(max(0.0, mean)), "loss of a token": math.exp}
+UNKNOWN = ("", "nan", "none", "null", "na", "n/a", "<na>", "nat")  # truths that are not known yet, in lower case
+WHOLE_NUMBER = re.compile(r"0*([0-9]+)(?:\.0*)?")
+
+
+class TruthFile:
+    """Truths by id, as texts. An id in another form, such as 1.0 or 001 for 1, matches if no other id has the form."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.truths = {name or "": truth or "" for _, name, truth in read_id_table("truth", "truth", address)}
+        self.by_form = index_by_form(self.truths)
+        self.users = dict[str, str]()  # the sample that each id of the file was found for
+        self.missing = list[str]()  # samples without an id in the file
+
+    def find(self, sample: str) -> str:
+        """Return a sample's truth, or "" if the file lacks the id. Raises UserError for an id that fits two samples."""
+        name = sample if sample in self.truths else self.by_form.get(normalize_form(sample))
+        if name is None:
+            self.missing.append(sample)
+            return ""
+        if (other := self.users.setdefault(name, sample)) != sample:
+            rule = f"id {name!r} fits two samples, {other!r} and {sample!r}"
+            raise UserError(f"truth={self.address!r}: {rule}; write the ids as a table of predictions has them")
+        return self.truths[name]
+
+    def check_ids(self) -> str:
+        """Return a note on ids in another form, or "". Raises UserError if no id has the form of a sample's id."""
+        forms = {*map(mask_numbers, self.truths)}
+        if forms and not self.users and forms.isdisjoint(map(mask_numbers, self.missing)):
+            rule = f"has none of the ids of the samples, such as {join_first(self.missing, 2)}"
+            raise UserError(f"truth={self.address!r}: {rule}; give the ids of a table of predictions")
+        others = [f"{name} for {sample}" for name, sample in self.users.items() if name != sample]
+        return f"{format_count(len(others), 'id')} are written otherwise: {join_first(others, 2)}" if others else ""
 
 
 def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches with the classes or numbers of the user's file; UserError for an objective of others."""
-    truths = {name: truth for _, name, truth in read_id_table("truth", "truth", address) if truth}
-    classifies, numbers = isinstance(model.objective, Classification), dict[str, float]()
-    if not classifies:
-        if not isinstance(model.objective, Regression) or model.objective.facts.target_shape:
-            rule = "must be of a model that predicts classes, or one number for each sample"
-            raise UserError(f"truth={address!r}: {rule}; give a dataset, which has its own truth")
-        try:
-            numbers = {name: float(truth) for name, truth in truths.items()}
-        except ValueError as error:
-            raise UserError(f"truth={address!r}: {error}; give a number for each id") from None
+    """Yield batches with the classes or numbers of the user's file. Raises UserError for other objectives."""
+    file, classifies = TruthFile(address), isinstance(model.objective, Classification)
+    if not classifies and (not isinstance(model.objective, Regression) or model.objective.facts.target_shape):
+        rule = "must be of a model that predicts classes, or one number for each sample"
+        raise UserError(f"truth={address!r}: {rule}; give a dataset, which has its own truth")
+    classes, known = {**index_by_form(model.classes), **{name: name for name in model.classes}}, 0
     for batch in batches:
+        truths = [file.find(name) for name in batch.ids]
         if classifies:
-            yield batch._replace(truths=[truths.get(name, "") for name in batch.ids])
+            truths = [name_class(truth, classes) for truth in truths]
+            known += sum(truth != "" for truth in truths)
+            yield batch._replace(truths=truths)
         else:
-            targets = torch.tensor([numbers.get(name, math.nan) for name in batch.ids], device=model.device)
-            yield batch._replace(targets=targets)
+            try:
+                numbers = [math.nan if is_unknown(truth) else float(truth) for truth in truths]
+            except ValueError as error:
+                raise UserError(f"truth={address!r}: {error}; give a number for each id") from None
+            known += sum(not math.isnan(number) for number in numbers)
+            yield batch._replace(targets=torch.tensor(numbers, device=model.device))
+    note = file.check_ids()
+    if not known:
+        note = "no sample has a truth yet"
+    if note:
+        Progress(model.settings.progress).print_note(f"truth={address!r}: {note}")
+
+
+def name_class(truth: str, classes: Mapping[str, str]) -> str:
+    """Return the class of a truth, or "" for an unknown truth. ``classes`` maps names and their forms to names."""
+    if truth in classes:
+        return classes[truth]
+    return "" if is_unknown(truth) else classes.get(normalize_form(truth), truth)
+
+
+def is_unknown(truth: str) -> bool:
+    return truth.strip().lower() in UNKNOWN
+
+
+def normalize_form(text: str) -> str:
+    """Return a text without spaces at its ends, and a whole number such as 007 or 7.0 as 7."""
+    text = text.strip()
+    number = WHOLE_NUMBER.fullmatch(text)
+    return number[1] if number else text
+
+
+def index_by_form(names: Iterable[str]) -> dict[str, str]:
+    """Return names by their normalized forms, without forms that several names share."""
+    found = dict[str, str]()
+    shared = set[str]()
+    for name in names:
+        if found.setdefault(form := normalize_form(name), name) != name:
+            shared.add(form)
+    return {form: name for form, name in found.items() if form not in shared}
+
+
+def mask_numbers(name: str) -> str:
+    """Return an id such as a17.png as 0.png: 0 stands for each run of letters and digits with a digit."""
+    return re.sub(r"[A-Za-z]*[0-9][A-Za-z0-9]*", "0", name)
 
 
 def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
@@ -49,36 +119,3 @@ def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
     if isinstance(targets, Tensor) and targets.dim() == 1 and targets.is_floating_point():
         return np.asarray(~targets.isnan().cpu().numpy())
     return np.full(len(batch.ids), targets is not None)
-
-
-def measure_truth(objective: Objective, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Return fields of a Window from the objective's columns: samples with a truth, their main measure, its interval.
-
-    The 95 % interval is Wilson's for an accuracy, else by the normal distribution of the mean of the samples' scores,
-    where that mean is the measure.
-    """
-    samples = sum(len(part["loss"]) for part in parts)
-    found: dict[str, Any] = {"truths": samples}
-    if samples < FEWEST:
-        return found
-    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    if columns.get("prediction", columns["loss"]).isinf().any():
-        return found
-    score = measure_columns(objective, columns)[objective.main_measure]
-    if not math.isfinite(score):
-        return found
-    found["score"] = score
-    kind, higher = type(objective), is_higher_better(objective)
-    if kind.measure is Classification.measure and objective.main_measure == "accuracy":
-        found["low"], found["high"] = binomtest(round(score * samples), samples).proportion_ci(method="wilson")
-        return found
-    several = isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
-    own = kind.measure not in FORMULAS or kind.scores not in (Objective.scores, Classification.scores)
-    if not (own or several or needs_calls(objective)):
-        scores = score_samples(objective, columns) * (1 if higher else -1)
-        error, in_units = scores.std(ddof=1) / math.sqrt(samples), MEASURE_OF_SCORE.get(name_scores(objective), float)
-        if error:  # of equal scores the normal distribution tells nothing
-            low, high = map(in_units, norm.interval(0.95, scores.mean(), error))
-            # Measures with scores of which more is better, such as F1, are shares.
-            found["low"], found["high"] = (max(0.0, low), min(1.0, high)) if higher else (low, high)
-    return found

@@ -22,8 +22,9 @@ from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
+from flyte_ddp.monitor.score import HeldOut, describe_truth
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.monitor.truth import add_truth, find_known_truths, measure_truth
+from flyte_ddp.monitor.truth import add_truth, find_known_truths
 from flyte_ddp.monitor.window import FEWEST, Window
 from flyte_ddp.objectives.objective import map_floats
 from flyte_ddp.objectives.table_columns import describe_inputs, describe_samples
@@ -37,7 +38,14 @@ from flyte_ddp.predict.prediction_batches import (
     read_test_split,
 )
 from flyte_ddp.predict.row_batches import read_row_batches
-from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, draw_samples, join_columns, read_reference
+from flyte_ddp.predict.sample_columns import (
+    SampleColumns,
+    describe_batch,
+    draw_samples,
+    join_columns,
+    read_measured,
+    read_reference,
+)
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.evaluation import find_targets
 from flyte_ddp.release.promotion import REFERENCE, VERDICT
@@ -155,7 +163,8 @@ def predict_window(
     with TemporaryDirectory() as folder:
         weights, sidecar = (registry.download_file(version, name, Path(folder)) for name in (WEIGHTS, SIDECAR))
         model = SavedModel(weights, sidecar, settings)
-        watched = Watched(model, read_reference(registry.read_version_file(version, REFERENCE)))
+        reference = registry.read_version_file(version, REFERENCE)
+        watched = Watched(model, read_reference(reference))
         batches = open_window(model, source, local, watched.bad)
         watched.predict(add_truth(model, source.truth, batches) if source.truth else batches)
     samples, bad = len(watched.ids), watched.bad.names
@@ -165,11 +174,10 @@ def predict_window(
         if len(bad) > MOST_BAD * (samples + len(bad)):
             raise UserError(f"{source.address}: {counted}; a tenth may be so, repair them: {listed}")
         Progress(settings.progress).print_note(f"{source.address}: {counted}: {listed}")
-    if source.truth and not watched.measured:
-        rule = f"has none of the ids of the samples, such as {join_first(watched.ids, 2)}"
-        raise UserError(f"truth={source.truth!r}: {rule}; give the ids of a table of predictions")
     digest = watched.digest.hexdigest()
-    drawn = draw_samples(watched.columns, SAMPLES, int(digest[:16], 16))
+    seed = int(digest[:16], 16)
+    drawn = draw_samples(watched.columns, SAMPLES, seed)
+    held_out = HeldOut(verdict.challenger_score, verdict.samples, read_measured(reference))
     found = Window(
         version=entry.version,
         address=source.address,
@@ -180,8 +188,8 @@ def predict_window(
         bad=len(bad),
         columns=compare_columns(watched.reference, drawn) if samples >= FEWEST else [],
         measure=verdict.measure,
-        held_out=verdict.challenger_score,
-        **measure_truth(model.objective, watched.measured),
+        held_out=held_out.score,
+        **describe_truth(model.objective, watched.measured, held_out, seed),
     )
     return found, watched
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
+from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Language, Objective
@@ -21,6 +22,7 @@ from flyte_ddp.samples.leaves import Leaves, name_leaves
 
 REFERENCE_SAMPLES = 5000
 SHORT = "U100"  # type of a row's texts, which may be long
+MEASURED_NUMBERS = 250_000  # of the objective's columns, which are kept beside
 COLUMNS = 64  # of rows with more numbers, the mean and the deviation are the columns
 
 SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts, which are categories
@@ -58,7 +60,10 @@ def describe_batch(
         answers = {name: np.asarray(values) for name, values in model.objective.answers(outputs).items()}
         numbers = [values for values in answers.values() if values.dtype.kind in "biuf"]
         many = len(numbers) > COLUMNS
-        found |= split_rows("output", np.stack(numbers, axis=1), ()) if many else answers
+        outputs_found = split_rows("output", np.stack(numbers, axis=1), ()) if many else answers
+        if shared := [*(found.keys() & outputs_found.keys())]:
+            raise UserError(f"the objective's answers have a column {shared[0]!r}, as the inputs have; rename it")
+        found |= outputs_found
     return {name: convert_column(values) for name, values in found.items()}
 
 
@@ -141,13 +146,27 @@ def draw_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:
     return {name: values[chosen] for name, values in columns.items()}
 
 
-def write_reference(path: Path, columns: SampleColumns) -> None:
-    """Write up to 5,000 of the samples, drawn by a seed of their own."""
-    drawn = draw_samples(columns, REFERENCE_SAMPLES, 0)
+def draw_measured(columns: Mapping[str, Tensor], seed: int) -> SampleColumns:
+    """Return the objective's columns [n] or [n, k] of samples that ``seed`` draws, at most 250,000 numbers."""
+    arrays = {name: column.numpy() for name, column in columns.items()}
+    return draw_samples(arrays, max(1, MEASURED_NUMBERS // sum(array[0].size for array in arrays.values())), seed)
+
+
+def write_reference(path: Path, columns: SampleColumns, measured: Mapping[str, Tensor]) -> None:
+    """Write up to 5,000 of the samples, and up to 250,000 numbers of the objective's columns ``measured``."""
+    drawn, kept = draw_samples(columns, REFERENCE_SAMPLES, 0), draw_measured(measured, 0)
     with replace_file(path) as file:  # names as an array, as a name may be one that NumPy's function has itself
-        np.savez_compressed(file, np.array([*drawn]), *drawn.values())
+        np.savez_compressed(file, np.array([*drawn]), *drawn.values(), np.array([*kept]), *kept.values())
 
 
 def read_reference(content: bytes) -> SampleColumns:
     with np.load(io.BytesIO(content)) as stored:
         return {str(name): stored[f"arr_{place}"] for place, name in enumerate(stored["arr_0"], 1)}
+
+
+def read_measured(content: bytes) -> dict[str, Tensor]:
+    """Return the objective's columns of held-out samples, or {} if the reference is older than these columns."""
+    with np.load(io.BytesIO(content)) as stored:
+        first = 1 + len(stored["arr_0"])
+        names = stored[f"arr_{first}"].tolist() if f"arr_{first}" in stored else []
+        return {name: torch.from_numpy(stored[f"arr_{place}"]) for place, name in enumerate(names, first + 1)}

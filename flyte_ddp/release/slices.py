@@ -23,7 +23,8 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
         return [(table.line_num, row["id"], row[column]) for row in table]
     except (UnicodeDecodeError, csv.Error, KeyError) as error:
         rule = f"must be CSV in UTF-8 with the columns id and {column}"
-        raise UserError(f"{setting}={address!r}: {rule} ({error})") from None
+        reason = f"its first line is {text.splitlines()[0]!r}" if isinstance(error, KeyError) else error
+        raise UserError(f"{setting}={address!r}: {rule} ({reason})") from None
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:

@@ -44,7 +44,7 @@ class Gate:
             found.identify_samples().write(beside[SAMPLES])
         if found.whole is not None and found.whole.described:
             beside[REFERENCE] = self.folder / REFERENCE
-            write_reference(beside[REFERENCE], found.whole.described)
+            write_reference(beside[REFERENCE], found.whole.described, found.whole.columns)
         version = store_version(self.registry, *found.model.files, found.verdict, beside)
         apply_verdict(self.registry, version, found.verdict, by="p/d/e")
         return found

@@ -16,6 +16,7 @@ import window_tasks
 from cli import HELPERS
 from gate import Gate
 from PIL import Image
+from scipy.stats import fisher_exact
 from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
@@ -23,15 +24,17 @@ from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.monitor.page import write_page, write_table
+from flyte_ddp.monitor.records import read_windows, record_window
+from flyte_ddp.monitor.score import measure_truth
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.monitor.truth import measure_truth
 from flyte_ddp.monitor.watch import Watched, predict_window
-from flyte_ddp.monitor.window import Window, record_window
+from flyte_ddp.monitor.window import Window
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.promotion import find_champion, promote_version, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.training.evaluate import compute_columns
+from tasks.monitor import raise_alarm
 
 pytestmark = pytest.mark.slow
 NOW = datetime(2026, 11, 28, 7, 5, tzinfo=UTC)
@@ -93,7 +96,7 @@ def test_pictures_that_are_the_same_have_not_moved_and_brighter_ones_have(digits
     assert "sharpness" not in moved(watch(digits_gate, dataset="digits")[0])
     entry = find_champion(digits_gate.registry)
     recorded = record_window(digits_gate.registry, entry, bright)
-    page = write_page(recorded, watched, "digits", tmp_path / "page.html").read_text()
+    page = write_page(recorded, watched, [], "digits", tmp_path / "page.html").read_text()
     assert "<h1>digits: No alarm</h1>" in page, "the first window is silent"
     assert page.count("<svg") == len(recorded.moved)
     assert page.count('class="mistake"') == 24
@@ -116,9 +119,16 @@ def test_truth_is_measured_with_an_interval(digits_gate: Gate, tmp_path: Path) -
     low, high = ((middle + side * reach) / (1 + z**2 / 200) for side in (-1, 1))
     assert (found.measure, found.truths) == ("accuracy", 200)
     assert (found.score, found.low, found.high) == pytest.approx((accuracy, low, high))
+    floats = (f"{place:03}.png,{f'{classes[place]}.0' if place < 200 else 'nan'}\n" for place in range(297))
+    truth.write_text("".join(["id,truth\n", *floats]))
+    assert watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))[0].score == found.score, "as pandas writes"
+    truth.write_text("id,truth\n" + "".join(f"{place:03}.png,\n" for place in range(297)))
+    empty = watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))[0]
+    assert (empty.truths, empty.score) == (0, None), "no error, as none is filled in yet"
     own = watch(digits_gate, dataset="digits")[0]
     assert own.truths == 297
     assert own.score == own.held_out == pytest.approx(digits_gate.runs["good"].test_accuracy)
+    assert (own.worse, own.worse_p) == (False, pytest.approx(0.5, abs=0.5))
     truth.write_text("id,truth\n000.png,eleven\n")
     with pytest.raises(UserError, match="class 'eleven' of the truth: the model knows 0, 1"):
         watch(digits_gate, images=str(tmp_path / "in"), truth=str(truth))
@@ -235,6 +245,69 @@ def test_a_champion_of_before_has_no_reference(digits_gate: Gate, tmp_path: Path
         watch(gate, dataset="digits")
 
 
+def test_a_score_that_is_worse_in_two_windows_is_an_alarm_also_where_its_truth_comes_later(
+    prices: Gate, tmp_path: Path
+) -> None:
+    """The prices have changed, and no column has. Truths are not filled in yet, then some are, then all."""
+    registry = Registry(str(tmp_path / "registry"), "model")
+    gate = Gate(prices.runs, registry, prices.data, tmp_path)
+    gate.release("good")
+    entry = find_champion(registry)
+
+    def monitor(seed: int, known: int) -> tuple[Window, Watched]:
+        rows, truth = window_tasks.draw_rows(400, seed)
+        truth = truth + np.where(np.arange(400) % 2, 0.8, -0.8)
+        table = window_tasks.write_rows(tmp_path / "rows.csv", rows)
+        lines = [f"row {place},{each if place < known else 'nan'}\n" for place, each in enumerate(truth)]
+        (tmp_path / "truth.csv").write_text("".join(["id,truth\n", *lines]))
+        found, watched = watch(gate, table=str(table), truth=str(tmp_path / "truth.csv"))
+        return record_window(registry, entry, found), watched
+
+    first, _ = monitor(11, 0)
+    assert (first.truths, first.score, first.worse_p, first.alarm) == (0, None, None, False)
+    some, _ = monitor(11, 20)
+    assert (some.number, some.truths, some.score) == (1, 20, None)
+    every, _ = monitor(11, 400)
+    assert (every.number, every.truths, every.worse, every.alarm) == (1, 400, True, False)
+    assert every.score is not None
+    assert every.score > 1.3 * every.held_out
+    assert every.worse_p is not None
+    assert every.worse_p <= 0.01
+    assert every.describe().startswith("no alarm yet, which 2 of 3 windows make: RMSE is ")
+    second, watched = monitor(12, 400)
+    assert (second.number, second.worse, second.alarm) == (2, True, True)
+    windows = read_windows(registry, entry)
+    assert windows == [every, second]
+    with pytest.raises(
+        UserError, match=r"rows.csv: alarm: RMSE is .*, and was .* on the held-out samples; see the page"
+    ):
+        raise_alarm(found=second, window=WindowSource(table="rows.csv"))
+    page = write_page(second, watched, windows, "x", tmp_path / "x").read_text()
+    assert "<h1>x: Alarm</h1>" in page
+    assert page.count("<svg") == 2
+
+
+def test_the_truth_of_a_champion_of_before_is_compared_with_its_score_alone(digits_gate: Gate, tmp_path: Path) -> None:
+    """An accuracy by Fisher's test, because both numbers of samples are known."""
+    gate = Gate(digits_gate.runs, Registry(str(tmp_path / "registry"), "digits"), digits_gate.data, tmp_path)
+    judged = gate.judge("good")
+    assert judged.challenger is not None
+    described = judged.challenger.described
+    np.savez_compressed(tmp_path / "reference.npz", np.array([*described]), *described.values())
+    beside = {"reference.npz": tmp_path / "reference.npz"}
+    version = store_version(gate.registry, *judged.model.files, judged.verdict, beside)
+    promote_version(gate.registry, version.name, "a test", by="me")
+    classes = write_digits(gate, tmp_path / "in")
+    right = round(judged.verdict.challenger_score * 297)
+    for wrong, worse in ((0, False), (60, True)):
+        truths = [(each + (place < wrong)) % 10 for place, each in enumerate(classes)]
+        (tmp_path / "truth.csv").write_text("id,truth\n" + "".join(f"{p:03}.png,{t}\n" for p, t in enumerate(truths)))
+        found, _ = watch(gate, images=str(tmp_path / "in"), truth=str(tmp_path / "truth.csv"))
+        now = round(found.score * 297)
+        expected = fisher_exact([[now, 297 - now], [right, 297 - right]], alternative="less").pvalue
+        assert (found.worse_p, found.worse) == (pytest.approx(expected), worse)
+
+
 @pytest.mark.parametrize("how", ["raises", "few", "other"])
 def test_a_release_does_not_depend_on_what_is_described(
     how: str, prices: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -264,16 +337,16 @@ def test_an_interval_is_of_the_measure_or_there_is_none() -> None:
         objective = make_objective("regression", Facts(target_shape=shape), {})
         outputs, targets = (torch.tensor(random.normal(size=(100, *shape))) for _ in range(2))
         columns = compute_columns(objective, outputs, targets, 100)
-        found = measure_truth(objective, [columns])
+        found = measure_truth(objective, columns)
         expected = (outputs - targets).square().mean(0).sqrt().mean().item()
         assert (found["truths"], found["score"]) == (100, pytest.approx(expected))
         assert ("low" in found) == intervals
         if intervals:
             assert found["low"] < found["score"] < found["high"]
-        same = measure_truth(objective, [compute_columns(objective, targets + 1, targets, 100)])
+        same = measure_truth(objective, compute_columns(objective, targets + 1, targets, 100))
         assert same == {"truths": 100, "score": pytest.approx(1)}
         outputs[3] = torch.inf
-        assert measure_truth(objective, [compute_columns(objective, outputs, targets, 100)]) == {"truths": 100}
+        assert measure_truth(objective, compute_columns(objective, outputs, targets, 100)) == {"truths": 100}
 
 
 def test_an_interval_of_a_share_ends_at_one() -> None:
@@ -281,5 +354,5 @@ def test_an_interval_of_a_share_ends_at_one() -> None:
     truth = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(50, 1)
     outputs = (truth - 0.5) * 9
     outputs[0, 0] = -1
-    found = measure_truth(objective, [compute_columns(objective, outputs, truth, 100)])
+    found = measure_truth(objective, compute_columns(objective, outputs, truth, 100))
     assert 0.9 < found["low"] < found["score"] < found["high"] == 1

@@ -11,7 +11,8 @@ import promoter
 import pytest
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.monitor.window import ColumnChange, Window, is_alarm, read_windows, record_window
+from flyte_ddp.monitor.records import read_windows, record_window
+from flyte_ddp.monitor.window import ColumnChange, Window, is_alarm
 from flyte_ddp.release.registry import Entry, Registry
 
 
@@ -44,6 +45,30 @@ def test_an_alarm_needs_two_of_the_last_three_windows(sequence: str, expected: s
     assert "".join(found) == expected
 
 
+@pytest.mark.parametrize(
+    ("sequence", "expected"),
+    [("w", "."), ("ww", ".A"), ("w.w", "..A"), ("w..w", "...."), ("w??w", "...A"), ("wm", ".."), ("w?.m", "....")],
+)
+def test_scores_count_apart_from_columns(sequence: str, expected: str) -> None:
+    """Of windows with a test of their score: w is worse than held out, . and m (whose columns move) are not."""
+    windows = []
+    for place, kind in enumerate(sequence):
+        each = window(str(place), 0.3 if kind == "m" else 0.0)
+        windows.append(each if kind == "?" else replace(each, worse_p=0.5 - 0.499 * (kind == "w"), worse=kind == "w"))
+    found = ["A" if is_alarm(windows[: place + 1]) else "." for place in range(len(windows))]
+    assert "".join(found) == expected
+
+
+def test_what_is_worse_and_what_cannot_be_compared_is_said() -> None:
+    found = replace(window("a", 0.3, 0.0), measure="average_precision", score=0.034, held_out=0.136, worse=True)
+    said = "column 0 (0.30) moved; average precision is 0.034, and was 0.136 on the held-out samples"
+    assert found.describe() == f"no alarm yet, which 2 of 3 windows make: {said}"
+    assert replace(found, alarm=True).describe() == f"alarm: {said}"
+    columns = [ColumnChange(name, 1.0, 0.0, False, reason) for name, reason in (("a", "all are 0"), ("b", ""))]
+    quiet = replace(found, columns=columns, worse=False)
+    assert quiet.describe() == "no alarm: no column has moved; not to be compared: a"
+
+
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     return Registry(str(tmp_path / "registry"), "model")
@@ -58,8 +83,6 @@ def test_a_window_is_recorded_once_and_begins_anew_with_each_champion(registry: 
     assert (second.number, second.alarm) == (2, True)
     assert second.describe() == "alarm: column 0 (0.30) moved"
     assert record_window(registry, entry, window("c", 0.3, by="p/d/e"), once=True) == second, "a retry"
-    late = replace(window("a", 0.3), truths=60, score=0.7)
-    assert record_window(registry, entry, late) == replace(first, truths=60, score=0.7), "truth that came later"
     assert read_windows(registry, entry) == [first, second]
     for address, digest in (("s3://bucket/14", "a"), ("s3://bucket/15", "e")):
         other = window(digest, 0.3, by="p/d/e", address=address)
@@ -67,6 +90,48 @@ def test_a_window_is_recorded_once_and_begins_anew_with_each_champion(registry: 
     assert len(read_windows(registry, entry)) == 4
     later = promoter.append(registry, entry, "another")
     assert not record_window(registry, later, window("d", 0.3)).alarm
+
+
+def test_truth_that_comes_later_is_kept_and_counts(registry: Registry) -> None:
+    entry = promoter.append(registry, None)
+    first, second = (record_window(registry, entry, window(digest, 0.0)) for digest in "ab")
+    some = {"truths": 60, "score": 0.7, "low": 0.6, "high": 0.8, "worse_p": 0.003, "worse": True}
+    assert record_window(registry, entry, replace(window("a", 0.0), **some)) == replace(first, **some)
+    assert record_window(registry, entry, window("a", 0.0)) == replace(first, **some), "monitored again without a truth"
+    alarm = record_window(registry, entry, replace(window("b", 0.0), **some))
+    assert alarm == replace(second, **some, alarm=True), "the second one whose score is worse"
+    assert read_windows(registry, entry) == [replace(first, **some), alarm]
+    better = {**some, "truths": 90, "score": 0.9, "worse_p": 0.5, "worse": False}
+    for _ in range(2):
+        assert record_window(registry, entry, replace(window("a", 0.0), **better)) == replace(first, **better)
+    again = record_window(registry, entry, replace(window("b", 0.0), **{**some, "truths": 99}))
+    assert not again.alarm, "the only one, now that more of the truth of the first is known"
+    folder = Path(registry.at("monitor", f"{entry.number:08}"))
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
+    truths = [f"truth/{name}.json" for name in ("00000001-0001", "00000001-0002", "00000002-0001", "00000002-0002")]
+    assert names == ["00000001.json", "00000002.json", *truths]
+
+
+@pytest.mark.slow
+def test_the_same_samples_are_the_same_window_however_many_lie_between(registry: Registry) -> None:
+    """Also where digests are missing, as of records that are older than digests, or a writer was killed."""
+    entry = promoter.append(registry, None)
+    written = [record_window(registry, entry, window(str(number), 0.0)) for number in range(55)]
+    records = Path(registry.at("monitor", f"{entry.number:08}"))
+    digests = sorted((records / "samples").iterdir())
+    assert len(digests) == 55
+    for lost in ([], digests[3:5], digests):
+        for path in lost:
+            path.unlink()
+        for number in (0, 4, 54):
+            assert record_window(registry, entry, window(str(number), 0.3)) == written[number]
+        assert sorted((records / "samples").iterdir()) == digests
+    assert [each.number for each in read_windows(registry, entry)] == [*range(6, 56)]
+    (records / "00000055.json").unlink()
+    other = record_window(registry, entry, window("other", 0.0))
+    assert other.number == 55, "in place of one that a person has deleted"
+    assert record_window(registry, entry, window("other", 0.0)) == other
+    assert record_window(registry, entry, window("54", 0.0)).number == 56
 
 
 def test_a_damaged_record_is_named(registry: Registry) -> None:

@@ -9,7 +9,8 @@ import pytest
 from matplotlib.axes import Axes
 from report_page import Page
 
-from flyte_ddp.monitor.page import draw_distributions, write_page
+from flyte_ddp.monitor.course import draw_course
+from flyte_ddp.monitor.page import describe_new, draw_distributions, pool_new, write_page
 from flyte_ddp.monitor.watch import Watched
 from flyte_ddp.monitor.window import ColumnChange, Window
 from flyte_ddp.report.figures import Picture
@@ -60,7 +61,7 @@ def draw_page(window: Window, folder: Path) -> Page:
     watched = Watched(None, columns, columns=columns)  # type: ignore[arg-type]  # no page needs the model
     values = {"input income": "2,000", "input 7": "0.5", "input age": "41"}
     watched.unusual = [(1.0, Picture("C-1", None, "stays", "churns", score=0.75, values=values))]
-    return Page(write_page(window, watched, "churn", folder / "window.html").read_text())
+    return Page(write_page(window, watched, [window], "churn", folder / "window.html").read_text())
 
 
 def test_an_alarm_looks_like_one_and_says_what_to_do(tmp_path: Path) -> None:
@@ -84,3 +85,45 @@ def test_unusual_rows_have_their_values_what_moved_first(tmp_path: Path) -> None
 
 def test_a_window_is_printed_in_a_line() -> None:
     assert repr(WINDOW) == "<window 2, no alarm yet, which 2 of 3 windows make: input age (0.50) moved>"
+
+
+def test_categories_that_the_reference_does_not_have_are_drawn_as_one() -> None:
+    reference, window = np.array([*"aabbb"]), np.array([*"abccd"])
+    values, counts = np.array([*"abcd"]), np.array([[2, 3, 0, 0], [1, 1, 2, 1]])
+    labels, pooled = pool_new(values, counts)
+    assert labels == ["a", "b", "(new)"]
+    assert pooled.tolist() == [[2, 3, 0], [1, 1, 3]]
+    assert "(new)" in draw_distributions("x", reference, window)
+    assert describe_new(reference, window) == ": new are c, d"
+    assert "(new)" not in draw_distributions("x", reference, reference)
+    assert describe_new(reference, reference) == describe_new(NORMAL, NORMAL + 9) == ""
+
+
+def test_the_course_has_a_point_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = dict[str, list[Any]]()
+    for name in ("plot", "vlines", "bar", "axhline"):
+        original = getattr(Axes, name)
+
+        def draw(axes: Axes, *given: Any, original: Any = original, name: str = name, **named: Any) -> Any:
+            drawn.setdefault(name, []).append(given)
+            return original(axes, *given, **named)
+
+        monkeypatch.setattr(Axes, name, draw)
+
+    def window(number: int, moved: int, score: float | None = None, **values: Any) -> Window:
+        columns = [ColumnChange(str(place), 0.5, 0.5, place < moved) for place in range(5)]
+        given = ("v", "in", "2026-11-28T00:00:00Z", "me", str(number), 100, 0, columns, "average_precision", 0.136)
+        return Window(*given, score=score, number=number, **values)
+
+    assert draw_course([window(1, 3, 0.1)]) == []
+    assert [title for title, _ in draw_course([window(1, 3, 0.1), window(2, 0)])] == ["Columns that moved"]
+    drawn.clear()
+    worse = {"worse_p": 0.003, "worse": True, "low": 0.01, "high": 0.05}
+    course = [window(1, 0, 0.14), window(2, 3), window(3, 4, 0.034, alarm=True, **worse)]
+    charts = draw_course(course)
+    assert [title for title, _ in charts] == ["Average precision", "Columns that moved"]
+    assert all(chart.startswith("<svg") for _, chart in charts)
+    assert drawn["axhline"][0] == (0.136,)
+    assert [[*map(list, given[:2])] for given in drawn["plot"]] == [[[1, 3], [0.14, 0.034]], [[3], [0.034]]]
+    assert [*map(list, drawn["vlines"][0])] == [[3], [0.01], [0.05]]
+    assert [[*map(list, given)] for given in drawn["bar"]] == [[[1, 2], [0, 3]], [[3], [4]]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import ndimage, special, stats
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.loading.collate import batch_samples
 from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, prepare_inputs
 from flyte_ddp.objectives import Facts, make_objective
@@ -16,6 +17,7 @@ from flyte_ddp.predict.sample_columns import (
     SampleColumns,
     describe_batch,
     join_columns,
+    read_measured,
     read_reference,
     write_reference,
 )
@@ -170,8 +172,9 @@ def test_the_mask_of_padded_inputs_is_no_column(form: str, masked: str) -> None:
 @pytest.mark.parametrize("samples", [7, 6000])
 def test_a_reference_has_up_to_5000_samples_and_any_names(tmp_path: Path, samples: int) -> None:
     columns = {"file": np.arange(samples), "prediction": np.array(["é", "long name"] * samples)[:samples]}
+    measured = {"loss": torch.arange(float(samples)).double(), "file": torch.arange(samples * 99.0).reshape(-1, 99)}
     for name in ("one", "two"):
-        write_reference(tmp_path / name, columns)
+        write_reference(tmp_path / name, columns, measured)
     content = (tmp_path / "one").read_bytes()
     assert content == (tmp_path / "two").read_bytes()
     found = read_reference(content)
@@ -179,3 +182,21 @@ def test_a_reference_has_up_to_5000_samples_and_any_names(tmp_path: Path, sample
     drawn = found["file"]
     assert len(drawn) == min(samples, 5000) == len({*drawn.tolist()})
     assert found["prediction"].tolist() == columns["prediction"][drawn].tolist()
+    kept = read_measured(content)
+    chosen = kept["loss"].long()
+    assert len(chosen) == min(samples, 2500) == len({*chosen.tolist()}), "250,000 numbers, 100 of each"
+    assert kept["file"].equal(measured["file"][chosen])
+    np.savez_compressed(tmp_path / "before.npz", np.array([*found]), *found.values())
+    assert read_measured((tmp_path / "before.npz").read_bytes()) == {}
+    assert [*read_reference((tmp_path / "before.npz").read_bytes())] == [*columns]
+
+
+def test_an_output_with_the_name_of_an_input_is_refused() -> None:
+    objective = make_objective("regression", Facts(target_shape=(2,)), {})
+    objective.answers = lambda outputs: {"input age": outputs[:, 0].tolist()}  # type: ignore[method-assign]
+    spec, named = leaves_spec(few=LeafSpec((1,), "float")), {"columns": {"few": ["age"]}}
+    inputs = {"few": torch.zeros(5, 1)}
+    assert [*describe(spec, inputs, objective=objective, preprocessing=named)] == ["input few age", "input age"]
+    objective.answers = lambda outputs: {"input few age": outputs[:, 0].tolist()}  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="answers have a column 'input few age', as the inputs have; rename it"):
+        describe(spec, inputs, objective=objective, preprocessing=named)

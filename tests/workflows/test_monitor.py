@@ -68,7 +68,7 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
     nothing = monitor(3, images=IMAGES)
     assert nothing.exit_code == 1
     assert "s3://in/28/03: there is nothing; check the address" in nothing.panel
-    windows = sorted((tmp_path / "runs/registry/digits/monitor/00000001").iterdir())
+    windows = sorted((tmp_path / "runs/registry/digits/monitor/00000001").glob("*.json"))
     assert [path.name for path in windows] == [f"0000000{number}.json" for number in (1, 2, 3, 4)]
     assert [json.loads(path.read_text())["alarm"] for path in windows] == [False, False, True, True]
     pages = sorted((tmp_path / "runs").glob("windows-*"))
