@@ -24,7 +24,7 @@ from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
 class TrainingOutputs(NamedTuple):
     """What training returns."""
 
-    epoch_accuracies: List[float]
+    epoch_accuracies: List[float]  # the main measure on the test split after each evaluation, by default the accuracy
     model_state: PythonPickledFile
     sidecar: FlyteFile
     report: FlyteFile

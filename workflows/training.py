@@ -18,8 +18,9 @@ from workflows.schedules import make_launch_plans
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     """Train a model. A run with the same hyperparameters, data and code is answered from the cache.
 
-    Returns the test accuracy after each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them
-    usable, the report (one HTML page, also the deck of train_model), and all metrics (one JSON object a line).
+    Returns the main measure on the test split after each evaluation (epoch_accuracies, also where it is another measure
+    than the accuracy), the weights (a bare state_dict), a JSON sidecar that makes them usable, the report (one HTML
+    page, also the deck of train_model), and all metrics (one JSON object a line).
 
     Args:
         hp: What to train, on which data, and how. Fields that are left out have their defaults.

@@ -60,7 +60,7 @@ def write_page(window: Window, watched: Watched, course: Sequence[Window], name:
 
 
 def show_inputs(watched: Watched, moved: Sequence[str]) -> Iterator[Picture]:
-    """Yield the unusual samples with up to SHOWN_NUMBERS (6) of their inputs, those in columns that moved first."""
+    """Yield the unusual samples with up to SHOWN_NUMBERS (6) inputs each, inputs in ``moved`` columns first."""
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
         shown = dict(islice(values.items(), SHOWN_NUMBERS))

@@ -1,4 +1,4 @@
-"""Prints the outcomes of tasks in local runs, the last one after all that flytekit prints of the workflow's outputs."""
+"""Print the outcomes of tasks in local runs, the last outcome after the workflow's outputs, which flytekit prints."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,10 @@ _held: list[str] | None = None  # the texts that wait; None: texts are printed a
 
 
 def print_outcome(text: str) -> None:
-    """Print a text for the user of a local run; within :func:`hold_last_outcome` only when the next task starts."""
+    """Print a text for the user of a local run.
+
+    Within :func:`hold_last_outcome` the text waits for the next task, the next outcome, or the end of the block.
+    """
     print_held_outcome()
     if _held is not None:
         _held.append(text)
@@ -24,7 +27,7 @@ def print_held_outcome() -> None:
 
 @contextmanager
 def hold_last_outcome() -> Iterator[None]:
-    """Print the last outcome of the block at its end; sets global state."""
+    """Print the last outcome of the block at its end. Sets global state of the process."""
     global _held  # noqa: PLW0603 (a property of the process, which runs one command)
     _held = []
     try:

@@ -66,14 +66,17 @@ def describe_decisions(model: Evaluation) -> Iterator[str]:
 
 
 def draw_deciding_curves(models: Mapping[str, Evaluation], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Draw the curves of all models whose area is the main measure; yield a label's title and SVG, none for others."""
+    """Yield title and SVG of each label's ROC or precision-recall curves, with the curves of all models in one chart.
+
+    Yields nothing unless the main measure is the area below such a curve.
+    """
     measure = next((model.objective.main_measure for model in models.values()), "")
     place = {"auroc": 0, "average_precision": 1}.get(measure)  # in a label's pair of curves
     if place is None:
         return
     by_name = dict[str, dict[str, Curve]]()
     for title, model in models.items():
-        found = model.objective.binary_labels(model.columns)
+        found = model.objective.binary_labels(model.columns) if model.finite.all() else None
         names = [""] if model.classifies else labels or map(str, range(len(model.columns["truth"][0])))
         for curve in found.draw_curves([*names])[place::2] if found else ():
             by_name.setdefault(curve.name, {})[title] = curve
@@ -114,7 +117,10 @@ def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Pict
 def read_test_samples(
     judgement: Judgement, wanted: Collection[int]
 ) -> dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]]:
-    """Return the ``wanted`` samples by number among the decodable ones: the image [H, W, C], or inputs with names."""
+    """Return image [H, W, C] (None: no image) and named inputs of the samples at the ``wanted`` places.
+
+    Places count the decodable samples of the test split.
+    """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
     columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})
     with closing(read_test_split(model, judgement.split)) as batches:

@@ -135,9 +135,9 @@ def draw_line_chart(
 
 
 def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[str]) -> str:
-    """Draw a line in its colour for each row through its value's rank in each column; return an SVG element.
+    """Return an SVG element with a line for each row, through the ranks of the row's values among the columns' values.
 
-    The first rows are in front.
+    ``colors`` has the colour of each row. The first rows are in front.
     """
     places, labels = [], []
     for name, *column in zip(names, *rows, strict=True):
@@ -283,7 +283,7 @@ def draw_chart(section: Chart) -> str:
 
 
 def draw_curves(curves: Mapping[str, Curve]) -> str:
-    """Draw up to two curves with the same axes in one chart, with their names; return an SVG element."""
+    """Return an SVG element with up to two curves of the same axes and a legend of their names."""
 
     def plot_curves(axes: Any) -> str:
         for (name, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):

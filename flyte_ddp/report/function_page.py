@@ -67,9 +67,9 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def draw_points(name: str, points: Points) -> str:
-    """Draw the finite values of ``points`` over their steps; return an SVG element, or "" if there are none."""
+    """Return an SVG element with the finite values of ``points`` by step, "" unless at least two values differ."""
     finite = [(step, value) for step, value in points if value is not None]
-    if not finite:
+    if len({value for _, value in finite}) < 2:  # the table of last values has them
         return ""
     steps, values = zip(*finite, strict=True)
     scale = "log" if name.lower().endswith("loss") else "linear"

@@ -87,7 +87,7 @@ def correlate_rungs(sweep: Sweep, done: Sequence[Rung]) -> list[tuple[str, str, 
 
 
 def choose_colors(done: Sequence[Rung], trials: Sequence[int]) -> dict[int, str]:
-    """Return the colour of each of the ``trials``, which are in order, the best first; those left behind are grey."""
+    """Return the colour of each trial, in the order of ``trials``, the best first. Trials left behind are grey."""
     winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.part == 1}
     behind = [trial for trial in trials if trial not in ended]
     greys = {trial: GREYS[place * len(GREYS) // len(behind)] for place, trial in enumerate(behind)}
@@ -98,7 +98,7 @@ def choose_colors(done: Sequence[Rung], trials: Sequence[int]) -> dict[int, str]
 
 
 def draw_curves(done: Sequence[Rung], measure: str, colors: Mapping[int, str], scale: str) -> str:
-    """Draw each trial's value by step in its colour, the best trial last, and so in front."""
+    """Return an SVG element with each trial's value by step, the best trial in front."""
     kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "left behind"}, []
     for trial, color in colors.items():
         points = sorted({step: value for rung in done if rung.trial == trial for step, value in rung.curve}.items())

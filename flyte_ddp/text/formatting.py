@@ -34,12 +34,12 @@ def format_measure(name: str, value: float | None) -> str:
 
 
 def format_p_value(p: float, least: float = 1e-300) -> str:
-    """Return a p-value as "= 2.04e-09"; one below ``least``, which may have been rounded to 0, as "< 1e-300"."""
+    """Return a p-value as "= 2.04e-09", or as "< 1e-300" if below ``least``: small p-values may be rounded to 0."""
     return f"< {least:g}" if p < least else f"= {p:.3g}"
 
 
 def format_sentence(text: str) -> str:
-    """Return a text with a capital letter first and a full stop last; "" for ""."""
+    """Return a text with a capital letter first and a full stop last. An empty text stays empty."""
     return text[:1].upper() + text[1:] + "." * (text != "" and text[-1] not in ".!?")
 
 
