@@ -53,12 +53,12 @@ class Table:
 
     def is_test(self, rows: Any, ids: Any) -> Any:
         """Return which rows are for the test, truth values [n]. By default the id decides, else the row's content."""
-        digests = self.digest_ids(rows, ids)
-        return digests < np.uint64(self.test * 2**64)
+        return hash_samples(rows, ids) < np.uint64(self.test * 2**64)
 
-    @staticmethod
-    def digest_ids(found: Any, ids: Any) -> NDArray[np.uint64]:
-        return rows.digest_rows(found) if ids is None else rows.digest_texts([*map(convert_id, ids)])
+
+def hash_samples(found: Any, ids: Any) -> NDArray[np.uint64]:
+    """Return a number for each row by its id, or by its content if ``ids`` is None."""
+    return rows.digest_rows(found) if ids is None else rows.digest_texts([*map(convert_id, ids)])
 
 
 def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -78,7 +78,7 @@ def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray
     """
     if not 0 < test < 1:
         raise UserError(f"test={test}: must be a share between 0 and 1")
-    held_out = rows.digest_texts([*map(convert_id, ids)]) < np.uint64(test * 2**64)
+    held_out = hash_samples(None, ids) < np.uint64(test * 2**64)
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
