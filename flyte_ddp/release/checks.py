@@ -123,7 +123,8 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     changes = find_changes(then, now)
     pair = Pair(changes, "", POINTS if classifies else NUMBERS)
     p = min(1.0, 2 * min(pair.p_value(), pair.p_value_of_loss()))
-    means = [f"{mean:.2%}" if classifies else f"a loss of {-mean:.4g}" for mean in (now.mean(), then.mean())]
+    both = now.mean(), then.mean()
+    means = [format_measure("accuracy", mean) if classifies else f"a loss of {-mean:.4g}" for mean in both]
     shown = f"{means[0]} on {format_count(len(then), 'sample')}, where it had {means[1]} at its release"
     passed = p >= DISTINCT
     reason = f"the champion has {shown} (p = {p:.3g}), so inputs or labels of the same samples have changed"
