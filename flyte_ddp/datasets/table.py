@@ -1,5 +1,6 @@
 """Data sets of rows: the user's class reads rows, fits to the training rows, and makes inputs of any rows."""
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -44,7 +45,10 @@ class Table:
         raise NotImplementedError("define read(self, source)")
 
     def fit(self, rows: Any, targets: Any) -> Any:  # noqa: ARG002
-        """Return an object that is fitted to the training rows, such as a transformer of scikit-learn."""
+        """Return an object that is fitted to the training rows, such as a transformer of scikit-learn.
+
+        Targets are class numbers [n], or the numbers to predict.
+        """
         return None
 
     def prepare(self, fitted: Any, rows: Any) -> Any:  # noqa: ARG002
@@ -108,9 +112,9 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
             )
     chosen = {side: rows.take_rows(read, places) for side, places in sides.items()}
     goals = {side: rows.take_rows(targets, places) for side, places in sides.items()}
-    fitted = table.fit(chosen["train"], goals["train"])
+    fitted = table.fit(*copy.deepcopy((chosen["train"], goals["train"])))
     packed = pack_fitted(fitted) | {TABLE: spec, "rows": [*rows.list_columns(read)], NUMBERED: bool(table.classes)}
-    inputs = {side: table.prepare(fitted, part) for side, part in chosen.items()}
+    inputs = {side: prepare_copy(table, fitted, part) for side, part in chosen.items()}
     require_independent_rows(table, fitted, chosen["test"], inputs["test"], where)
     names = None if ids is None else np.array([*map(convert_id, ids)])
     parts = ((inputs[side], goals[side], None if names is None else names[sides[side]]) for side in sides)
@@ -119,6 +123,11 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
         return make_arrays(*parts, classes=classes, name=spec, packed=packed, rows=chosen)
     except UserError as error:
         raise UserError(f"{where}: {error.message}") from error
+
+
+def prepare_copy(table: Table, fitted: Any, found: Any) -> Any:
+    """Return the inputs of rows. The rows stay as they were read, also where ``prepare`` changes them."""
+    return table.prepare(fitted, copy.deepcopy(found))
 
 
 def make_table(found: Callable[[], Any], where: str) -> Table:
@@ -205,7 +214,7 @@ def require_independent_rows(table: Table, fitted: Any, some: Any, inputs: Any, 
     few = np.arange(min(TRIED, rows.count_rows(some) - 1))
     if not len(few):
         return
-    alone = name_leaves(table.prepare(fitted, rows.take_rows(some, few)))
+    alone = name_leaves(prepare_copy(table, fitted, rows.take_rows(some, few)))
     for name, leaf in name_leaves(inputs).items():
         for row in few.tolist():
             whole, few_alone = (np.asarray(rows.take_rows(each, few[row : row + 1])) for each in (leaf, alone[name]))

@@ -17,7 +17,7 @@ from flyte_ddp.datasets import columns
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE
 from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, convert_inputs, convert_new_inputs, convert_ragged
-from flyte_ddp.datasets.table import Table, make_table, read_rows
+from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
 from flyte_ddp.errors import UserError
 from flyte_ddp.models.sidecar import read_model_json
 from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
@@ -122,7 +122,7 @@ class Preprocessing:
             )
         ordered = order_columns(rows, self.packed["rows"], self.where)
         with explain_own_errors(self.where):
-            given = self.call.prepare(self.fitted, ordered)
+            given = prepare_copy(self.call, self.fitted, ordered)
         return columns.order_frames(f"{self.where}: inputs", given, self.packed["columns"])
 
     def _cast(self, inputs: Leaves) -> Leaves:

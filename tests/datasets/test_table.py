@@ -60,6 +60,23 @@ def test_ids_keep_their_side_when_rows_come_and_go() -> None:
         split_by_id(ids, 1.5)
 
 
+def test_rows_stay_as_they_were_read_where_own_code_changes_them(tmp_path: Path) -> None:
+    def fit(self: Any, rows: Any, targets: Any) -> Any:
+        rows["size"] *= 0
+        targets[:] = 0
+        return Plans.fit(self, rows, targets)
+
+    def prepare(self: Any, fitted: Any, rows: Any) -> Any:
+        rows["size"] -= 1000
+        return Plans.prepare(self, fitted, rows)
+
+    source = write_plans(tmp_path / "plans.csv", 100)
+    found, plain = load(make(fit=fit, prepare=prepare), source), load(Plans, source)
+    for side in ("train", "test"):
+        np.testing.assert_array_equal(found.load_rows(side)["size"], plain.load_rows(side)["size"])
+        assert getattr(found, f"{side}_targets").tolist() == getattr(plain, f"{side}_targets").tolist()
+
+
 def test_rows_without_ids_are_divided_by_their_content(tmp_path: Path) -> None:
     source = write_plans(tmp_path / "plans.csv", 300)
     found = load(make(read=lambda self, source: read_plans(source)[:2]), source)
