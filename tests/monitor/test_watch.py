@@ -187,6 +187,37 @@ def test_a_tables_columns_are_named_and_its_truth_is_numbers(prices: Gate, tmp_p
     assert not moved(found) & {"input 0", "input 2"}
 
 
+def test_rows_with_a_gap_are_left_out_and_named_up_to_a_tenth(prices: Gate, tmp_path: Path) -> None:
+    rows, _ = window_tasks.draw_rows(300, 7)
+    others = window_tasks.write_rows(tmp_path / "whole.csv", np.delete(rows, 50, axis=0))
+    whole, _ = watch(prices, table=str(others))
+    rows[50, 2] = np.nan
+    found, watched = watch(prices, table=str(window_tasks.write_rows(tmp_path / "gap.csv", rows)))
+    assert (found.samples, found.bad) == (299, 1)
+    assert watched.bad.names == {"row row 50": "column 2 is nan"}
+    assert found.columns == whole.columns
+    rows[:31, 1] = np.nan
+    with pytest.raises(
+        UserError, match=r"gap.csv: 32 of 300 samples cannot be decoded or predicted; a tenth may be so"
+    ):
+        watch(prices, table=str(window_tasks.write_rows(tmp_path / "gap.csv", rows)))
+
+
+def test_whole_numbers_are_floats_where_the_model_takes_floats(prices: Gate, tmp_path: Path) -> None:
+    """An hourly file may have no other numbers."""
+    rows = np.rint(window_tasks.draw_rows(100, 8)[0])
+    table = tmp_path / "whole.csv"
+    lines = (f"row {place},{','.join(str(int(each)) for each in row)}\n" for place, row in enumerate(rows))
+    table.write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window_tasks, "float", int, raising=False)  # prepare then returns whole numbers
+        found, watched = watch(prices, table=str(table))
+    assert found.samples == 100
+    weights = torch.load(prices.runs["good"].model, weights_only=True)
+    expected = rows @ weights["weight"].double().numpy()[0] + weights["bias"].item()
+    np.testing.assert_allclose(watched.columns["prediction"], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_verdict_does_not_depend_on_the_windows_size(prices: Gate, tmp_path: Path) -> None:
     """A shift below the floor, which 20,000 samples would make as significant as one likes."""
     rows, _ = window_tasks.draw_rows(20_000, 4)
