@@ -197,7 +197,8 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
         raise UserError("the champion's own `sample` or `collate` makes other targets than the model's")
     judgement.champion = theirs
-    if problem := question_champion(judgement, champion, theirs, before):
+    problem = question_champion(judgement, champion, theirs, before)
+    if problem and judgement.may_promote:  # else other data may have the ids of these by chance
         return NO_COMPARISON, problem
     others: Mapping[str, Evaluation] = {"champion": theirs}
     versions = {"champion": before.version}
@@ -252,7 +253,11 @@ def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evalua
     added.append(checks.check_champion_above_constant(theirs, was_above=was_above))
     verdict.checks += [check for check in added if check is not None]
     reasons = [check.reason for check in added if check is not None and not check.passed]
-    return "; ".join([*reasons, "find out what changed, or promote by hand"]) if reasons else ""
+    return (
+        "; ".join([*reasons, "find out what changed (an id must stay with its sample), or promote by hand"])
+        if reasons
+        else ""
+    )
 
 
 def leave_out_seen(
