@@ -48,7 +48,7 @@ def test_bad_samples_are_replaced_alike_on_any_number_of_ranks(tmp_path: Path) -
     assert losses(one) == pytest.approx(losses(two), abs=1e-9)
     bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
     for result in (one, two):
-        assert [note.startswith(bad) for note in notes(result)] == [True]
+        assert [note.startswith(bad) for note in notes(result)].count(True) == 1
         assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
     with pytest.raises(UserError, match="3 such samples, more than bad_samples=2"):
         train(replace(hp, bad_samples=2, num_ranks=2), tmp_path / "too many")  # none of two ranks has met three

@@ -43,7 +43,10 @@ def test_predictions_of_held_out_samples(shards: Path, tmp_path: Path) -> None:
     with np.load(result.run_folder / "predictions.npz") as kept:
         assert [ids[place] for place in kept["index"]] == kept["names"].tolist()
         first, worst = int(kept["table_rows"]), kept["names"].tolist()
-    assert all(f"<span>{name}</span>" in result.report.read_text() for name in worst[first:])
+    assert all(
+        f"<span>{'sample ' if name.isdecimal() else ''}{name}</span>" in result.report.read_text()
+        for name in worst[first:]
+    )
 
 
 @pytest.fixture(scope="module")
