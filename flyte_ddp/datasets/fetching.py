@@ -76,6 +76,10 @@ def fetch(
         return folder
     with make_workspace_beside(folder) as workspace:
         definition = find_dataset(dataset, source)
+        if definition is not None and test_dataset:
+            raise UserError(
+                f"test_dataset={test_dataset!r}: dataset={dataset!r} has its own test split; leave it empty"
+            )
         try:
             if definition is None:
                 prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))

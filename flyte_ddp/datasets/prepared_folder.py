@@ -31,9 +31,9 @@ class StoredSet:
         """Return the arrays by their files' names without ``.npy``; here only weights: the samples stay elsewhere."""
         return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
 
-    def list_test_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays whose content tells one test split from another."""
-        return {name: array for name, array in self.list_arrays().items() if name.startswith("test_")}
+    def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
+        """Return the arrays whose content tells this data set, or its test split, from others."""
+        return {name: each for name, each in self.list_arrays().items() if not test or name.startswith("test_")}
 
     def write_other_files(self, folder: Path) -> None:
         """Write what is no array. By default there is nothing."""
@@ -46,7 +46,7 @@ class StoredSet:
 def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
     """Return the SHA-256 (hex) of class names and arrays, with ``test`` of those that tell test splits apart."""
     digest = hashlib.sha256(json.dumps(data.classes).encode())
-    for name, array in (data.list_test_arrays() if test else data.list_arrays()).items():
+    for name, array in data.list_identity(test=test).items():
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).data)
     return digest.hexdigest()

@@ -131,12 +131,14 @@ class SampleArrays(StoredSet):
         ids = {name: getattr(self, name) for name in IDS}
         return arrays | {name: each for name, each in ids.items() if each is not None}
 
-    def list_test_arrays(self) -> dict[str, NDArray[Any]]:
-        found = super().list_test_arrays()
-        if self.rows:  # inputs depend on what was fitted, so that equal rows would be another test split every night
+    def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
+        found = super().list_identity(test=test)
+        if (
+            self.rows and test
+        ):  # inputs depend on what was fitted, so that equal rows would be another split every night
             found = {name: array for name, array in found.items() if not name.startswith("test_inputs")}
-            found["test_rows"] = digest_rows(self.load_rows("test"))
-        return found
+        sides = ("test",) if test else ("train", "test")
+        return found | {f"{side}_rows": digest_rows(self.load_rows(side)) for side in sides if side in self.rows}
 
     def write_other_files(self, folder: Path) -> None:
         for side in self.rows:

@@ -15,7 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import name_leaves
 from flyte_ddp.text.formatting import join_first
 
-TRIED = 16  # test rows that are also prepared without the others
+TRIED, ALONE = 16, 3  # test rows that are also prepared without the others, and of these each by itself
 PARAMETERS = {
     "read": ("source",),
     "fit": ("rows", "targets"),
@@ -95,11 +95,13 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
         UserError: The table or what its methods return is unfit.
     """
     table, where = make_table(found, f"dataset={spec!r}"), f"dataset={spec!r}"
+    if found.is_test is Table.is_test and not 0 < table.test < 1:
+        raise UserError(f"{where}: test={table.test}: must be a share between 0 and 1")
     read, targets, ids = read_rows(table, source, where)
     if targets is None:
         raise UserError(f"{where}: read() returned no targets; training needs them")
     samples = rows.count_rows(read)
-    targets, classes = convert_targets(targets, table.classes, where)
+    targets, classes = convert_targets(targets, [*map(str, table.classes)], where)
     held_out = np.asarray(table.is_test(read, ids))
     if held_out.dtype != bool or held_out.shape != (samples,):
         rule = f"must return truth values for the {samples} rows"
@@ -113,7 +115,14 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     chosen = {side: rows.take_rows(read, places) for side, places in sides.items()}
     goals = {side: rows.take_rows(targets, places) for side, places in sides.items()}
     fitted = table.fit(*copy.deepcopy((chosen["train"], goals["train"])))
-    packed = pack_fitted(fitted) | {TABLE: spec, "rows": [*rows.list_columns(read)], NUMBERED: bool(table.classes)}
+    if fitted is None and found.fit is not Table.fit:
+        rule = "only what it returns stays with the model, and prepare() gets nothing else"
+        raise UserError(f"{where}: fit() returned None; return what was fitted, because {rule}")
+    packed = pack_fitted(fitted) | {
+        TABLE: spec,
+        "rows": [*rows.list_columns(read)],
+        NUMBERED: are_places(table.classes),
+    }
     inputs = {side: prepare_copy(table, fitted, part) for side, part in chosen.items()}
     require_independent_rows(table, fitted, chosen["test"], inputs["test"], where)
     names = None if ids is None else np.array([*map(convert_id, ids)])
@@ -126,8 +135,11 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
 
 
 def prepare_copy(table: Table, fitted: Any, found: Any) -> Any:
-    """Return the inputs of rows. The rows stay as they were read, also where ``prepare`` changes them."""
-    return table.prepare(fitted, copy.deepcopy(found))
+    """Return the inputs of rows, made by a new instance of the table with copies of all.
+
+    So ``prepare`` has nothing but what ``fit`` returned and the rows, and changes neither.
+    """
+    return type(table)().prepare(copy.deepcopy(fitted), copy.deepcopy(found))
 
 
 def make_table(found: Callable[[], Any], where: str) -> Table:
@@ -158,8 +170,8 @@ def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
         rule = "must return (rows, targets, ids), where targets and ids may be None"
         raise UserError(f"{where}: read() returned {type(returned).__name__}; it {rule}")
     found, targets, ids = (*returned, None)[:3]
-    if not hasattr(found, "__len__"):
-        rule = "rows must be a frame, an array, a dict of columns or a list"
+    if not hasattr(found, "__len__") or hasattr(found, "toarray"):
+        rule = "rows must be a frame, an array, a dict of columns or a list (make sparse matrices in prepare)"
         raise UserError(f"{where}: read() returned {type(found).__name__} as rows; {rule}")
     samples = rows.count_rows(found)
     if not samples:
@@ -189,18 +201,26 @@ def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[
 
 
 def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> NDArray[np.str_]:
-    """Return the class of each target as a text, "" where it is missing. Whole numbers are places in ``declared``."""
+    """Return the class of each target as a text, "" where it is missing.
+
+    Whole numbers are places in ``declared``, unless the names there are numbers themselves.
+    """
     names = []
     for value in values.tolist():
         if rows.is_missing(value) or value == rows.MISSING:
             names.append(rows.MISSING)
-        elif declared and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif are_places(declared) and isinstance(value, (int, float)) and not isinstance(value, bool):
             if value not in range(len(declared)):
                 raise UserError(f"{where}: the target {value} is no place in classes = {join_first(declared)}")
             names.append(declared[int(value)])
         else:
             names.append(convert_id(value))
     return np.array(names, dtype=np.str_)
+
+
+def are_places(declared: Sequence[Any]) -> bool:
+    """Return whether whole numbers as targets are places in ``declared``: where the names there are no numbers."""
+    return bool(declared) and not all(str(name).isdecimal() for name in declared)
 
 
 def number_names(names: NDArray[np.str_], classes: Sequence[str]) -> NDArray[np.int64]:
@@ -210,17 +230,24 @@ def number_names(names: NDArray[np.str_], classes: Sequence[str]) -> NDArray[np.
 
 
 def require_independent_rows(table: Table, fitted: Any, some: Any, inputs: Any, where: str) -> None:
-    """Raise UserError if the first rows' inputs are others when these rows are prepared without the rest."""
-    few = np.arange(min(TRIED, rows.count_rows(some) - 1))
-    if not len(few):
+    """Raise UserError if some rows' inputs are others when these rows are prepared without the rest."""
+    samples = rows.count_rows(some)
+    if samples < 2:
         return
-    alone = name_leaves(prepare_copy(table, fitted, rows.take_rows(some, few)))
-    for name, leaf in name_leaves(inputs).items():
-        for row in few.tolist():
-            whole, few_alone = (np.asarray(rows.take_rows(each, few[row : row + 1])) for each in (leaf, alone[name]))
-            same = whole.shape == few_alone.shape
-            if same and whole.dtype.kind in "biuf":
-                same = np.allclose(whole, few_alone, rtol=1e-4, atol=1e-6, equal_nan=True)
-            if not same:
-                rule = "it must use what fit() returned and the row itself, and must fit nothing"
-                raise UserError(f"{where}: prepare() gives test row {row} other inputs beside other rows; {rule}")
+    few = np.unique(np.linspace(1, samples - 1, TRIED).astype(np.int64))[::-1]  # in another order, too
+    for group in (few, *few[:ALONE, np.newaxis]):
+        alone = name_leaves(prepare_copy(table, fitted, rows.take_rows(some, group)))
+        for name, leaf in name_leaves(inputs).items():
+            for place, row in enumerate(group.tolist()):
+                whole, other = to_array(leaf, group[place : place + 1]), to_array(alone[name], np.array([place]))
+                same = whole.shape == other.shape
+                if same and whole.dtype.kind in "biuf":
+                    same = np.allclose(whole, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+                if not same:
+                    rule = "it must use what fit() returned and the row itself, and must fit nothing"
+                    raise UserError(f"{where}: prepare() gives test row {row} other inputs beside other rows; {rule}")
+
+
+def to_array(leaf: Any, places: NDArray[np.int64]) -> NDArray[Any]:
+    taken = rows.take_rows(leaf, places)
+    return np.asarray(taken.toarray() if hasattr(taken, "toarray") else taken)

@@ -49,6 +49,10 @@ class WindowSource(CheckedFields, called="window setting"):
         if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
             given = ", ".join(f"{kind}={getattr(self, kind)!r}" for kind in KINDS)
             raise UserError(f"{given}: give exactly one of the three")
+        if self.truth and self.dataset:
+            raise UserError(
+                f"truth={self.truth!r}: dataset={self.dataset!r} has its own truth; leave one of the two out"
+            )
         moment = time.astimezone(UTC) - timedelta(hours=self.hours_back)
         filled: dict[str, Any] = {name: fill_in(name, getattr(self, name), moment) for name in ADDRESSES}
         return replace(self, **filled)

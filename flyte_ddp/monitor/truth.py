@@ -25,7 +25,10 @@ class TruthFile:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.truths = {name or "": truth or "" for _, name, truth in read_id_table("truth", "truth", address)}
+        self.truths = dict[str, str]()
+        for _, name, truth in read_id_table("truth", "truth", address):
+            if not is_unknown(truth or "") or (name or "") not in self.truths:  # the last one that is known
+                self.truths[name or ""] = truth or ""
         self.by_form = index_by_form(self.truths)
         self.users = dict[str, str]()  # the sample that each id of the file was found for
         self.missing = list[str]()  # samples without an id in the file

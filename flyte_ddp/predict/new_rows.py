@@ -92,8 +92,9 @@ class Preprocessing:
         """
         rows = targets = None
         if isinstance(self.call, Table):
-            with explain_own_errors(self.where):
-                rows, targets, given_ids = read_rows(self.call, source, self.where)
+            where = f"dataset={self.packed[TABLE]!r}: read({str(source)!r})"
+            with explain_own_errors(where):
+                rows, targets, given_ids = read_rows(self.call, source, where)
             given = self._call_prepare(rows)
         else:
             with explain_own_errors(self.where):
@@ -193,7 +194,9 @@ def make_own_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArr
     if same and not (by_table and isinstance(mine[TABLE], StoredSpec)):
         return data
     if not by_table:
-        fits = [f"preprocessing {each['sha256'][:12]}" if each else "no preprocessing" for each in (theirs, mine)]
+        kinds = ["Table's preprocessing" if TABLE in each else "preprocessing" for each in (theirs, mine)]
+        pairs = zip(kinds, (theirs, mine), strict=True)
+        fits = [f"{kind} {each['sha256'][:12]}" if each else "no preprocessing" for kind, each in pairs]
         problem = f"its inputs were made with {fits[0]}, and the model was trained with {fits[1]}"
         fix = "derive the data set from flyte_ddp.Table, which gives each model inputs of its own, and train again"
         raise UserError(f"dataset={data.name!r}: {problem}; {fix}")

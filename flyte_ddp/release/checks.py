@@ -9,16 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.export.exporting import Comparison
-from flyte_ddp.objectives import Multilabel, Segmentation
+from flyte_ddp.objectives import Multilabel, Objective, Segmentation
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.samples import Floats, find_changes
 from flyte_ddp.release.scores import has_formula, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
 from flyte_ddp.release.verdict import Check
-from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, name_measure
+from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
 
 REORDERED = ("classification", "multilabel", "segmentation")  # objectives whose outputs [N, K, ...] are of K classes
+POSITIVE = "positive class"  # key of a task: the second of two classes, where a measure or a threshold depends on it
+RANKINGS = ("auroc", "average_precision")  # measures of scores, which need no predictions
+ABOVE_CONSTANT = "better than the best constant answer"  # name of a Check
 DISTINCT = 0.001  # a smaller p-value is no chance, whatever the policy says
 LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
@@ -30,22 +33,42 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
     return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=not is_higher_better(mine.objective))
 
 
+def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) -> Pair:
+    """Return the comparison of two models on a class or a slice.
+
+    Decisions are compared by what is right, because pseudo-values of a measure of the whole split say nothing of a
+    class. Rankings are compared by scores.
+    """
+    if mine.classifies and theirs.classifies and is_decision(mine.objective):
+        return compare_scores(mine.correct[part], theirs.correct[part], "accuracy")
+    return compare_evaluations(mine, theirs, part)
+
+
+def is_decision(objective: Objective) -> bool:
+    """Return whether the model is judged by its predictions, and not by a ranking that has no threshold."""
+    return objective.main_measure not in RANKINGS or objective.facts.threshold is not None
+
+
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
     """Return the Check that users of the champion could use the challenger.
 
     Classes are compared by name.
     """
-    changed = next((name for name, value in challenger.items() if champion[name] != value), "")
-    if changed == "classes" and is_reordered(challenger, champion):
-        changed = next((name for name, value in challenger.items() if name != changed and champion[name] != value), "")
+    same = {"classes", POSITIVE} if is_reordered(challenger, champion) else {POSITIVE}
+    changed = next((name for name, value in challenger.items() if name not in same and champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
+    if changed == "classes":
+        names = (join_first(map(str, each["classes"])) for each in (champion, challenger))
+        reason = f"the classes changed from {next(names)} to {next(names)}: name them as before, or promote it by hand"
     shown = f"another {changed}" if changed else "the same"
     return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)
 
 
 def is_reordered(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> bool:
-    """Return whether both have the same classes, and the outputs' order can be changed."""
-    return challenger["objective"] in REORDERED and sorted(challenger["classes"]) == sorted(champion["classes"])
+    """Return whether both have the same classes, and the outputs' order can be changed without another meaning."""
+    if challenger["objective"] not in REORDERED or challenger[POSITIVE] or champion[POSITIVE]:
+        return False
+    return sorted(challenger["classes"]) == sorted(champion["classes"])
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:
@@ -89,7 +112,7 @@ def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] |
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
     """Return the Check that the challenger is better than the best constant answer; pass if no such answer is known."""
-    name = "better than the best constant answer"
+    name = ABOVE_CONSTANT
     if (compared := compare_with_constant(challenger)) is None:
         reason = "the best constant answer is not known, so that it was not compared with it"
         return Check(name, True, shown="that is not known", reason=reason)
@@ -124,7 +147,9 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     pair = Pair(changes, "", POINTS if classifies else NUMBERS)
     p = min(1.0, 2 * min(pair.p_value(), pair.p_value_of_loss()))
     both = now.mean(), then.mean()
-    means = [format_measure("accuracy", mean) if classifies else f"a loss of {-mean:.4g}" for mean in both]
+    means = [
+        f"accuracy {format_measure('accuracy', mean)}" if classifies else f"a loss of {-mean:.4g}" for mean in both
+    ]
     shown = f"{means[0]} on {format_count(len(then), 'sample')}, where it had {means[1]} at its release"
     passed = p >= DISTINCT
     reason = f"the champion has {shown} (p = {p:.3g}), so inputs or labels of the same samples have changed"

@@ -1,12 +1,14 @@
 """Judges a model: evaluates challenger and champion on the same test split, and returns a verdict."""
 
+import json
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, export_model
 from flyte_ddp.export.graphs import NotExportedError
+from flyte_ddp.files import SIDECAR
 from flyte_ddp.objectives import Multilabel
 from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -25,13 +28,21 @@ from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import REFERENCE, VERDICT, download_version
-from flyte_ddp.release.registry import Entry, Registry, read_task, replay_promotions
-from flyte_ddp.release.samples import SAMPLES, Digests, JudgedSamples, identify_samples, identify_tested, list_answers
+from flyte_ddp.release.registry import Entry, Registry, has_same_fit, read_task, replay_promotions
+from flyte_ddp.release.samples import (
+    SAMPLES,
+    Digests,
+    JudgedSamples,
+    identify_samples,
+    identify_tested,
+    list_answers,
+    match_once,
+)
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
-from flyte_ddp.text.formatting import format_count
+from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
 
@@ -148,8 +159,10 @@ def decide_promotion(judgement: Judgement) -> Decision:
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
     verdict, unchanged = judgement.verdict, (KEPT, "it has the champion's weights")
     is_champion = verdict.champion == model.digest
-    if judgement.may_promote and is_champion:
-        return unchanged
+    if judgement.may_promote and is_champion and before is not None:
+        same = has_same_fit(model.sidecar, read_sidecar(registry, before))
+        other = NO_COMPARISON, "it has the champion's weights, and another preprocessing; train with another seed"
+        return unchanged if same else other
     # Only a stored version can have been rolled back: only for such a one the whole log is read.
     if judgement.may_promote and before is not None and registry.find_version(model.digest):
         _, taken_back = replay_promotions(registry.read_log())
@@ -174,7 +187,8 @@ def decide_promotion(judgement: Judgement) -> Decision:
         return PROMOTED, f"there is no champion yet, and {above.reason or f'it is {above.name}'}"
     if is_champion:
         verdict.checks.append(checks.check_score(ours, policy))
-        return unchanged
+        measure = ours.objective.main_measure
+        return KEPT, f"it is the champion, with {name_measure(measure)} {format_measure(measure, ours.score)}"
     judgement.tell(f"evaluates the champion, version {before.version[:12]}, and compares {ours.samples:,} scores")
     return compare_with_champion(judgement, ours, before)
 
@@ -197,8 +211,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
         raise UserError("the champion's own `sample` or `collate` makes other targets than the model's")
     judgement.champion = theirs
-    problem = question_champion(judgement, champion, theirs, before)
-    if problem and judgement.may_promote:  # else other data may have the ids of these by chance
+    if problem := question_champion(judgement, champion, theirs, before):
         return NO_COMPARISON, problem
     others: Mapping[str, Evaluation] = {"champion": theirs}
     versions = {"champion": before.version}
@@ -244,15 +257,19 @@ def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evalua
     added, weights = list[Check | None](), [model.sidecar.get("class_weights") for model in (champion, judgement.model)]
     if SAMPLES in version.files and (theirs.classifies or weights[0] == weights[1]):
         judged = JudgedSamples.read(registry.read_version_file(version, SAMPLES))
-        _, then, now = np.intersect1d(judged.tested, judgement.tested, return_indices=True)
+        then, now = match_once(judged.tested, judgement.tested)
         answers = judged.answers[then], list_answers(theirs)[now]
         added.append(checks.check_repeated_answers(*answers, classifies=theirs.classifies))
     sign = 1 if is_higher_better(theirs.objective) else -1
     constant = released.constant_score if known else None
-    was_above = constant is None or sign * released.challenger_score > sign * constant
+    above = [check.passed for check in released.checks if check.name == checks.ABOVE_CONSTANT]
+    was_above = any(above) if constant is None else sign * released.challenger_score > sign * constant
     added.append(checks.check_champion_above_constant(theirs, was_above=was_above))
-    verdict.checks += [check for check in added if check is not None]
-    reasons = [check.reason for check in added if check is not None and not check.passed]
+    shown = [check for check in added if check is not None]
+    if not judgement.may_promote:  # other data may have the ids of these by chance
+        shown = [replace(check, passed=True, rule="") for check in shown]
+    verdict.checks += shown
+    reasons = [check.reason for check in shown if not check.passed]
     return (
         "; ".join([*reasons, "find out what changed (an id must stay with its sample), or promote by hand"])
         if reasons
@@ -271,11 +288,13 @@ def leave_out_seen(
     seen = np.zeros(ours.samples, dtype=np.bool_)
     for version in map(registry.read_version, versions.values()):
         if SAMPLES in version.files and len(tested):
-            seen |= np.isin(tested, JudgedSamples.read(registry.read_version_file(version, SAMPLES)).trained)
+            judged = JudgedSamples.read(registry.read_version_file(version, SAMPLES))
+            # A number that was on both sides names no sample, such as a customer's whose last month was a test.
+            seen |= np.isin(tested, np.setdiff1d(judged.trained, judged.tested))
     count = int(seen.sum())
     if not count:
         return ours, others
-    left_out = judgement.policy.seen_samples == LEAVE_OUT
+    left_out = judgement.policy.seen_samples == LEAVE_OUT and judgement.may_promote
     what = f"{count:,} of {format_count(ours.samples, 'test sample')} ({count / ours.samples:.1%})"
     fix = "split by id (flyte_ddp.split_by_id or Table), so that a sample stays on its side"
     reason = (
@@ -301,11 +320,14 @@ def add_vetoes(
     """Add the Checks of classes, ``slices`` (positions of their samples), labels and likelihoods to the judgement."""
     model, policy = judgement.model, judgement.policy
     kinds = {"slice": slices}
-    if ours.classifies:
+    if ours.classifies and not checks.is_decision(ours.objective):
+        reason = "the measure is of a ranking, and the model has no threshold"
+        judgement.verdict.checks.append(Check("no classes lost", True, shown="not tested", reason=reason))
+    elif ours.classifies:
         truth = ours.columns["truth"].numpy()
         kinds = {"class": {name: np.flatnonzero(truth == place) for place, name in enumerate(model.classes)}, **kinds}
     pairs = {
-        kind: {name: checks.compare_evaluations(ours, theirs, part) for name, part in parts.items() if len(part)}
+        kind: {name: checks.compare_part(ours, theirs, part) for name, part in parts.items() if len(part)}
         for kind, parts in kinds.items()
         if parts
     }
@@ -345,6 +367,11 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
     if not found.finite.all():
         raise UserError(f"version {version[:12]} cannot be evaluated: it answers with NaN or infinity")
     return model, found
+
+
+def read_sidecar(registry: Registry, entry: Entry) -> dict[str, Any]:
+    version = registry.read_version(entry.version, entry.manifest)
+    return dict(json.loads(registry.read_version_file(version, SIDECAR)))
 
 
 def describe_model_error(error: Exception) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest
 from flyte_ddp.release.registry import (
@@ -19,6 +20,7 @@ from flyte_ddp.release.registry import (
     LostError,
     Registry,
     Version,
+    has_same_fit,
     read_task,
     replay_promotions,
 )
@@ -46,11 +48,12 @@ def store_version(
     stored = registry.find_version(name)
     if stored is not None:
         contents = sidecar.read_bytes(), registry.read_version_file(stored, SIDECAR)
+        sidecars = [*map(json.loads, contents)]
         own, other = (
-            {"model": each["model"], "threshold": each.get("threshold"), **read_task(each)}
-            for each in map(json.loads, contents)
+            {"model": each["model"], "threshold": each.get("threshold"), **read_task(each)} for each in sidecars
         )
-        if changed := [field for field, value in own.items() if other[field] != value]:
+        changed = [field for field, value in own.items() if other[field] != value]
+        if changed := changed + [PREPROCESSING] * (not has_same_fit(*sidecars)):
             raise UserError(
                 f"version {name[:12]} is in the registry already, with another {changed[0]}: equal weights are one "
                 "version; train with another seed"

@@ -398,8 +398,26 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
         "objective's options": sidecar.get("options", {}).get("objective", {}),
         "target shape": sidecar.get("target_shape", []),
         "classes": sidecar["classes"],
+        "positive class": find_positive_class(sidecar),
         "input": describe_input(sidecar["input"]) if rows is None else f"rows of {', '.join(sorted(rows))}",
     }
+
+
+def find_positive_class(sidecar: Mapping[str, Any]) -> str:
+    """Return the second of two classes if the main measure or a threshold depends on which one that is, else ""."""
+    select_by = sidecar.get("hyperparameters", {}).get("select_by", "")
+    depends = select_by in ("f1", "average_precision") or sidecar.get("threshold") is not None
+    return str(sidecar["classes"][1]) if depends and len(sidecar["classes"]) == 2 else ""
+
+
+def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether what was fitted for two models is equal, or was fitted to equal data.
+
+    Pickles of equal objects may differ, such as of sets of texts.
+    """
+    fits = [sidecar.get(PREPROCESSING, {}).get("sha256", "") for sidecar in (one, other)]
+    data = [sidecar.get("digests", {}).get("data", "") for sidecar in (one, other)]
+    return bool(fits[0] == fits[1] or data[0] == data[1] != "")
 
 
 def revision_folder(name: str, number: int) -> str:

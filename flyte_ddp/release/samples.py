@@ -16,6 +16,7 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.objectives.objective import mean_losses
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.samples.leaves import name_leaves
+from flyte_ddp.shards.index import ShardIndex
 
 SAMPLES = "samples.npz"  # of a version
 NOISE = 0.01  # share of a loss by which threads and devices may change the loss of a sample
@@ -44,7 +45,10 @@ class JudgedSamples:
 
 def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
     """Return a number for each sample of the test split that was evaluated, as :func:`identify_samples` does."""
-    return digest_texts(found.ids) if isinstance(data, EncodedSet) else identify_samples(data, "test")
+    if not isinstance(data, EncodedSet):
+        return identify_samples(data, "test")
+    sizes = name_sizes(data.test_source)
+    return digest_texts([f"{name} {sizes.get(name, '')}" for name in found.ids])
 
 
 def identify_samples(data: PreparedSet, side: str) -> Digests:
@@ -57,7 +61,8 @@ def identify_samples(data: PreparedSet, side: str) -> Digests:
             return np.empty(0, np.uint64)
         order = order_test_split(data)
         tests = order.samples(slice(0, len(order))) if data.test is None else np.empty(0, np.int64)
-        return digest_texts(np.delete(np.array(data.train.names), tests).tolist())
+        sizes = [f"{name} {size}" for name, size in name_sizes(data.train).items()]
+        return digest_texts(np.delete(np.array(sizes), tests).tolist())
     if not isinstance(data, SampleArrays):
         return np.empty(0, np.uint64)
     ids = getattr(data, f"{side}_ids")
@@ -73,6 +78,11 @@ def identify_samples(data: PreparedSet, side: str) -> Digests:
     return total
 
 
+def name_sizes(source: ShardIndex | ImageList) -> dict[str, int]:
+    """Return the sizes of image files by name, as other files may have the names on another night."""
+    return dict(zip(source.names, source.sizes.tolist(), strict=True)) if isinstance(source, ImageList) else {}
+
+
 def list_answers(found: Evaluation) -> Floats:
     """Return how good the answer to each sample is, [n], by the model and the sample alone.
 
@@ -80,6 +90,17 @@ def list_answers(found: Evaluation) -> Floats:
     do, because a pseudo-value depends on all samples of the split.
     """
     return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
+
+
+def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the places in both of the samples that occur exactly once in each."""
+    found = []
+    for digests in (then, now):
+        values, first, counts = np.unique(digests, return_index=True, return_counts=True)
+        found.append((values[counts == 1], first[counts == 1]))
+    _, *common = np.intersect1d(found[0][0], found[1][0], assume_unique=True, return_indices=True)
+    places = [first[at] for (_, first), at in zip(found, common, strict=True)]
+    return places[0], places[1]
 
 
 def find_changes(then: Floats, now: Floats) -> Floats:

@@ -59,7 +59,8 @@ class Verdict(DataClassJsonMixin):
         parts = [self.reason]
         if self.champion_at_release is not None and self.decision != NO_COMPARISON:
             now, then = (format_measure(self.measure, each) for each in (self.champion_score, self.champion_at_release))
-            parts.append(f"the champion has {now} on these samples and had {then} at its release")
+            version = f"the champion {self.champion[:12]}"
+            parts.append(f"{version} has {now} on these samples and had {then} at its release")
         if self.seen:
             parts.append(f"{format_count(self.seen, 'test sample')} of its training left out")
         more = f"{len(self.changes) - LISTED} more changes of the data" if len(self.changes) > LISTED else ""

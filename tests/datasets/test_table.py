@@ -11,6 +11,7 @@ import own_tables
 import pandas as pd
 import pytest
 from own_tables import Plans, read_plans, write_plans
+from scipy.sparse import csr_matrix
 from sklearn.preprocessing import StandardScaler
 
 from flyte_ddp import Table, fetch, split_by_id
@@ -77,6 +78,35 @@ def test_rows_stay_as_they_were_read_where_own_code_changes_them(tmp_path: Path)
         assert getattr(found, f"{side}_targets").tolist() == getattr(plain, f"{side}_targets").tolist()
 
 
+def test_what_is_kept_in_the_table_itself_is_not_there_for_prepare(tmp_path: Path) -> None:
+    """Else each night's instance would make inputs of another fit, and no digest would tell."""
+
+    def fit(self: Any, rows: Any, targets: Any) -> Any:
+        self.sizes = StandardScaler().fit(rows["size"][:, None])
+        return "something"
+
+    def prepare(self: Any, fitted: Any, rows: Any) -> Any:
+        return self.sizes.transform(rows["size"][:, None])
+
+    with pytest.raises(AttributeError, match="sizes"):
+        load(make(fit=fit, prepare=prepare), write_plans(tmp_path / "plans.csv", 60))
+
+
+def test_equal_inputs_of_other_rows_are_another_data_set(tmp_path: Path) -> None:
+    """As where each size is a power of two larger, which a scaler takes back to the bit."""
+    first = write_plans(tmp_path / "first.csv", 100)
+    lines = [line.split(",") for line in first.read_text().splitlines()]
+    larger = [lines[0], *([name, plan, repr(float(size) * 1024), y] for name, plan, size, y in lines[1:])]
+    (tmp_path / "second.csv").write_text("".join(",".join(line) + "\n" for line in larger))
+    folders = [
+        fetch("own_tables:Plans", str(tmp_path / f"{name}.csv"), tmp_path / name, progress="off")
+        for name in ("first", "second")
+    ]
+    one, other = map(open_arrays, folders)
+    np.testing.assert_array_equal(one.train_inputs["size"], other.train_inputs["size"])
+    assert one.digest != other.digest
+
+
 def test_rows_without_ids_are_divided_by_their_content(tmp_path: Path) -> None:
     source = write_plans(tmp_path / "plans.csv", 300)
     found = load(make(read=lambda self, source: read_plans(source)[:2]), source)
@@ -96,6 +126,8 @@ def test_rows_without_ids_are_divided_by_their_content(tmp_path: Path) -> None:
         ([10, 9, 10], (), ("9", "10"), [1, 0, 1]),
         ([1, 0, 1], ("low", "high"), ("low", "high"), [1, 0, 1]),
         (["high", "low", "high"], ("low", "high"), ("low", "high"), [1, 0, 1]),
+        ([1, 0, 1], ("1", "0"), ("1", "0"), [0, 1, 0]),
+        ([6, 5, 6], (6, 5), ("6", "5"), [0, 1, 0]),
         (pd.Series(["b", "a", "b"], dtype="category"), (), ("a", "b"), [1, 0, 1]),
         ([0.5, 1.5, 2.5], (), (), [0.5, 1.5, 2.5]),
     ],
@@ -119,12 +151,21 @@ def mean_of_all(self: Any, fitted: Any, rows: Any) -> Any:
     return {"x": (rows["size"] - rows["size"].mean())[:, None]}
 
 
+def number_plans(self: Any, fitted: Any, rows: Any) -> Any:
+    """Fits in what it was given."""
+    return {"x": np.array([[fitted.setdefault(plan, len(fitted))] for plan in rows["plan"]])}
+
+
+def sparse_and_fitted_again(self: Any, fitted: Any, rows: Any) -> Any:
+    return csr_matrix(StandardScaler().fit_transform(rows["size"][:, None]))
+
+
 @pytest.mark.parametrize(
     ("members", "words"),
     [
         (
             {"prepare": mean_of_all},
-            r"prepare\(\) gives test row 0 other inputs beside other rows; it must use what fit",
+            r"prepare\(\) gives test row \d+ other inputs beside other rows; it must use what fit",
         ),
         ({"prepare": lambda self, rows: rows}, r"prepare must take \(self, fitted, rows\)"),
         ({"fit": lambda self, rows: rows}, r"fit must take \(self, rows, targets\)"),
@@ -135,7 +176,16 @@ def mean_of_all(self: Any, fitted: Any, rows: Any) -> Any:
         ({"read": lambda self, source: ({"x": []}, [], None)}, r"read\(\) found no row in 'any'"),
         ({"read": lambda self, source: ({"x": [1, 2]}, ["a", None], None)}, "row 1 has no target; leave such rows out"),
         ({"classes": ["no"]}, "the target 'yes' is none of classes = no; correct one"),
-        ({"test": 0.0}, r"none of the \d+ rows is"),
+        ({"test": 0.0}, r"test=0\.0: must be a share between 0 and 1"),
+        ({"test": 20}, r"test=20: must be a share between 0 and 1"),
+        ({"is_test": lambda self, rows, ids: np.zeros(len(ids), bool)}, r"none of the \d+ rows is"),
+        ({"fit": lambda self, rows, targets: None}, r"fit\(\) returned None; return what was fitted"),
+        ({"read": lambda self, source: (csr_matrix(np.eye(3)), [0, 1, 0], None)}, "make sparse matrices in prepare"),
+        (
+            {"fit": lambda self, rows, targets: {}, "prepare": number_plans},
+            r"gives test row \d+ other inputs beside other",
+        ),
+        ({"prepare": sparse_and_fitted_again}, r"gives test row \d+ other inputs beside other rows"),
         (
             {"is_test": lambda self, rows, ids: ids},
             r"is_test\(\) returned .*; must return truth values for the 30 rows",

@@ -22,7 +22,8 @@ from flyte_ddp.predict.prediction_batches import SavedModel, order_targets
 from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import COMPARE, Policy
-from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.registry import Registry, read_task
+from flyte_ddp.release.samples import match_once
 from flyte_ddp.run import Result
 
 HP = Hyperparameters(
@@ -243,3 +244,62 @@ def test_labels_and_masks_are_compared_by_the_names_of_their_classes() -> None:
     assert order_targets(cast("SavedModel", names), "own", ["c", "a", "b"], masks).tolist() == [[[2, 0], [1, 255]]]
     with pytest.raises(UserError, match="has the classes or labels c, a, d: the model has a, b, c"):
         order_targets(cast("SavedModel", names), "own", ["c", "a", "d"], labels)
+
+
+def test_equal_weights_with_another_fit_are_not_the_champion(
+    gate: Gate, nights: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two models of equal weights would serve rows otherwise; one of them would be lost in the registry."""
+    run = nights["table-first"] / "run"
+    gate.release(run, policy=POLICY)
+    sidecar = json.loads((run / "model.json").read_text())
+    sidecar["preprocessing"]["sha256"] = "0" * 64
+    sidecar["digests"]["data"] = "0" * 64
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.pt").write_bytes((run / "model.pt").read_bytes())
+    (other / "model.json").write_text(json.dumps(sidecar))
+    found = gate.judge(other, policy=POLICY)
+    assert found.verdict.reason == "it has the champion's weights, and another preprocessing; train with another seed"
+    assert found.verdict.decision == "no_comparison"
+    with pytest.raises(UserError, match="in the registry already, with another preprocessing"):
+        gate.release(other, policy=POLICY)
+
+
+def test_samples_are_matched_where_they_are_unique() -> None:
+    """Of rows that occur twice nobody knows which is which; an id on both sides names no sample."""
+    then, now = match_once(np.array([5, 3, 3, 9, 7], np.uint64), np.array([9, 9, 3, 5, 1], np.uint64))
+    assert (then.tolist(), now.tolist()) == ([0], [3])
+
+
+def of_scores(truth: list[int], scores: list[float], measure: str) -> Evaluation:
+    logits = torch.tensor(scores).logit()
+    both = torch.stack([torch.zeros_like(logits), logits], 1)
+    objective = Classification(Facts(("no", "yes"), select_by=measure))
+    return Evaluation.from_batches(objective, [(both, torch.tensor(truth), len(truth))])
+
+
+@pytest.mark.parametrize("measure", ["accuracy", "f1", "balanced_accuracy"])
+def test_a_class_is_compared_by_what_is_right(measure: str) -> None:
+    """Whatever the measure of all samples is: 20 of 40 rare ones are lost, and 30 of the others are gained."""
+    truth = [1] * 40 + [0] * 60
+    champion = of_scores(truth, [0.9] * 40 + [0.9] * 30 + [0.1] * 30, measure)
+    challenger = of_scores(truth, [0.9] * 20 + [0.1] * 20 + [0.1] * 60, measure)
+    pair = checks.compare_part(challenger, champion, np.arange(40))
+    assert (pair.gained, pair.lost, pair.difference) == (0, 20, -0.5)
+    check, _ = checks.check_losses("class", {"yes": pair}, Policy())
+    assert not check.passed
+    assert checks.is_decision(challenger.objective)
+    assert not checks.is_decision(of_scores(truth, [0.9] * 100, "auroc").objective)
+
+
+def test_another_positive_class_is_another_task() -> None:
+    sidecar = {"classes": ["no", "yes"], "input": {"channels": 1, "height": 8, "width": 8, "mean": [0.5], "std": [0.2]}}
+    turned = {**sidecar, "classes": ["yes", "no"]}
+    for more, passed in (
+        ({}, True),
+        ({"hyperparameters": {"select_by": "auroc"}}, True),
+        ({"hyperparameters": {"select_by": "f1"}}, False),
+        ({"threshold": 0.2}, False),
+    ):
+        assert checks.check_same_task(read_task({**turned, **more}), read_task(sidecar)).passed is passed, more
