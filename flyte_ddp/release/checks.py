@@ -13,7 +13,7 @@ from flyte_ddp.objectives import Multilabel, Objective, Segmentation
 from flyte_ddp.release.evaluation import Evaluation, evaluate_constant
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.samples import Floats, find_changes
-from flyte_ddp.release.scores import has_formula, is_higher_better, name_scores, score_parts
+from flyte_ddp.release.scores import has_formula, has_pseudo_values, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
@@ -30,7 +30,8 @@ PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
     """Return the comparison of two models' scores, of all samples or of those at the positions ``part``."""
     names = name_scores(mine.objective)
-    return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=not is_higher_better(mine.objective))
+    is_loss, counted = not is_higher_better(mine.objective), not has_pseudo_values(mine.objective)
+    return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=is_loss, counted=counted)
 
 
 def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) -> Pair:

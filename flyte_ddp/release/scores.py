@@ -52,6 +52,11 @@ def needs_calls(objective: Objective) -> bool:
     return not has_formula(objective) and not has_own_scores(objective)
 
 
+def has_pseudo_values(objective: Objective) -> bool:
+    """Return whether scores are pseudo-values of a measure that is no mean over samples."""
+    return not has_own_scores(objective) and objective.main_measure not in ("rmse", "perplexity")
+
+
 def name_scores(objective: Objective) -> str:
     name = objective.main_measure
     named = {} if has_own_scores(objective) else {"rmse": "squared error", "perplexity": "loss of a token"}

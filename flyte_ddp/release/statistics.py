@@ -26,6 +26,7 @@ class Pair:
     differences: Floats  # [N], the challenger's score minus the other's
     measure: str  # what the scores are of, in words
     unit: str  # POINTS of 0/1 scores, SHARES of the other's mean score (of a loss), or NUMBERS
+    counted: bool = True  # whether a higher score is a better answer, which a pseudo-value is not
 
     @property
     def samples(self) -> int:
@@ -47,6 +48,9 @@ class Pair:
         change = self.format_difference(self.difference)
         if self.unit == POINTS:
             return f"{change}: {self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
+        if not self.counted:
+            which = "worse" if self.difference < 0 else "better"
+            return f"{self.measure} {which} by {change[1:]} on {self.samples:,} samples"
         counts = f"{format_count(self.gained, 'sample')} better and {self.lost:,} worse of {self.samples:,}"
         return f"{self.measure} {'worse' if self.difference < 0 else 'better'} by {change[1:]}: {counts}"
 
@@ -72,15 +76,18 @@ class Pair:
         return min(by_flips, lower_bound_of_mean(self.differences, alpha))
 
 
-def compare_scores(mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False) -> Pair:
+def compare_scores(
+    mine: NDArray[Any], theirs: NDArray[Any], measure: str, *, is_loss: bool = False, counted: bool = True
+) -> Pair:
     """Return the comparison of two models' scores [N] of the same samples.
 
     With ``is_loss`` scores are losses times -1, and differences are shares of the mean of ``theirs``, unless that is 0.
+    Pseudo-values are not ``counted`` as better or worse.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
         return Pair(np.subtract(mine, theirs, dtype=np.float64), measure, POINTS)
     unit = abs(float(theirs.mean())) if is_loss else 0.0
-    return Pair((mine - theirs) / (unit or 1.0), measure, SHARES if unit > 0 else NUMBERS)
+    return Pair((mine - theirs) / (unit or 1.0), measure, SHARES if unit > 0 else NUMBERS, counted)
 
 
 def alpha_of_look(alpha: float, look: int) -> float:

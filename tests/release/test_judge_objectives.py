@@ -46,7 +46,7 @@ def test_models_of_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (good.look, good.samples, good.best) == (2, 300, good.challenger)
     assert good.challenger_score == pytest.approx(recorded["good"], rel=1e-5)
     assert good.champion_score == first.challenger_score
-    assert "better and" in good.reason
+    assert "F1 better by" in good.reason
     assert "F1 on 300 test samples" in (tmp_path / "page.html").read_text()
 
     found = gate.judge("weak")
