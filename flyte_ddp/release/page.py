@@ -48,6 +48,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
         describe_reason=describe_reason,
+        dataset=judgement.split.name,
         curves=[*draw_deciding_curves(models, judgement.model.classes)],
     )
     return write_html(path, page)
