@@ -24,6 +24,7 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.watch import predict_window
 from flyte_ddp.order.sampling import split_indices
+from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import find_champion, promote_version, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
@@ -239,7 +240,8 @@ def test_the_gate_judges_each_model_by_its_own_threshold(
             np.testing.assert_allclose(
                 evaluation.columns["confidence"], np.where(scores >= limit, scores, 1 - scores), rtol=1e-5
             )
-    verdict = gate.release("f1").verdict
+    assert "class 'yes' loses: " in gate.judge("f1").verdict.reason, "by what each threshold decides"
+    verdict = gate.release("f1", policy=Policy(class_loss=1.0)).verdict
     assert verdict.promotes, verdict.reason
     html = (tmp_path / "page.html").read_text()
     for title, name in (("Challenger", "f1"), ("Champion", "recall")):
