@@ -37,7 +37,14 @@ def take_rows(rows: Any, places: NDArray[np.int64]) -> Any:
 
 
 def list_columns(rows: Any) -> dict[str, Any]:
-    """Return the columns of rows by name. Arrays [n, k] have the columns "0", "1", ..., other rows the column "row"."""
+    """Return the columns of rows by name, as the container holds them.
+
+    The columns of an array [n, k] are called "0", "1" and so on. Rows without columns, such as texts, are one column
+    called "row".
+
+    Raises:
+        UserError: Two columns have one name.
+    """
     if isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
         return {str(name): [row.get(name) for row in rows] for name in rows[0]}
     if isinstance(rows, Mapping):

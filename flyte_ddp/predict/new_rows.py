@@ -119,7 +119,7 @@ class Preprocessing:
     def _call_prepare(self, rows: Any) -> Any:
         if not isinstance(self.call, Table):
             raise UserError(
-                f"{self.where}: reads its rows itself; derive the data set from flyte_ddp.Table, train again"
+                f"{self.where}: the function reads a file and takes no rows; derive the data set from flyte_ddp.Table"
             )
         ordered = order_columns(rows, self.packed["rows"], self.where)
         with explain_own_errors(self.where):

@@ -15,11 +15,10 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.samples import Floats, find_changes
 from flyte_ddp.release.scores import has_formula, has_pseudo_values, is_higher_better, name_scores, score_parts
 from flyte_ddp.release.statistics import NUMBERS, POINTS, Pair, compare_scores, correct_p_values, lower_bound_of_mean
+from flyte_ddp.release.task import POSITIVE, is_reordered
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
 
-REORDERED = ("classification", "multilabel", "segmentation")  # objectives whose outputs [N, K, ...] are of K classes
-POSITIVE = "positive class"  # key of a task: the second of two classes, where a measure or a threshold depends on it
 RANKINGS = ("auroc", "average_precision")  # measures of scores, which need no predictions
 ABOVE_CONSTANT = "better than the best constant answer"  # name of a Check
 DISTINCT = 0.001  # a smaller p-value is no chance, whatever the policy says
@@ -63,13 +62,6 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
         reason = f"the classes changed from {next(names)} to {next(names)}: name them as before, or promote it by hand"
     shown = f"another {changed}" if changed else "the same"
     return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)
-
-
-def is_reordered(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> bool:
-    """Return whether both have the same classes, and the outputs' order can be changed without another meaning."""
-    if challenger["objective"] not in REORDERED or challenger[POSITIVE] or champion[POSITIVE]:
-        return False
-    return sorted(challenger["classes"]) == sorted(champion["classes"])
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:

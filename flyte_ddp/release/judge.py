@@ -28,7 +28,7 @@ from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.policy import LEAVE_OUT, NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import REFERENCE, VERDICT, download_version
-from flyte_ddp.release.registry import Entry, Registry, has_same_fit, read_task, replay_promotions
+from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.samples import (
     SAMPLES,
     Digests,
@@ -40,6 +40,7 @@ from flyte_ddp.release.samples import (
 )
 from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
+from flyte_ddp.release.task import has_same_fit, read_task
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_measure, name_measure
@@ -211,16 +212,17 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
         raise UserError("the champion's own `sample` or `collate` makes other targets than the model's")
     judgement.champion = theirs
-    if problem := question_champion(judgement, champion, theirs, before):
+    judged = read_judged(registry := judgement.registry, before.version, before.manifest)
+    if problem := question_champion(judgement, champion, theirs, before, judged):
         return NO_COMPARISON, problem
     others: Mapping[str, Evaluation] = {"champion": theirs}
-    versions = {"champion": before.version}
+    known = [judged]
     if policy.rule == NOT_WORSE and verdict.best not in (champion.digest, model.digest):
         _, best = evaluate_stored(judgement, verdict.best)
         assert best is not None  # a person who promotes a model of another task makes it the best
-        others, versions = {**others, BEST: best}, {**versions, BEST: verdict.best}
+        others, known = {**others, BEST: best}, [judged, read_judged(registry, verdict.best)]
     slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
-    ours, others = leave_out_seen(judgement, ours, others, versions)
+    ours, others = leave_out_seen(judgement, ours, others, [each for each in known if each is not None])
     slices = {name: np.flatnonzero(np.isin(ours.places, places)) for name, places in slices.items()}
     theirs = others["champion"]
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
@@ -243,7 +245,16 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     return PROMOTED, decisive[0].reason
 
 
-def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evaluation, before: Entry) -> str:
+def read_judged(registry: Registry, name: str, manifest: str = "") -> JudgedSamples | None:
+    """Read the samples that a version was trained and judged on. Returns None if the version does not keep them."""
+    version = registry.read_version(name, manifest)
+    kept = SAMPLES in version.files
+    return JudgedSamples.read(registry.read_version_file(version, SAMPLES)) if kept else None
+
+
+def question_champion(
+    judgement: Judgement, champion: SavedModel, theirs: Evaluation, before: Entry, judged: JudgedSamples | None
+) -> str:
     """Return why the champion's answers today cannot be those of the released model, or "" if nothing is wrong.
 
     Adds the Checks of this to the verdict, and the champion's score at its release.
@@ -255,8 +266,7 @@ def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evalua
     if known:
         verdict.champion_at_release = released.challenger_score
     added, weights = list[Check | None](), [model.sidecar.get("class_weights") for model in (champion, judgement.model)]
-    if SAMPLES in version.files and (theirs.classifies or weights[0] == weights[1]):
-        judged = JudgedSamples.read(registry.read_version_file(version, SAMPLES))
+    if judged is not None and (theirs.classifies or weights[0] == weights[1]):
         then, now = match_once(judged.tested, judgement.tested)
         answers = judged.answers[then], list_answers(theirs)[now]
         added.append(checks.check_repeated_answers(*answers, classifies=theirs.classifies))
@@ -270,27 +280,21 @@ def question_champion(judgement: Judgement, champion: SavedModel, theirs: Evalua
         shown = [replace(check, passed=True, rule="") for check in shown]
     verdict.checks += shown
     reasons = [check.reason for check in shown if not check.passed]
-    return (
-        "; ".join([*reasons, "find out what changed (an id must stay with its sample), or promote by hand"])
-        if reasons
-        else ""
-    )
+    fix = ["find out what changed (an id must stay with its sample), or promote by hand"]
+    return "; ".join(reasons + fix) if reasons else ""
 
 
 def leave_out_seen(
-    judgement: Judgement, ours: Evaluation, others: Mapping[str, Evaluation], versions: Mapping[str, str]
+    judgement: Judgement, ours: Evaluation, others: Mapping[str, Evaluation], judged: Sequence[JudgedSamples]
 ) -> tuple[Evaluation, Mapping[str, Evaluation]]:
     """Return the evaluations without samples that one of the other models was trained on, if the policy says so.
 
-    ``versions`` are the versions of ``others`` by the same names. Adds a Check that names the samples' share.
+    ``judged`` are the samples of the other models. Adds a Check that names the share of samples left out.
     """
-    registry, verdict, tested = judgement.registry, judgement.verdict, judgement.tested
-    seen = np.zeros(ours.samples, dtype=np.bool_)
-    for version in map(registry.read_version, versions.values()):
-        if SAMPLES in version.files and len(tested):
-            judged = JudgedSamples.read(registry.read_version_file(version, SAMPLES))
-            # A number that was on both sides names no sample, such as a customer's whose last month was a test.
-            seen |= np.isin(tested, np.setdiff1d(judged.trained, judged.tested))
+    verdict, tested, seen = judgement.verdict, judgement.tested, np.zeros(ours.samples, dtype=np.bool_)
+    for each in judged if len(tested) else ():
+        # A number that was on both sides names no sample, such as a customer's whose last month was a test.
+        seen |= np.isin(tested, np.setdiff1d(each.trained, each.tested))
     count = int(seen.sum())
     if not count:
         return ours, others

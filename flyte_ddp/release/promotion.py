@@ -20,10 +20,9 @@ from flyte_ddp.release.registry import (
     LostError,
     Registry,
     Version,
-    has_same_fit,
-    read_task,
     replay_promotions,
 )
+from flyte_ddp.release.task import POSITIVE, has_same_fit, read_task
 from flyte_ddp.release.verdict import Released, Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -52,7 +51,7 @@ def store_version(
         own, other = (
             {"model": each["model"], "threshold": each.get("threshold"), **read_task(each)} for each in sidecars
         )
-        changed = [field for field, value in own.items() if other[field] != value]
+        changed = [field for field, value in own.items() if field != POSITIVE and other[field] != value]
         if changed := changed + [PREPROCESSING] * (not has_same_fit(*sidecars)):
             raise UserError(
                 f"version {name[:12]} is in the registry already, with another {changed[0]}: equal weights are one "

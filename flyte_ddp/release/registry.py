@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from flyte_ddp import storage
-from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import SIDECAR, WEIGHTS, file_digest, replace_file
-from flyte_ddp.text.formatting import describe_input, join_first
+from flyte_ddp.text.formatting import join_first
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 MANIFEST = "manifest.json"
@@ -384,40 +383,6 @@ def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entr
             taken_back[standing.pop().version] = entry
         taken_back.pop(entry.version, None)
     return standing, taken_back
-
-
-def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what comparable models share, which their users depend on.
-
-    Of rows the names of the columns count, in any order. Of other inputs the shape counts, as each data set has its own
-    mean.
-    """
-    rows = sidecar.get(PREPROCESSING, {}).get("rows")
-    return {
-        "objective": sidecar.get("objective", "classification"),  # older sidecars name none
-        "objective's options": sidecar.get("options", {}).get("objective", {}),
-        "target shape": sidecar.get("target_shape", []),
-        "classes": sidecar["classes"],
-        "positive class": find_positive_class(sidecar),
-        "input": describe_input(sidecar["input"]) if rows is None else f"rows of {', '.join(sorted(rows))}",
-    }
-
-
-def find_positive_class(sidecar: Mapping[str, Any]) -> str:
-    """Return the second of two classes if the main measure or a threshold depends on which one that is, else ""."""
-    select_by = sidecar.get("hyperparameters", {}).get("select_by", "")
-    depends = select_by in ("f1", "average_precision") or sidecar.get("threshold") is not None
-    return str(sidecar["classes"][1]) if depends and len(sidecar["classes"]) == 2 else ""
-
-
-def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether what was fitted for two models is equal, or was fitted to equal data.
-
-    Pickles of equal objects may differ, such as of sets of texts.
-    """
-    fits = [sidecar.get(PREPROCESSING, {}).get("sha256", "") for sidecar in (one, other)]
-    data = [sidecar.get("digests", {}).get("data", "") for sidecar in (one, other)]
-    return bool(fits[0] == fits[1] or data[0] == data[1] != "")
 
 
 def revision_folder(name: str, number: int) -> str:

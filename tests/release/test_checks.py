@@ -13,9 +13,9 @@ from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.registry import read_task
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.statistics import compare_scores
+from flyte_ddp.release.task import read_task
 from flyte_ddp.release.verdict import Check
 
 LABELS = np.arange(10_000) % 10

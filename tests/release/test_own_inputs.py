@@ -22,8 +22,9 @@ from flyte_ddp.predict.prediction_batches import SavedModel, order_targets
 from flyte_ddp.release import checks
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import COMPARE, Policy
-from flyte_ddp.release.registry import Registry, read_task
+from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.samples import match_once
+from flyte_ddp.release.task import read_task
 from flyte_ddp.run import Result
 
 HP = Hyperparameters(

@@ -1,0 +1,51 @@
+"""What a model does for its users, by which models are comparable."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
+from flyte_ddp.text.formatting import describe_input
+
+REORDERED = ("classification", "multilabel", "segmentation")  # objectives whose outputs [N, K, ...] are of K classes
+POSITIVE = "positive class"  # key of a task: the second of two classes, where a measure or a threshold depends on it
+
+
+def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what comparable models share, which their users depend on.
+
+    Of rows the names of the columns count, in any order. Of other inputs the shape counts, as each data set has its own
+    mean.
+    """
+    rows = sidecar.get(PREPROCESSING, {}).get("rows")
+    return {
+        "objective": sidecar.get("objective", "classification"),  # older sidecars name none
+        "objective's options": sidecar.get("options", {}).get("objective", {}),
+        "target shape": sidecar.get("target_shape", []),
+        "classes": sidecar["classes"],
+        POSITIVE: find_positive_class(sidecar),
+        "input": describe_input(sidecar["input"]) if rows is None else f"rows of {', '.join(sorted(rows))}",
+    }
+
+
+def find_positive_class(sidecar: Mapping[str, Any]) -> str:
+    """Return the second of two classes if the main measure or a threshold depends on which one that is, else ""."""
+    select_by = sidecar.get("hyperparameters", {}).get("select_by", "")
+    depends = select_by in ("f1", "average_precision") or sidecar.get("threshold") is not None
+    return str(sidecar["classes"][1]) if depends and len(sidecar["classes"]) == 2 else ""
+
+
+def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether what was fitted for two models is equal, or was fitted to equal data.
+
+    Pickles of equal objects may differ, such as of sets of texts.
+    """
+    fits = [sidecar.get(PREPROCESSING, {}).get("sha256", "") for sidecar in (one, other)]
+    data = [sidecar.get("digests", {}).get("data", "") for sidecar in (one, other)]
+    return bool(fits[0] == fits[1] or data[0] == data[1] != "")
+
+
+def is_reordered(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> bool:
+    """Return whether both have the same classes, and the outputs' order can be changed without another meaning."""
+    if challenger["objective"] not in REORDERED or challenger[POSITIVE] or champion[POSITIVE]:
+        return False
+    return sorted(challenger["classes"]) == sorted(champion["classes"])
