@@ -161,7 +161,7 @@ def test_registration_sends_everything_and_activates_what_it_is_told_to(clone: P
         ended = register(clone, *cluster, *options)
     assert ended.exit_code == 0, ended.output
     created = [*admin.tasks, *admin.workflows, *admin.launch_plans]
-    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (22, 13, 16)
+    assert (len(admin.tasks), len(admin.workflows), len(admin.launch_plans)) == (23, 13, 16)
     assert {(entity.id.project, entity.id.domain) for entity in created} == {("vision", "production")}
     [registered] = {entity.id.version for entity in created}
     assert registered.startswith(f"{commit(clone)}-gpu-")
