@@ -119,7 +119,7 @@ def describe_objects(array: NDArray[Any]) -> NDArray[Any]:
         numbers[~missing] = known
         return numbers
     if known and all(hasattr(value, "toordinal") for value in known):
-        dates = np.full(len(array), np.datetime64("NaT"), "M8[s]")
+        dates = np.full(len(array), np.datetime64("NaT", "s"))
         dates[~missing] = [np.datetime64(str(value)[:19]) for value in known]
         return describe_values(dates)
     return np.array([MISSING if bad else str(value) for bad, value in zip(missing, array, strict=True)], dtype=np.str_)
