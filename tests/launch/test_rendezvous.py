@@ -93,6 +93,32 @@ def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(meeting: Meeti
     assert time.monotonic() - begin < connection.HELLO_SECONDS / 2
 
 
+def test_many_strangers_keep_no_agent_away_and_hold_few_threads(meeting: Meeting) -> None:
+    crowd = meeting.strangers(3 * connection.MOST_UNPROVED)
+    came = start_thread(lambda: meeting.agent(0))
+    meeting.gather(1)
+    came.join()
+    assert threading.active_count() < connection.MOST_UNPROVED + 20
+    assert is_turned_away(crowd[0]), "before its ten seconds are over"
+
+
+def test_strangers_at_the_limit_of_threads_do_not_end_the_accepting(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a pod's limit of processes is reached, which the kernel does not apply to root."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for stranger in meeting.strangers(3):
+            assert is_turned_away(stranger)
+    came = start_thread(lambda: meeting.agent(0))
+    meeting.gather(1)
+    came.join()
+
+
 def test_of_two_agents_of_one_rank_the_later_counts(meeting: Meeting) -> None:
     """The engine has sent it because the other one is gone."""
     group: list[RankHandle] = []
@@ -161,7 +187,7 @@ def test_an_agent_of_another_build_is_told_to_be_like_this_one(meeting: Meeting)
 
     def old_one_comes() -> None:
         [other] = meeting.strangers(1)
-        with connection.authenticated_pipe(other, meeting.rendezvous.key, connection.AGENT, 60.0) as pipe:
+        with connection.authenticated_pipe(other, meeting.rendezvous.key, connection.AGENT) as pipe:
             pipe.send({"rank": 0, "host": "h", "code": "another", "clock": 1.0})
         is_turned_away(pipe)
 

@@ -13,7 +13,7 @@ from flyte_ddp.monitor.course import draw_course
 from flyte_ddp.monitor.page import describe_new, draw_distributions, pool_new, write_page
 from flyte_ddp.monitor.watch import Watched
 from flyte_ddp.monitor.window import ColumnChange, Window
-from flyte_ddp.report.figures import Picture
+from flyte_ddp.report.figures import BLUE, Picture, Series, draw_line_chart
 
 WINDOW = Window(
     version="1" * 64,
@@ -40,6 +40,16 @@ NORMAL = np.random.default_rng(0).normal(size=600)
 )
 def test_almost_equal_numbers_are_drawn(reference: np.ndarray, window: np.ndarray) -> None:
     assert draw_distributions("x", reference, window).count("<path") > 4
+
+
+@pytest.mark.parametrize("name", ["$0_$50", "$50_$100", "$0-$50", "$x_{$", r"\\alpha $\\frac$"])
+def test_dollar_signs_in_names_are_drawn_as_they_are(name: str) -> None:
+    """They are prices, and no mathematics, in categories, axes and legends."""
+    drawn = draw_distributions(name, np.array([name] * 50 + ["x"] * 50), np.array(["x"] * 100))
+    assert f">{name}</text>" in drawn
+    assert f">{name[:14]}</text>" in drawn
+    line = Series(name, [1, 2], [1.0, 2.0], BLUE)
+    assert f">{name}</text>" in draw_line_chart([line], x_label="step", y_label="loss")
 
 
 def test_unknown_numbers_are_drawn_at_the_right_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
+# Connections without a proof at the same time, each of which has a thread, and how long they may take if there are more.
+MOST_UNPROVED, CROWD_SECONDS = 64, 1.0
 WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
 LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
 # A host that is gone is noticed in 30 s, also if it does not confirm what it was sent (TCP_USER_TIMEOUT, milliseconds).
@@ -77,7 +79,10 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
                 connected.settimeout(None)
                 own_folder = None if folder == ticket.output_folder else folder
                 hello = {"rank": ticket.info.rank, "host": connected.getsockname()[0], "folder": own_folder}
-                with authenticated_pipe(connected, ticket.key, AGENT, CONNECT_SECONDS) as pipe:
+                with (
+                    shut_after(connected, CONNECT_SECONDS),
+                    authenticated_pipe(connected, ticket.key, AGENT) as pipe,
+                ):
                     pipe.send({**hello, "code": package_digest()})
                     return pipe  # which stays open after the block
         except (OSError, EOFError, AuthenticationError) as error:
@@ -116,16 +121,21 @@ class WorkerConnection:
 
 @contextmanager
 def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQueue[WorkerConnection]]:
-    """Accept agents during the block, in threads; yield the queue of those that have proved that they know the key."""
+    """Accept agents during the block, in threads; yield the queue of those that have proved that they know the key.
+
+    While there are MOST_UNPROVED connections without a proof, others wait for up to CROWD_SECONDS.
+    """
     arrived, over = queue.SimpleQueue[WorkerConnection](), threading.Event()
+    unproved: dict[socket.socket, float] = {}  # since when
 
     def queue_if_authenticated(connected: socket.socket) -> None:
         with (
             suppress(OSError, EOFError, AuthenticationError),
             connected,
-            authenticated_pipe(connected, key, LAUNCHER, HELLO_SECONDS) as pipe,
+            authenticated_pipe(connected, key, LAUNCHER) as pipe,
         ):
             hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+            unproved.pop(connected, None)
             # Another build's hello may have more values, or fewer: gather_agents compares ``code``.
             said: dict[str, Any] = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
             seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
@@ -133,12 +143,22 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
 
     def accept() -> None:
         while not over.is_set():
+            patience = CROWD_SECONDS if len(unproved) >= MOST_UNPROVED else HELLO_SECONDS
+            for known, begin in [*unproved.items()]:
+                if (known.fileno() < 0 or time.monotonic() > begin + patience) and unproved.pop(known, None):
+                    shut_connection(known)
+            if len(unproved) >= MOST_UNPROVED:
+                time.sleep(POLL_SECONDS)
+                continue
             try:
                 connected, _ = server.accept()
+                unproved[connected] = time.monotonic()
+                # In a thread, so that a slow peer delays no other.
+                threading.Thread(target=queue_if_authenticated, args=[connected], name="agent", daemon=True).start()
             except OSError:  # it is over, nobody is there, the peer has gone again, or too many files are open
                 time.sleep(POLL_SECONDS)
-            else:  # in a thread, so that a slow peer delays no other
-                threading.Thread(target=queue_if_authenticated, args=[connected], name="agent", daemon=True).start()
+            except RuntimeError:  # the limit of threads is reached
+                connected.close()
 
     server.settimeout(WAIT_SECONDS)  # where shutting the server down does not end accept()
     accepting = threading.Thread(target=accept, name="agents", daemon=True)
@@ -155,19 +175,15 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
 
 
 @contextmanager
-def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, seconds: float) -> Iterator[Connection]:
+def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes) -> Iterator[Connection]:
     """Yield a pipe to a peer after both sides have proved by an HMAC of random bytes that they know the key.
 
-    ``role`` is this side's: LAUNCHER or AGENT. Ends the connection if proof and block take longer than ``seconds``. The
-    pipe stays open after the block, unless proof or block raises.
+    ``role`` is this side's: LAUNCHER or AGENT. The pipe stays open after the block, unless proof or block raises.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    timer = threading.Timer(seconds, shut_connection, [connected])
-    timer.daemon = True
-    timer.start()
     pipe = Connection(os.dup(connected.fileno()))
     try:
         challenge = secrets.token_bytes(32)
@@ -181,6 +197,16 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, second
     except BaseException:
         pipe.close()
         raise
+
+
+@contextmanager
+def shut_after(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """End the connection if the block takes longer than ``seconds``."""
+    timer = threading.Timer(seconds, shut_connection, [connected])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
         timer.cancel()
 
