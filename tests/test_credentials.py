@@ -21,6 +21,7 @@ from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.shards.__main__ import shards
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.scanning import create_index
+from flyte_ddp.text.credentials import refuse_credentials
 
 URL = "https://me:hidden@data.example.com/x"
 
@@ -46,6 +47,39 @@ def test_an_address_with_a_password_is_refused(use: str, tmp_path: Path) -> None
         USES[use](tmp_path)
     assert "hidden" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", [
+    "https://me:hid/den@data.example.com/x",
+    "https://me:hid?den@data.example.com/x",
+    "https://me:hid#den@data.example.com/x",
+    "https://me:hid den@data.example.com/x",
+    "https:/me:hidden@data.example.com/x",
+    r"https:\\me:hidden@data.example.com\x",
+    "HTTPS://me:hid/den@data.example.com/x",
+    "s3://key:hid/den@bucket/x",
+    "gs://key:12/den@bucket/x",
+    "shards:s3://key:hid/den@bucket/{0..3}.tar",
+])  # fmt: skip
+def test_secrets_may_have_what_ends_a_servers_name(address: str) -> None:
+    with pytest.raises(UserError, match="has a user name or a password") as caught:
+        refuse_credentials("data_source", address)
+    assert not any(part in str(caught.value) for part in ("hid", "den@", "12"))
+
+
+@pytest.mark.parametrize("address", [
+    "https://data.example.com:8080/a:b@c?x=1&sig=a%3Ab",
+    "http://[::1]:9000",
+    "http://[2001:db8::1]/x",
+    "s3://bucket/2026-11-28T10:00:00/me@home.tar",
+    '{"endpoint": "http://localhost:9000", "time": "10:00"}',
+    "http://a.example.com:80/x,http://b.example.com:81/y",
+    "see http://localhost:80, or (s3://bucket/x): both",
+    "file.py:make",
+    "hdfs:/home/x",
+])  # fmt: skip
+def test_addresses_without_a_secret(address: str) -> None:
+    refuse_credentials("data_source", address)
 
 
 def test_an_index_that_has_one(tmp_path: Path) -> None:

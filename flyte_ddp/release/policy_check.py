@@ -8,7 +8,7 @@ from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.scores import needs_calls, refuse_many_calls
-from flyte_ddp.release.slices import group_by_slice, read_id_table
+from flyte_ddp.release.slices import group_by_slice, read_slices
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.validation.profile import DataProfile
 
@@ -21,7 +21,7 @@ def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test
     """
     samples = profile.test.samples
     if policy.slices and encoded_kind(hp.dataset):
-        read_id_table("slices", "slice", policy.slices)
+        read_slices(policy.slices)
     elif policy.slices:
         group_by_slice(policy.slices, test_ids or [*map(str, range(samples))], ())
     if ":" in hp.objective and not isinstance(load_callable(hp.objective), type):

@@ -20,21 +20,36 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
     try:
         text = content.decode("utf-8-sig")  # Excel begins its files with a byte order mark
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        return [(table.line_num, row["id"], row[column]) for row in table]
-    except (UnicodeDecodeError, csv.Error, KeyError) as error:
+        if not {"id", column} <= {*(table.fieldnames or ())}:
+            raise csv.Error(f"its first line is {text.partition(chr(10))[0].rstrip()!r}")  # noqa: TRY301 (one message)
+        rows = []
+        for row in table:
+            if None in row:
+                raise csv.Error(f"line {table.line_num} has more cells than the first line")  # noqa: TRY301 (as above)
+            rows.append((table.line_num, row["id"], row[column]))
+    except (UnicodeDecodeError, csv.Error) as error:
         rule = f"must be CSV in UTF-8 with the columns id and {column}"
-        reason = f"its first line is {text.splitlines()[0]!r}" if isinstance(error, KeyError) else error
-        raise UserError(f"{setting}={address!r}: {rule} ({reason})") from None
+        raise UserError(f"{setting}={address!r}: {rule} ({error})") from None
+    return rows
+
+
+def read_slices(address: str) -> list[tuple[int, str, str]]:
+    """Return line number, id and slice of each row of a CSV file; UserError if the file has no rows."""
+    rows = read_id_table("slices", "slice", address)
+    if not rows:
+        rule = "has no rows, so that no slice would be checked"
+        raise UserError(f"slices={address!r}: {rule}; write the file again, or leave slices out")
+    return rows
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
     """Return the ascending positions in ``ids`` of each slice's samples.
 
-    Raises UserError for an id in neither list, and for a line without a slice.
+    Raises UserError for an id in neither list, for a line without a slice, and for a file without rows.
     """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}
-    for line, sample, name in read_id_table("slices", "slice", address):
+    for line, sample, name in read_slices(address):
         if name and sample in places:
             members.setdefault(name, set()).add(places[sample])
         elif not name or sample not in undecoded:

@@ -5,6 +5,10 @@ import re
 from flyte_ddp.errors import UserError
 
 USER_INFO = re.compile(r"(://)[^/?#\s]*@")
+# The start of an address, also with one slash or with backslashes, and what should be its server or bucket.
+START = re.compile(r"([a-z][a-z0-9+]*):[/\\]{1,2}([^/\\?#\s\"']*)", re.IGNORECASE)
+PORT = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?\W*")  # a server and its port, and what may follow in a text
+BUCKETS = ("s3", "gs", "az")
 
 
 def mask_credentials(text: str) -> str:
@@ -13,8 +17,17 @@ def mask_credentials(text: str) -> str:
 
 
 def refuse_credentials(name: str, value: str) -> None:
-    if USER_INFO.search(value):
-        raise UserError(
-            f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown "
-            "wherever the address is; put them into ~/.netrc, or into the file that NETRC names"
-        )
+    """Raise a UserError if an address in ``value`` has a user name or a password.
+
+    A secret with "/", "?", "#" or a space ends what looks like a server, so a colon without a port counts, too.
+    """
+    for found in START.finditer(value):
+        kind, server = found.groups()
+        colon = ":" in server.rstrip(":") if kind.lower() in BUCKETS else not PORT.fullmatch(server)
+        if "@" in server or colon:
+            place = found.start(2)
+            rest = "@" + value.rpartition("@")[2] if "@" in value[place:] else ""
+            raise UserError(
+                f"{name}={value[:place] + '***' + rest!r}: has a user name or a password, which would be kept and "
+                "shown wherever the address is; put them into ~/.netrc, or into the file that NETRC names"
+            )

@@ -130,6 +130,11 @@ def test_slices(tmp_path: Path) -> None:
     for content, said in (
         (b"a,b\n0,1\n", "must be CSV in UTF-8 with the columns id and slice"),
         (b"id,slice\n0\n", "id '0' in line 2 has no slice; correct it"),
+        (b"", "must be CSV in UTF-8 with the columns id and slice"),
+        (b"\n", "must be CSV in UTF-8 with the columns id and slice"),
+        (b"foo,bar\n", "must be CSV in UTF-8 with the columns id and slice \\(its first line is 'foo,bar'"),
+        (b"id,slice\n", "has no rows, so that no slice would be checked; write the file again"),
+        (b"id,slice\n0,day,2\n", "line 2 has more cells than the first line"),
         (b"id,slice\n0,n\xe4chts\n", "must be CSV in UTF-8"),
     ):
         table.write_bytes(content)
