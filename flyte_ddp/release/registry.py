@@ -21,7 +21,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -38,13 +38,14 @@ from flyte_ddp.text.formatting import join_first
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 MANIFEST = "manifest.json"
 BEGINNING = re.compile(r"[0-9a-f]{12,64}")  # of a version's name
+DIGEST = re.compile(r"[0-9a-f]{64}")
 MOST = 12  # versions that an error lists
 LISTED = re.compile(rf"(?:([0-9]+)/)?{re.escape(MANIFEST)}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
 PROBE = ".creates-once"  # no model's name; a file that shows whether the storage refuses to replace files
-DAMAGED = (ValueError, TypeError, KeyError, AttributeError)  # errors of parsing JSON that is not what was written
+DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # errors of parsing JSON that is not what was written
 
 Value = TypeVar("Value")
 
@@ -66,9 +67,14 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file; ValueError, TypeError or KeyError if malformed."""
+        """Parse the content of an entry's file; one of DAMAGED if malformed."""
         values = {**json.loads(content), "digest": content_digest(content)}
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        entry = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        if any(type(getattr(entry, field.name)) is not field.type for field in dataclasses.fields(cls)):
+            raise TypeError("a value is of another type than its field")
+        if entry.action not in (PROMOTE, ROLLBACK) or not all(map(DIGEST.fullmatch, (entry.version, entry.manifest))):
+            raise ValueError("the action, the version or the manifest cannot be what was written")
+        return entry
 
 
 class LostError(UserError):
@@ -226,20 +232,46 @@ class Registry:
             )
 
     def read_champion(self) -> Entry | None:
-        """Return the last entry of the log, which names the champion; None if nothing was promoted."""
+        """Return the last entry of the log, which names the champion; None if nothing was promoted.
+
+        Older entries may be lost. Raises UserError if the last entry does not follow those that are there.
+        """
         numbers = self.list_entry_numbers()
-        return self.read_entry(numbers[-1]) if numbers else None
+        if not numbers:
+            return None
+        entry = self.read_entry(numbers[-1])
+        before = entry.number - 1
+        others = self.read_entries([before] if before in numbers else numbers[:-1])
+        digests = {other.number: other.digest for other in others}
+        if before in (0, *digests):
+            follows = entry.previous == digests.get(before, "")
+        else:  # the entry before is lost; a copy of an older entry follows one that is there
+            follows = entry.previous not in ("", *digests.values())
+        if not follows:
+            raise self.altered_error(entry)
+        return entry
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
         """Return all entries, oldest first; UserError if one up to ``at_least`` is missing, or an older one altered."""
-        last = max([at_least, *self.list_entry_numbers()])
-        with ThreadPoolExecutor(READERS) as pool:
-            entries = [*pool.map(self.read_entry, range(1, last + 1))]
+        numbers = self.list_entry_numbers()
+        present = {*numbers}
+        missing = next(number for number in itertools.count(1) if number not in present)
+        if missing <= max([at_least, *numbers[-1:]]):
+            rest = f"entries up to {numbers[-1]} are there" if numbers else "the log is empty"
+            raise UserError(f"{self.entry_address(missing)} is missing; restore it, as no entry may be deleted ({rest})")
+        entries = [*self.read_entries(numbers)]
         for before, entry in itertools.pairwise([None, *entries]):
             if entry is not None and entry.previous != (before.digest if before else ""):
-                said = "does not follow the entry before it: one of the two was altered; restore them"
-                raise UserError(f"{self.entry_address(entry.number)} {said}")
+                raise self.altered_error(entry)
         return entries
+
+    def read_entries(self, numbers: Sequence[int]) -> list[Entry]:
+        with ThreadPoolExecutor(READERS) as pool:
+            return [*pool.map(self.read_entry, numbers)]
+
+    def altered_error(self, entry: Entry) -> UserError:
+        rule = "does not follow the entry before it: one of the two was altered"
+        return UserError(f"{self.entry_address(entry.number)} {rule}; restore them, or delete a stray copy")
 
     def list_entry_numbers(self) -> list[int]:
         return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
@@ -379,8 +411,10 @@ def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entr
     for entry in history:
         if entry.action == PROMOTE:
             standing.append(entry)
-        else:
+        elif standing:
             taken_back[standing.pop().version] = entry
+        else:
+            raise UserError(f"entry {entry.number} of the log: rolls back, but no promotion is in force; restore the log")
         taken_back.pop(entry.version, None)
     return standing, taken_back
 

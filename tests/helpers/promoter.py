@@ -11,13 +11,14 @@ from typing import Any
 from flyte_ddp import storage
 from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.release.promotion import apply_verdict, store_version
-from flyte_ddp.release.registry import Entry, LostError, Registry
+from flyte_ddp.release.registry import Entry, LostError, Registry, content_digest
 from flyte_ddp.release.verdict import Verdict
 
 
 def append(registry: Registry, before: Entry | None, who: str = "somebody", manifest: str = "m") -> Entry:
     """Append an entry that promotes a version called like its author; return the entry."""
-    values = {"version": who, "manifest": manifest, "best": who, "reason": "why not"}
+    digests = {"version": content_digest(who.encode()), "manifest": content_digest(manifest.encode())}
+    values = {**digests, "best": digests["version"], "reason": "why not"}
     return registry.append_entry(before, by=who, action="promote", **values)
 
 

@@ -1,5 +1,6 @@
 """The registry's log: one winner for each number, whoever is killed and whatever is lost."""
 
+import json
 from pathlib import Path
 
 import promoter
@@ -8,7 +9,7 @@ from faulty_proxy import Proxy, faulty_proxy
 from s3_server import S3Server
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.registry import Registry, replay_promotions
 
 
 @pytest.mark.slow
@@ -66,6 +67,7 @@ def test_a_lost_entry_stops_promotions_and_no_prediction(gone: int, three: Regis
     [
         ("log/00000001.json", "", "", "log/00000002.json does not follow the entry before it: one of the two was"),
         ("log/00000001.json", "{", "", "log/00000001.json is damaged; restore it"),
+        ("log/00000002.json", "", "does not follow", "log/00000003.json does not follow the entry before it"),
         ("log/00000003.json", "{", "damaged", "log/00000003.json is damaged; restore it"),
     ],
 )
@@ -80,6 +82,36 @@ def test_what_was_altered_is_named(name: str, content: str, of_champion: str, sa
             three.read_champion()
     else:
         assert three.read_champion() == last
+
+
+@pytest.mark.parametrize("number", [4, 5, 300_000])
+def test_a_stray_copy_of_an_entry_is_no_champion(number: int, three: Registry) -> None:
+    """It is named at once, however large its number is."""
+    content = json.loads(Path(three.entry_address(1)).read_text()) | {"number": number}
+    Path(three.entry_address(number)).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{number:08}.json does not follow the entry before it.* delete a stray copy"):
+        three.read_champion()
+    with pytest.raises(UserError, match="does not follow" if number == 4 else "log/00000004.json is missing; restore"):
+        three.read_log()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"action": "burn"}, {"version": 0}, {"manifest": "x"}, {"best": None}, {"number": True}, {"reason": ["why"]}],
+)
+def test_an_entry_of_another_form_is_damaged(wrong: dict[str, object], three: Registry) -> None:
+    path = Path(three.entry_address(3))
+    for content in (json.dumps(json.loads(path.read_text()) | wrong), "[" * 100_000, "[]", "null"):
+        path.write_text(content)
+        with pytest.raises(UserError, match="log/00000003.json is damaged; restore it"):
+            three.read_champion()
+
+
+def test_a_rollback_of_nothing_is_named(three: Registry) -> None:
+    path = Path(three.entry_address(1))
+    path.write_text(path.read_text().replace("promote", "rollback"))
+    with pytest.raises(UserError, match="entry 1 of the log: rolls back, but no promotion is in force"):
+        replay_promotions([three.read_entry(1)])
 
 
 def test_a_right_that_is_missing_is_an_error(s3: tuple[S3Server, Proxy], bucket: str, monkeypatch) -> None:
