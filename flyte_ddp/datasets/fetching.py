@@ -13,7 +13,7 @@ from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.prepared_folder import read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
-from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.errors import UserError, print_to_stderr, unknown_name_error
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress
 
@@ -52,8 +52,8 @@ def fetch(
 ) -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
-    Does nothing if ``folder`` holds this data set of this source and can be opened (digests are not compared); replaces
-    one that cannot. Does not notice changed content of the same source: put the :func:`fingerprint` into the folder's
+    Does nothing if ``folder`` holds this data set of this source, unchanged since; replaces one that is damaged, and
+    says so. Does not notice changed content of the same source: put the :func:`fingerprint` into the folder's
     name. Calls the code of a ``package.module:callable``, whose errors are not caught.
 
     Args:
@@ -117,10 +117,11 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened (digests are not compared) and has this release's format."""
+    """Return whether a prepared data set can be opened and has this release's format; print why it cannot."""
     try:
         open_prepared(folder)
-    except (UserError, OSError):
+    except (UserError, OSError) as error:
+        print_to_stderr(f"{str(error).partition(';')[0]}; it is fetched again")
         return False
     return True
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, OF_CLASSES, check_positives, check_select_by, encoded_kind
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_demand
@@ -29,10 +30,14 @@ SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, s
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written; arrays and file lists are memory-mapped."""
+    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written; arrays and file lists are memory-mapped.
+
+    Raises UserError for a folder that is damaged, or has a file that has changed since.
+    """
     description = read_description(folder)
     if not FORMAT.items() <= description.items():
         raise UserError(f"{folder}: was prepared by another release; delete the folder and fetch it again")
+    prepared_folder.verify_files(folder, description.get(prepared_folder.FILES, {}))
     if LEAVES in description:
         return open_arrays(folder)
     return open_on_demand(folder) if ON_DEMAND in description else open_encoded_set(folder)

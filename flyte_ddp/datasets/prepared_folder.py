@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import atomic_write
+from flyte_ddp.files import atomic_write, file_digest, file_version, list_files
 
 WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays of sets that have them
 DESCRIPTION = "dataset.json"
+FILES = "files"  # key in DESCRIPTION of the SHA-256 of each other file
+VERIFIED = "verified.json"  # the version of each file when the file was last hashed
 TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
 FORMAT = {"format": 3}  # version of prepared folders; raise it when the same source is prepared to other content
 
@@ -67,7 +69,29 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
 
 def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, digest: str, test_digest: str) -> None:
     of_all = {**FORMAT, "name": data.name, "classes": data.classes, "digest": digest, TEST_DIGEST: test_digest}
-    write_json(folder / DESCRIPTION, {**of_all, **content}, indent=1)
+    files = {str(path.relative_to(folder)): path for path in list_files(folder)}
+    digests = {name: file_digest(path) for name, path in files.items()}
+    write_json(folder / VERIFIED, {name: file_version(path) for name, path in files.items()})
+    write_json(folder / DESCRIPTION, {**of_all, **content, FILES: digests}, indent=1)
+
+
+def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raise a UserError for a file that has changed since it was prepared; hash each file once for each change.
+
+    What was verified is kept in the folder. In a folder that is read-only, each call hashes the files again.
+    """
+    known: Any = {}
+    with suppress(OSError, ValueError):
+        known = json.loads((folder / VERIFIED).read_bytes())
+    versions = {name: [*(file_version(folder / name) or ())] for name in digests}
+    if known == versions:
+        return
+    for name, digest in digests.items():
+        if versions[name] != known.get(name) and (not versions[name] or file_digest(folder / name) != digest):
+            problem = f"{name} has changed since it was prepared" if versions[name] else f"{name} is missing"
+            raise damaged_set_error(folder, problem)
+    with suppress(OSError):
+        write_json(folder / VERIFIED, versions)
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
@@ -110,5 +134,8 @@ def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        fix = "delete the folder and fetch it again"
-        raise UserError(f"{folder}: the prepared data set is damaged ({error}); {fix}") from error
+        raise damaged_set_error(folder, error) from error
+
+
+def damaged_set_error(folder: Path, problem: object) -> UserError:
+    return UserError(f"{folder}: the prepared data set is damaged ({problem}); delete the folder and fetch it again")

@@ -13,6 +13,7 @@ from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import END_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.link import RankInfo
+from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.machine import resources
 from flyte_ddp.machine.process import hide_main_script
 from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World
@@ -219,6 +220,6 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
         else:
             workers = num_ranks or resources.count_gpus() or min(resources.count_cores(), MOST_CPU_RANKS)
             with hide_main_script(), config.set(LESS_MONITORING):
-                cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
+                cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=f"{LOOPBACK}:0")
             client = Client(stack.enter_context(cluster))
         yield stack.enter_context(client)

@@ -27,7 +27,7 @@ from flyte_ddp.launch.remote import connection, rendezvous
 from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, write_exception
 from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
+from flyte_ddp.launch.supervise.network import LOOPBACK, host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
 from flyte_ddp.machine import process, resources
 from flyte_ddp.machine.process import SIGNALS, hide_main_script
@@ -38,7 +38,6 @@ from flyte_ddp.runs.work import Work
 RUN_ID = "TORCHELASTIC_RUN_ID"  # variable that is set in the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
 TICKET = "flyte-ddp ticket"  # key in Elastic's store
-LOOPBACK = "127.0.0.1"
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
 Value = TypeVar("Value")
@@ -80,12 +79,15 @@ def launch(work: Work, *, retries: int = 0) -> None:
         hide_main_script(),
         process.kill_new_descendants_at_end(),
     ):
+        # Elastic's stores have no password, and torch opens a TCP store to the whole network.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=work.world.num_ranks,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_endpoint=f"{logs}/store",
+            rdzv_configs={"store_type": "file"},
             run_id=secrets.token_hex(8),
             local_addr=LOOPBACK,
             max_restarts=retries,
@@ -94,7 +96,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
-            elastic_launch(config, run_local_worker)(work, secrets.token_hex(32))
+            elastic_launch(config, run_local_worker)(work, secrets.token_hex(32), f"{logs}/tickets")
         except ChildFailedError as error:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
@@ -146,7 +148,9 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     return RankError(f"rank {rank}: {first.message}")
 
 
-def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host) -> Value | None:
+def run_in_worker(
+    lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host, tickets: str = ""
+) -> Value | None:
     """Call ``lead`` in rank 0's worker, and return its value; in other workers call :func:`follow`.
 
     All workers raise the error of a failed run. They also pickle it, because Elastic hands it on as text alone.
@@ -154,32 +158,39 @@ def run_in_worker(lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_
     try:
         if is_leader():
             return lead()
-        follow(prepare)
+        follow(prepare, tickets)
     except BaseException as error:
         write_exception(error)
         raise
     return None
 
 
-def run_local_worker(work: Work, key: str) -> None:
-    """Do this Elastic worker's part of a run; put the run's secret, ``key``, into the environment."""
+def run_local_worker(work: Work, key: str, tickets: str) -> None:
+    """Do this Elastic worker's part of a run; put the run's secret, ``key``, into the environment.
+
+    ``tickets`` is the path of a file for the ranks' tickets, to which each restart adds its number.
+    """
     os.environ[KEY_VARIABLE] = key
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    tickets = f"{tickets}-{restarts}"
 
     def lead() -> None:
-        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
         why = "Elastic has started all ranks again"
-        run_as_rank_0(rendezvous.rewind_work(work, why) if again else work)
+        run_as_rank_0(work if restarts == "0" else rendezvous.rewind_work(work, why), tickets)
 
-    run_in_worker(lead)
+    run_in_worker(lead, tickets=tickets)
 
 
 def is_leader() -> bool:
     return os.environ["RANK"] == "0"
 
 
-def run_as_rank_0(work: Work) -> None:
-    """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run."""
-    store, info = connect_to_elastic(work.settings.timeout)
+def run_as_rank_0(work: Work, tickets: str = "") -> None:
+    """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run.
+
+    ``tickets`` is the path of a file for the ranks' tickets; empty: they go through Elastic's store.
+    """
+    store, info = open_ticket_store(work.settings.timeout, tickets)
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # no other host needs to reach this one
     hosts = (LOOPBACK,) if alone else host_addresses()
 
@@ -200,9 +211,9 @@ def run_as_rank_0(work: Work) -> None:
         thread.join()
 
 
-def follow(prepare: Prepare = Work.prepare_on_host) -> None:
+def follow(prepare: Prepare = Work.prepare_on_host, tickets: str = "") -> None:
     """Connect to rank 0, for up to an hour, and do the run's work as another rank; raise the error of a failed run."""
-    store, info = connect_to_elastic(RANK_0_SECONDS)
+    store, info = open_ticket_store(RANK_0_SECONDS, tickets)
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
@@ -222,11 +233,17 @@ def follow(prepare: Prepare = Work.prepare_on_host) -> None:
     )
 
 
-def connect_to_elastic(timeout: float) -> tuple[Any, RankInfo]:
-    """Return a client of Elastic's store, after a wait of up to ``timeout`` seconds for it, and this rank's place."""
-    from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
+def open_ticket_store(timeout: float, tickets: str) -> tuple[Any, RankInfo]:
+    """Return a store of the file ``tickets``, or a client of Elastic's store, and this rank's place.
+
+    Waits up to ``timeout`` seconds for Elastic's store.
+    """
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed import rendezvous as connect_to_store
 
     info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    if tickets:
+        return FileStore(tickets), info
     return next(iter(connect_to_store("env://", timeout=timedelta(seconds=timeout))))[0], info
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from flyte_ddp.errors import MachineError, RankError, UserError
 from flyte_ddp.launch.supervise.link import OfferSaving, RankInfo, SaveFunction, exception_message
-from flyte_ddp.launch.supervise.rank_handle import HOST
+from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.machine.process import kill_new_descendants_at_end
 from flyte_ddp.machine.resources import detect_world
@@ -26,7 +26,7 @@ def launch(work: Work) -> None:
     num_ranks = work.world.num_ranks
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
-    work = replace(work, world=replace(work.world, hosts=(HOST,)))
+    work = replace(work, world=replace(work.world, hosts=(LOOPBACK,)))
     with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(work) as offer_saving:
         try:
             run_rank(work, RankInfo(rank=0, world_size=1, local_rank=0), offer_saving)

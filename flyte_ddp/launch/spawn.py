@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from flyte_ddp.launch.supervise import fork_server, rank_handle
 from flyte_ddp.launch.supervise.link import RankInfo
-from flyte_ddp.launch.supervise.rank_handle import HOST, RankHandle
+from flyte_ddp.launch.supervise.network import LOOPBACK
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.machine.resources import detect_world
@@ -20,7 +21,7 @@ def launch(work: Work) -> None:
     """Do the work in processes of this machine, one for each rank; raise the launchers' errors."""
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
-    work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # this host has the data
+    work = replace(work, world=replace(work.world, hosts=(LOOPBACK,) * num_ranks), on_host="")  # this host has the data
     group: list[RankHandle] = []
     with catch_stop_signals() as stop, ExitStack() as at_end:
         store = ""  # where there are no files in memory, ranks find each other as on several hosts

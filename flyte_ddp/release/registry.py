@@ -45,7 +45,13 @@ PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
 PROBE = ".creates-once"  # no model's name; a file that shows whether the storage refuses to replace files
-DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # errors of parsing JSON that is not what was written
+DAMAGED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+)  # errors of parsing JSON that is not what was written
 
 Value = TypeVar("Value")
 
@@ -258,7 +264,9 @@ class Registry:
         missing = next(number for number in itertools.count(1) if number not in present)
         if missing <= max([at_least, *numbers[-1:]]):
             rest = f"entries up to {numbers[-1]} are there" if numbers else "the log is empty"
-            raise UserError(f"{self.entry_address(missing)} is missing; restore it, as no entry may be deleted ({rest})")
+            raise UserError(
+                f"{self.entry_address(missing)} is missing; restore it, as no entry may be deleted ({rest})"
+            )
         entries = [*self.read_entries(numbers)]
         for before, entry in itertools.pairwise([None, *entries]):
             if entry is not None and entry.previous != (before.digest if before else ""):
@@ -414,7 +422,9 @@ def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entr
         elif standing:
             taken_back[standing.pop().version] = entry
         else:
-            raise UserError(f"entry {entry.number} of the log: rolls back, but no promotion is in force; restore the log")
+            raise UserError(
+                f"entry {entry.number} of the log: rolls back, but no promotion is in force; restore the log"
+            )
         taken_back.pop(entry.version, None)
     return standing, taken_back
 

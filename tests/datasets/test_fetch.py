@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,8 +16,18 @@ from image_folders import all_files
 from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 from mounts import ALONE, need_mounts
 
-from flyte_ddp.datasets import DATASETS, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
+from flyte_ddp.datasets import (
+    DATASETS,
+    fetch,
+    fetching,
+    fingerprint,
+    is_whole,
+    open_arrays,
+    open_prepared,
+    prepared_folder,
+)
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import file_digest
 
 
 def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
@@ -62,7 +73,7 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str
     """Also where a copy of a prepared folder was cut short, or killed before it had copied all files."""
     (tmp_path / "data").mkdir()  # an empty folder is filled, too
     folder = fetch("digits", "", tmp_path / "data", progress="off")
-    before, path = all_files(folder), folder / f"{name}.npy"
+    before, path = content(folder), folder / f"{name}.npy"
     mapped = getattr(open_arrays(folder), name)
     path.unlink()  # whoever has mapped it keeps it
     if damage is not None:
@@ -71,9 +82,49 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str
         open_prepared(folder)
     assert not is_whole(folder)
     assert fetch("digits", "", folder, progress="off") == folder
-    assert all_files(folder) == before
+    assert content(folder) == before
     assert leftovers(tmp_path) == ["data"]
     np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
+
+
+def test_a_file_that_has_changed_since_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By who opens the folder; fetching it again mends it."""
+    folder = fetch("digits", "", tmp_path / "data", progress="off")
+    array = np.lib.format.open_memmap(folder / "train_targets.npy", mode="r+")
+    array[:] = (array + 1) % 10
+    array.flush()
+    with pytest.raises(UserError, match=r"is damaged \(train_targets.npy has changed since it was prepared\); delete"):
+        open_prepared(folder)
+    fetch("digits", "", folder, progress="off")
+    assert "train_targets.npy has changed since it was prepared); it is fetched again" in capsys.readouterr().err
+    np.testing.assert_array_equal((open_arrays(folder).train_targets + 1) % 10, array)
+
+
+def test_files_are_hashed_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch("digits", "", tmp_path / "data", progress="off")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    hashed = list[str]()
+    monkeypatch.setattr(prepared_folder, "file_digest", lambda path: (hashed.append(path.name), file_digest(path))[1])
+    for _ in range(2):
+        open_prepared(folder)
+        assert hashed == []
+    for _ in range(2):
+        open_prepared(copy)
+        assert sorted(hashed) == sorted(path.name for path in folder.glob("*.npy"))
+    (copy / "test_inputs.npy").touch()
+    open_prepared(copy)
+    assert hashed[4:] == ["test_inputs.npy"]
+    (copy / prepared_folder.VERIFIED).unlink()
+    monkeypatch.setattr(prepared_folder, "write_json", unwritable)
+    open_prepared(copy)
+
+
+def unwritable(*_: object) -> None:
+    raise PermissionError("as of a folder that is read-only")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {name: each for name, each in all_files(folder).items() if name != prepared_folder.VERIFIED}
 
 
 def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, monkeypatch) -> None:

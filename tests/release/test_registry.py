@@ -103,7 +103,7 @@ def test_an_entry_of_another_form_is_damaged(wrong: dict[str, object], three: Re
     path = Path(three.entry_address(3))
     for content in (json.dumps(json.loads(path.read_text()) | wrong), "[" * 100_000, "[]", "null"):
         path.write_text(content)
-        with pytest.raises(UserError, match="log/00000003.json is damaged; restore it"):
+        with pytest.raises(UserError, match=r"log/00000003.json is damaged; restore it"):
             three.read_champion()
 
 

@@ -25,7 +25,7 @@ from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
-# Connections without a proof at the same time, each of which has a thread, and how long they may take if there are more.
+# Connections without a proof at the same time, each with a thread, and how long they may take if there are more.
 MOST_UNPROVED, CROWD_SECONDS = 64, 1.0
 WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
 LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof

@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -15,6 +15,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link, OfferSaving, RankInfo
+from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.parallel import distributed
@@ -43,12 +44,13 @@ class Rank:
             if info.rank != 0 and link is not None:
                 host, port = link.receive_address(timeout.total_seconds())
                 return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            with socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual) as server:
+            # Only where other ranks come to: the store has no password.
+            host = (self.work.world.hosts or (LOOPBACK,))[0]
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN) as server:
                 port = server.getsockname()[1]
                 store = TCPStore(
-                    "127.0.0.1",
+                    host,
                     port,  # 0 would do, but torch keeps closed stores' ports, and its groups fail at one that recurs
                     info.world_size,
                     is_master=True,

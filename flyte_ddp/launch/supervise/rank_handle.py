@@ -12,10 +12,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.launch.supervise.link import PipeEnd, RankInfo
+from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.rank_process import start_rank
 from flyte_ddp.machine.process import count_out_of_memory_kills, spawn_context
 
-HOST = "127.0.0.1"
 READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
 JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the kernel (NFS, a GPU's driver) does not
 STACK_SECONDS = 1.0
@@ -105,7 +105,7 @@ class ProcessHandle(RankHandle):
     """A rank that is a child of this process. The rank writes its stack to ``stacks`` on SIGUSR1."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
-        super().__init__(rank, pipe, HOST)
+        super().__init__(rank, pipe, LOOPBACK)
         self.process, self.stacks, self.sentinel = process, stacks, process.sentinel
         self.pid = process.pid
         self.work: Any = None
