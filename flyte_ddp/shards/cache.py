@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import explain_write_errors, hold_lock
 from flyte_ddp.shards.index import Shard
 
@@ -71,27 +71,45 @@ class ShardCache:
         """Raise UserError for a digest unlike the index's; record a match, to check once; wait for other checkers."""
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
-        identity = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
-        mark = self.folder / "verified" / name_digest(identity)
+        mark = self.mark_of(path, f"{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}", wanted)
         if not wanted or mark.exists():
             return
         with ExitStack() as stack:
             with suppress(OSError):  # without a writable cache, each process verifies the shard each time
                 stack.enter_context(self.hold_lock(mark.name))
-                mark.parent.mkdir(exist_ok=True)
             if not mark.exists():  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
-                    make = partial(hashlib.new, kind, usedforsecurity=False)
-                    found = hashlib.file_digest(file, make).hexdigest()
+                    found = hash_file(file, kind)
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
                     raise UserError(f"shard {shard.url}: {problem}, {fix}")
-                with suppress(OSError):
-                    mark.touch()
+                set_mark(mark)
+
+    def mark_of(self, path: Path, version: str, digest: str) -> Path:
+        """Return the path of the file that exists if this version of a shard's file was found to have the digest."""
+        return self.folder / "verified" / name_digest(f"{path}\n{version}\n{digest}")
+
+    def mark_of_cached(self, path: Path, status: os.stat_result, shard: Shard) -> Path:
+        # Not ctime, which changes with the time of the last use.
+        return self.mark_of(path, f"{status.st_size}\n{status.st_mtime_ns}\n{status.st_ino}", shard.digest[1])
+
+    def is_unaltered(self, path: Path, file: BinaryIO, shard: Shard) -> bool:
+        """Return whether a cached shard has size and digest of the index; hash the file once for each change."""
+        status, (kind, wanted) = os.fstat(file.fileno()), shard.digest
+        if shard.size not in (-1, status.st_size):
+            return False
+        mark = self.mark_of_cached(path, status, shard)
+        if not wanted or mark.exists():
+            return True
+        found = hash_file(file, kind)
+        file.seek(0)
+        if found == wanted:
+            set_mark(mark)
+        return found == wanted
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
-        """Open a cached shard with a shared lock, and mark it as used; None if it is missing or of wrong size."""
+        """Open a cached shard with a shared lock, and mark it as used; None if it is missing or was altered."""
         path = self.shard_path(shard)
         while True:
             try:
@@ -99,12 +117,12 @@ class ShardCache:
             except FileNotFoundError:
                 return None
             fcntl.flock(file, fcntl.LOCK_SH)
-            status = os.fstat(file.fileno())
-            if status.st_nlink and shard.size in (-1, status.st_size):
+            is_there = os.fstat(file.fileno()).st_nlink > 0
+            if is_there and self.is_unaltered(path, file, shard):
                 mark_as_used(file.fileno())
                 return file
             file.close()
-            if status.st_nlink:  # else it was evicted between open and flock, and there may be another one by now
+            if is_there:  # else it was evicted between open and flock, and there may be another one by now
                 return None
 
     def holds_shard(self, shard: Shard) -> bool:
@@ -126,9 +144,12 @@ class ShardCache:
         with self.hold_lock(path.stem):
             if file := self.open_cached_shard(shard):
                 return file
-            path.unlink(missing_ok=True)  # a copy with the wrong size
+            if path.exists():
+                print_to_stderr(f"shard {shard.url}: its copy {path} was altered; it is fetched again")
+            path.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)  # the remains of a killed download
             try:
-                with part.open("wb", buffering=0) as target:  # "wb" truncates the remains of a killed download
+                with part.open("xb", buffering=0) as target:  # "x" follows no link
                     storage.retry(shard.url, lambda _: self.download_once(shard, target))
                     os.fsync(target.fileno())  # else a power cut could leave the final name without the content
             except storage.UnavailableError as failure:
@@ -137,6 +158,8 @@ class ShardCache:
                 file = part.open("rb")
                 fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
                 mark_as_used(file.fileno())
+                if shard.digest[1]:
+                    set_mark(self.mark_of_cached(path, os.fstat(file.fileno()), shard))
                 with self.hold_lock("room"):  # a process that sums up the files must not miss this one or see it twice
                     part.rename(path)
                 return file
@@ -215,7 +238,7 @@ class ShardCache:
             if CACHED_NAME.fullmatch(path.name):
                 with suppress(FileNotFoundError):  # removed by another process
                     status = path.stat()
-                    files.append((status.st_mtime_ns, status.st_size, path))
+                    files.append((status.st_atime_ns, status.st_size, path))
         return sorted(files)
 
     def evict_file(self, path: Path) -> int:
@@ -244,9 +267,20 @@ def name_digest(identity: str) -> str:
 
 
 def mark_as_used(file: int) -> None:
-    """Set the times of an open file (a descriptor) to now, unless the file cannot be changed."""
+    """Set atime of an open file (a descriptor) to now, unless the file cannot be changed."""
     with suppress(OSError):  # the cache may be read-only
-        os.utime(file, ns=(time.time_ns(),) * 2)  # the kernel's own clock for files goes in steps of milliseconds
+        # The kernel's own clock for files goes in steps of milliseconds.
+        os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
+
+
+def hash_file(file: BinaryIO, kind: str) -> str:
+    return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
+
+
+def set_mark(mark: Path) -> None:
+    with suppress(OSError):  # the cache may be read-only
+        mark.parent.mkdir(exist_ok=True)
+        mark.touch()
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:

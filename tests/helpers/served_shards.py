@@ -101,11 +101,11 @@ def stalled_download(server: FileServer, cache: ShardCache, shard: Shard) -> Spa
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files in a cache's folder by name, without locks."""
+    """Return the sizes of the files in a cache's folder by name, without locks and marks."""
     found = {}
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # removed meanwhile
-            found |= {path.name: path.stat().st_size} if path.name != "locks" else {}
+            found |= {path.name: path.stat().st_size} if path.name not in ("locks", "verified") else {}
     return found
 
 

@@ -14,6 +14,7 @@ from file_server import FileServer
 from served_shards import DEADLINE, SPAWN, blob, content_of, fetch_only, open_all, serve, sizes_in, stalled_download
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.shards import cache as cache_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.index import Shard
 
@@ -95,6 +96,30 @@ def test_a_file_is_compared_with_its_digest_once_until_it_changes(digested: list
     for _ in range(2):  # each time, where nothing can be written
         content_of(ShardCache(tmp_path / "file" / "cache"), local_shard(path))
     assert digested == ["x.tar"] * 4
+
+
+def test_an_altered_copy_is_fetched_again(
+    server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte, of the same size. An unaltered copy is hashed once, whoever uses it how often."""
+    shard, cache = serve(server, "x.tar", blob(0)), ShardCache(tmp_path)
+    assert content_of(cache, shard) == blob(0)
+    with cache.shard_path(shard).open("r+b") as file:
+        file.write(bytes([blob(0)[0] ^ 1]))
+    assert content_of(cache, shard) == blob(0)
+    assert server.counts == {"x.tar": 2}
+    assert f"its copy {cache.shard_path(shard)} was altered; it is fetched again" in capsys.readouterr().err
+    monkeypatch.setattr(cache_module, "hash_file", None)
+    assert [content_of(ShardCache(tmp_path), shard) for _ in range(2)] == [blob(0)] * 2
+
+
+def test_a_link_in_the_place_of_a_download_is_not_followed(server: FileServer, tmp_path: Path) -> None:
+    shard, cache, other = serve(server, "x.tar", blob(0)), ShardCache(tmp_path / "cache"), tmp_path / "another file"
+    other.write_bytes(b"of the user's")
+    cache.folder.mkdir()
+    cache.shard_path(shard).with_suffix(".part").symlink_to(other)
+    assert content_of(cache, shard) == blob(0)
+    assert other.read_bytes() == b"of the user's"
 
 
 def test_shards_of_one_name_do_not_collide(server: FileServer, tmp_path: Path) -> None:
