@@ -34,6 +34,8 @@ __all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "p
 __all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "hash_file", "list_files"]
 __all__ += ["list_folders", "open_file", "read_file", "retry", "stat_file", "write_file"]
 
+MOST_BYTES = 2**30  # of a file that is read into memory
+
 
 def select_storage(address: str) -> Any:
     """Import and return the module for an address, which has the functions below; may import requests, obstore."""
@@ -59,11 +61,19 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Read a file, or a span, into memory; AlteredError for another tag (:class:`Entry`) than ``tag``; "" fits all."""
+    """Read a file, or a span, into memory; AlteredError for another tag (:class:`Entry`) than ``tag``; "" fits all.
+
+    Raises UnavailableError for more than MOST_BYTES: a server's answer may have no end.
+    """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
             raise AlteredError(f"was changed after it was listed: its tag is {opened.tag}, and was {tag}")
-        content = b"".join(opened.chunks)
+        chunks, size = list[bytes](), 0
+        for chunk in opened.chunks:
+            chunks.append(chunk)
+            if (size := size + len(chunk)) > MOST_BYTES:
+                raise UnavailableError(f"has more than {MOST_BYTES:,} bytes, which is too much to be read at once")
+        content = b"".join(chunks)
     expected = span[1] - span[0] if span is not None else opened.size
     check_length(len(content), expected, remote=local_path(address) is None)
     return content

@@ -16,7 +16,7 @@ from requests.exceptions import InvalidURL, SSLError, TooManyRedirects
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import transfer
-from flyte_ddp.storage.origins import may_follow_redirect, origin_of
+from flyte_ddp.storage.origins import find_redirect_problem, origin_of
 from flyte_ddp.storage.transfer import CHUNK_BYTES, Content, Entry, Span, UnavailableError, parse_etag
 from flyte_ddp.text.credentials import mask_credentials
 
@@ -30,16 +30,24 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     with open_response(address, "GET", span_header) as response:
         if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
             raise UnavailableError("the server cannot give a part of a file: it ignores Range")
-        size = response.headers.get("Content-Length")
         chunks = response.raw.stream(CHUNK_BYTES, decode_content=False)
-        yield Content(int(size) if size else None, chunks, parse_etag(response.headers.get("ETag")))
+        yield Content(parse_length(response), chunks, parse_etag(response.headers.get("ETag")))
 
 
 def stat_file(address: str) -> Entry:
     """Return the size (-1 if not sent) and, as the tag, the ETag or else the time of the last change."""
     with open_response(address, "HEAD", {}) as response:
-        size, tag, time = (response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
-        return Entry("", int(size or -1), parse_etag(tag) or time)
+        tag, time = (response.headers.get(name, "") for name in ("ETag", "Last-Modified"))
+        size = parse_length(response)
+        return Entry("", -1 if size is None else size, parse_etag(tag) or time)
+
+
+def parse_length(response: requests.Response) -> int | None:
+    """Return the body's length in bytes; None if it was not sent. Raises UnavailableError if it is no whole number."""
+    length = response.headers.get("Content-Length", "")
+    if length and not (length.isascii() and length.isdecimal()):
+        raise UnavailableError(f"the server says Content-Length: {length!r}, which is no number of bytes")
+    return int(length) if length else None
 
 
 def list_files(address: str) -> NoReturn:  # noqa: ARG001
@@ -94,14 +102,13 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
             response.close()
             # Servers send UTF-8, and urllib3 decodes all headers as Latin-1.
             address = urljoin(response.url, response.headers["Location"].encode("latin-1").decode())
-            may_follow = may_follow_redirect(response.url, address)
+            problem = find_redirect_problem(response.url, address)
         except requests.RequestException:
             raise
         except ValueError as error:  # such as a UserError
             raise UnavailableError(f"redirected to an address that is refused: {error}") from None
-        if not may_follow:
+        if problem:
             fix = f"set {ALLOWED}={origin_of(address)} if that may be read"
-            problem = "which is another host and not a public one"
             raise UnavailableError(f"redirected to {origin_of(address)}, {problem}; {fix}")
     raise TooManyRedirects(f"more than {session.max_redirects} redirects, the last one to {address}")
 

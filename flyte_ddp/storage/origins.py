@@ -5,7 +5,7 @@ address, the process would read private buckets for it, or ask a cloud's metadat
 """
 
 import socket
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,6 +13,9 @@ from flyte_ddp.settings import allowed_addresses
 from flyte_ddp.storage.addresses import scheme
 
 PORTS = {"http": 80, "https": 443}
+# IPv6 addresses that end with an IPv4 one: NAT64 (RFC 6052), and IPv4-compatible ones (RFC 4291).
+EMBEDDING = (IPv6Network("64:ff9b::/96"), IPv6Network("::/96"))
+ASSIGNED = (IPv4Network("192.0.0.0/24"),)  # for protocols (RFC 6890), which not all releases of Python know
 
 
 def origin_of(address: str) -> str:
@@ -51,23 +54,32 @@ def is_allowed_address(address: str) -> bool:
     return whole.startswith(folders) and ".." not in unquote(whole).split("/")
 
 
-def may_follow_redirect(source: str, target: str) -> bool:
-    """Return whether a redirect leads to the same server, or to an allowed or a public address.
+def find_redirect_problem(source: str, target: str) -> str:
+    """Return why a redirect is refused; "" if it leads to the same server, or to an allowed or a public address.
 
-    Resolves the name of another host, without a timeout; returns True for an unknown name, as a proxy may know it.
+    Resolves the name of another host, without a timeout; an unknown name is not refused, as a proxy may know it.
     """
     if target.partition("://")[0].lower() not in PORTS:
-        return True  # requests refuses it
+        return ""  # requests refuses it
     here, there = origin_of(source), origin_of(target)
     if there in (here, here.replace("http://", "https://", 1)) or is_allowed_address(target):
-        return True
+        return ""
+    if here.startswith("https://") and there.startswith("http://"):
+        return "which is not encrypted, as the address was"
     try:
         found = socket.getaddrinfo(parse_web_address(target).host.strip("[]"), None)
     except OSError:
-        return True
-    return all(is_public_ip(str(entry[4][0])) for entry in found)
+        return ""
+    is_public = all(is_public_ip(str(entry[4][0])) for entry in found)
+    return "" if is_public else "which is another host and not a public one"
 
 
 def is_public_ip(host: str) -> bool:
-    ip = ip_address(host.partition("%")[0])
-    return ((ip.ipv4_mapped if isinstance(ip, IPv6Address) else None) or ip).is_global
+    """Return whether an IP address, and the IPv4 address that a gateway may make of it, is a public host's."""
+    ip: IPv4Address | IPv6Address | None = ip_address(host.partition("%")[0])
+    if isinstance(ip, IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+        if any(ip in network for network in EMBEDDING):
+            inner = IPv4Address(int(ip) & 0xFFFF_FFFF)
+        ip = inner or ip
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or any(ip in network for network in ASSIGNED))

@@ -14,7 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import read_index
-from flyte_ddp.storage.origins import is_public_ip
+from flyte_ddp.storage.origins import find_redirect_problem, is_public_ip
 
 FOREIGN = [
     "http://169.254.169.254/latest/meta-data/iam/security-credentials/",
@@ -80,9 +80,17 @@ def test_a_setting_allows_others(server: FileServer, other: FileServer, tmp_path
 
 def test_which_addresses_are_public() -> None:
     private = ["127.0.0.1", "169.254.169.254", "10.1.2.3", "100.100.100.200", "0.0.0.0", "::1", "fe80::1%eth0"]
-    private += ["::ffff:169.254.169.254", "fd00:ec2::254"]
-    assert all(is_public_ip(host) for host in ("1.1.1.1", "2606:4700:4700::1111"))
+    private += ["::ffff:169.254.169.254", "fd00:ec2::254", "224.0.0.1", "ff02::1", "240.0.0.1", "192.0.0.192"]
+    private += ["64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1", "::a9fe:a9fe", "2001:0:4136:e378:8000:63bf:5601:5601"]
+    public = ["1.1.1.1", "2606:4700:4700::1111", "64:ff9b::101:101", "2002:101:101::1", "::ffff:1.1.1.1"]
+    assert all(is_public_ip(host) for host in public)
     assert not any(is_public_ip(host) for host in private)
+
+
+def test_a_redirect_does_not_leave_encryption() -> None:
+    assert find_redirect_problem("https://1.1.1.1/a", "http://1.1.1.1/a") == "which is not encrypted, as the address was"
+    assert find_redirect_problem("https://1.1.1.1/a", "http://1.0.0.1/a") == "which is not encrypted, as the address was"
+    assert find_redirect_problem("http://1.1.1.1/a", "https://1.0.0.1/a") == ""
 
 
 def test_redirects_to_private_addresses(server: FileServer, other: FileServer, tmp_path: Path, monkeypatch) -> None:

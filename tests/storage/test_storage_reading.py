@@ -74,6 +74,24 @@ def test_a_file_and_parts_of_it(place: Place) -> None:
             storage.read_file(address, (start, end))
 
 
+def test_a_file_that_never_ends_does_not_fill_the_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = place.put("x", CONTENT)
+    monkeypatch.setattr(storage, "MOST_BYTES", 2_500_000)
+    with pytest.raises(UnavailableError, match="has more than 2,500,000 bytes, which is too much") as caught:
+        storage.read_file(address)
+    assert not caught.value.transient
+    assert storage.read_file(address, (0, 2_000_000)) == CONTENT[:2_000_000]
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "1_0", "١"])
+def test_a_length_that_is_no_number(server: FileServer, length: str) -> None:
+    server.files["x"], server.faults["x"] = b"content", ["unannounced"] * 2
+    server.answers = {"Content-Length": length.encode().decode("latin-1")}
+    for read in (storage.read_file, storage.stat_file):
+        with pytest.raises(UnavailableError, match=r"the server says Content-Length: '.*', which is no number of bytes"):
+            read(f"{server.url}/x")
+
+
 def test_size_and_tag(place: Place) -> None:
     address = place.put("x", b"content")
     first = storage.stat_file(address)
