@@ -239,7 +239,7 @@ def open_ticket_store(timeout: float, tickets: str) -> tuple[Any, RankInfo]:
     Waits up to ``timeout`` seconds for Elastic's store.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined]
-    from torch.distributed import rendezvous as connect_to_store
+    from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
 
     info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     if tickets:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError, print_to_stderr
@@ -273,7 +273,7 @@ def mark_as_used(file: int) -> None:
         os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
 
 
-def hash_file(file: BinaryIO, kind: str) -> str:
+def hash_file(file: Any, kind: str) -> str:
     return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
 
 

@@ -76,9 +76,9 @@ def find_redirect_problem(source: str, target: str) -> str:
 
 def is_public_ip(host: str) -> bool:
     """Return whether an IP address, and the IPv4 address that a gateway may make of it, is a public host's."""
-    ip: IPv4Address | IPv6Address | None = ip_address(host.partition("%")[0])
+    ip: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if any(ip in network for network in EMBEDDING):
             inner = IPv4Address(int(ip) & 0xFFFF_FFFF)
         ip = inner or ip

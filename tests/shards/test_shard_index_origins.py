@@ -88,8 +88,9 @@ def test_which_addresses_are_public() -> None:
 
 
 def test_a_redirect_does_not_leave_encryption() -> None:
-    assert find_redirect_problem("https://1.1.1.1/a", "http://1.1.1.1/a") == "which is not encrypted, as the address was"
-    assert find_redirect_problem("https://1.1.1.1/a", "http://1.0.0.1/a") == "which is not encrypted, as the address was"
+    problem = "which is not encrypted, as the address was"
+    assert find_redirect_problem("https://1.1.1.1/a", "http://1.1.1.1/a") == problem
+    assert find_redirect_problem("https://1.1.1.1/a", "http://1.0.0.1/a") == problem
     assert find_redirect_problem("http://1.1.1.1/a", "https://1.0.0.1/a") == ""
 
 

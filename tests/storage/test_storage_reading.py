@@ -83,12 +83,12 @@ def test_a_file_that_never_ends_does_not_fill_the_memory(place: Place, monkeypat
     assert storage.read_file(address, (0, 2_000_000)) == CONTENT[:2_000_000]
 
 
-@pytest.mark.parametrize("length", ["abc", "-5", "1_0", "١"])
+@pytest.mark.parametrize("length", ["abc", "-5", "1_0", "\xb2"])
 def test_a_length_that_is_no_number(server: FileServer, length: str) -> None:
     server.files["x"], server.faults["x"] = b"content", ["unannounced"] * 2
-    server.answers = {"Content-Length": length.encode().decode("latin-1")}
+    server.answers = {"Content-Length": length}
     for read in (storage.read_file, storage.stat_file):
-        with pytest.raises(UnavailableError, match=r"the server says Content-Length: '.*', which is no number of bytes"):
+        with pytest.raises(UnavailableError, match=r"Content-Length: '.*', which is no number of bytes"):
             read(f"{server.url}/x")
 
 

@@ -145,7 +145,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
         while not over.is_set():
             patience = CROWD_SECONDS if len(unproved) >= MOST_UNPROVED else HELLO_SECONDS
             for known, begin in [*unproved.items()]:
-                if (known.fileno() < 0 or time.monotonic() > begin + patience) and unproved.pop(known, None):
+                if (known.fileno() < 0 or time.monotonic() > begin + patience) and unproved.pop(known, 0.0):
                     shut_connection(known)
             if len(unproved) >= MOST_UNPROVED:
                 time.sleep(POLL_SECONDS)
