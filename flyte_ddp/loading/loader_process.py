@@ -1,14 +1,16 @@
 """What runs in loader processes, which answer calls of a rank, and in the process that forks them."""
 
 import gc
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from flyte_ddp.loading.batch_memory import write_tree
 from flyte_ddp.machine import process
 
 NAME = "loader process"
+END = signal.SIGUSR2  # ends the process that forks loader processes
 MOST_CHARACTERS = 20_000  # of a traceback
 KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; glibc allows no larger blocks
 
@@ -36,8 +39,13 @@ class Call(NamedTuple):
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
-    """Fork a loader process for each pipe; send each one's number and exit code by ``exits``; wait for all to end."""
-    process.die_with_parent()
+    """Fork a loader process for each pipe; send each one's number and exit code by ``exits``; wait for all to end.
+
+    When the rank ends, or sends END, kills the loader processes with all that they have started.
+    """
+    signal.signal(END, kill_descendants_and_exit)
+    process.become_subreaper()  # of processes that loader processes leave behind
+    process.die_with_parent(END)
     process.set_process_name(NAME)
     # Imported before the forks, which then share it: most users' pipelines need it.
     import torchvision.transforms.v2  # noqa: F401
@@ -48,6 +56,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
+            signal.signal(END, signal.SIG_DFL)
             process.die_with_parent()
             if os.getppid() == server:  # else the server ended before die_with_parent was called
                 for other in (*pipes, exits):
@@ -60,11 +69,21 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
         pipe.close()
     while running:
         pid, status = os.wait()
-        exits.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
+        if pid in running:  # else it was left behind
+            exits.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
+    process.kill_descendants()
+
+
+def kill_descendants_and_exit(*_: object) -> NoReturn:
+    signal.signal(END, signal.SIG_IGN)
+    process.kill_descendants()
+    os._exit(1)
 
 
 def run_loader_process(pipe: Connection) -> None:
     """Receive the pickled loaders, then calls; send the result or error of each call, until the rank ends."""
+    process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can do its last steps
+    multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
     torch.set_num_threads(1)
     # Keep freed memory for the next item, which saves page faults; larger blocks still go back to the kernel.
     process.set_malloc_option(process.M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)

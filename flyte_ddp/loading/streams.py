@@ -7,6 +7,7 @@ step as with other data sets, so DDP cannot hang.
 """
 
 import itertools
+import multiprocessing
 import signal
 import traceback
 import zlib
@@ -26,8 +27,8 @@ from flyte_ddp.loading.encoded import Encoded
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.machine import process
 from flyte_ddp.machine.device_copy import copy_to_device
-from flyte_ddp.machine.process import die_with_parent
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
 from flyte_ddp.shards.dataset import ShardReader
 
@@ -150,8 +151,9 @@ def return_batch_unchanged(batch: Any) -> Any:
 
 
 def prepare_worker(_: int) -> None:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.die_with_parent()
+    process.ignore_signals((signal.SIGINT,))
+    multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
 
 
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ import errno
 import io
 import itertools
 import mmap
+import os
 import pickle
 import select
 import signal
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.encoded import limit_threads
-from flyte_ddp.loading.loader_process import NAME, Call, run_loader_server
+from flyte_ddp.loading.loader_process import END, NAME, Call, run_loader_server
 from flyte_ddp.loading.own_samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine.process import spawn_context
@@ -231,6 +232,9 @@ def explain_limits(what: str, setting: str) -> Iterator[None]:
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
+    if server.is_alive() and server.pid:
+        os.kill(server.pid, END)
+        server.join(END_SECONDS)
     server.kill()  # the loader processes die with it
     server.join(END_SECONDS)
     for pipe in pipes:

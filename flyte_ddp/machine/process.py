@@ -12,8 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -56,18 +57,76 @@ def become_subreaper(wanted: bool = True) -> bool:
     return bool(before.value)
 
 
+# Undo, in a process that user code forks, what this process does about signals. The newest is the last.
+undo_in_forks: list[Callable[[], object]] = []
+
+
+forking = threading.local()  # ``mask``: the signals that a thread blocked before it began to fork
+
+
+def block_before_fork() -> None:
+    """Let signals wait until the fork has its own handlers: one that comes earlier would be lost."""
+    forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if undo_in_forks else None
+
+
+def unblock_after_fork() -> None:
+    if forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+
+def restore_fork() -> None:
+    while undo_in_forks:
+        undo_in_forks.pop()()
+    unblock_after_fork()
+
+
+os.register_at_fork(before=block_before_fork, after_in_parent=unblock_after_fork, after_in_child=restore_fork)
+
+
+@contextmanager
+def undone_in_forks(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` in each process that is forked during the block."""
+    undo_in_forks.append(undo)
+    try:
+        yield
+    finally:
+        if undo in undo_in_forks:  # else this is such a process
+            undo_in_forks.remove(undo)
+
+
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Set handlers of signals for the block and restore the earlier ones; outside the main thread set none."""
+    """Set handlers of signals for the block and restore the earlier ones; outside the main thread set none.
+
+    Processes that are forked during the block have the earlier handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    restore = partial(set_handlers, before)
     try:
-        yield
+        with undone_in_forks(restore):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
+
+
+def set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def ignore_signals(numbers: Collection[signal.Signals]) -> None:
+    """Ignore signals in this process from now on, and unblock them, but not in the processes that it starts.
+
+    So their programs can be ended by signals, unlike those of a process that blocks signals, or has SIG_IGN.
+    """
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    undo_in_forks.append(partial(set_handlers, before))
+    for number in numbers:
+        signal.siginterrupt(number, False)  # no system call of user code fails
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @contextmanager

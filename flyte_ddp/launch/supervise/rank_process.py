@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from flyte_ddp.launch.supervise.link import Link, RankInfo
 from flyte_ddp.launch.supervise.stopping import call_on_signals
-from flyte_ddp.machine.process import SIGNALS, die_with_parent, set_process_name
+from flyte_ddp.machine import process
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
@@ -21,17 +21,20 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
     Call it with SIGTERM and SIGINT blocked; it unblocks them. SIGUSR1 writes the stack to ``stacks``, even in C code.
     """
-    die_with_parent()
-    set_process_name(f"rank {info.rank}")
+    process.die_with_parent()
+    process.set_process_name(f"rank {info.rank}")
     # Silences DDP's warning that all parameters were used; the `ddp` strategy makes it look for unused ones.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     link.send("ready")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
+    process.ignore_signals((signal.SIGINT,))  # Ctrl-C goes to all processes of a terminal, the launcher among them
     # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
-    with call_on_signals((signal.SIGTERM,), lambda: link.send("stop")):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    with (
+        call_on_signals((signal.SIGTERM,), lambda: link.send("stop")),
+        process.undone_in_forks(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)),
+    ):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
         code = run_and_report(info, link)
         # Skips Python's clean-up, which would wait for peers that may be gone, and take a second to free torch.
         os._exit(code)

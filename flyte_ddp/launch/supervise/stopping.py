@@ -9,7 +9,7 @@ from multiprocessing import Pipe
 from types import FrameType
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.machine.process import SIGNALS, signal_handlers
+from flyte_ddp.machine.process import SIGNALS, signal_handlers, undone_in_forks
 
 OVER = 0  # no signal has this number: it ends a thread that waits for numbers of signals
 
@@ -32,7 +32,10 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
     thread.start()
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        with signal_handlers(dict.fromkeys(numbers, lambda *_: None)):
+        with (
+            signal_handlers(dict.fromkeys(numbers, lambda *_: None)),
+            undone_in_forks(lambda: signal.set_wakeup_fd(wakeup)),
+        ):
             yield
     finally:
         signal.set_wakeup_fd(wakeup)
