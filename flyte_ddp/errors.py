@@ -75,6 +75,10 @@ class StoppedError(click.ClickException, RuntimeError):
         return type(self), (self.signal, self.step)
 
 
+class OwnCodeError(RuntimeError):
+    """A user's own function failed on a sample; the text says which function, which sample, and the error."""
+
+
 class MachineError(RuntimeError):
     """Something that a rank needs of its machine failed, such as its GPU; a retry may succeed."""
 

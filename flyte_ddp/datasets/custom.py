@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.datasets.images import image_arrays
-from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, require_samples, split_item
+from flyte_ddp.datasets.on_demand_set import (
+    OnDemand,
+    OnDemandSet,
+    call_seeded,
+    get_own_item,
+    require_samples,
+    split_item,
+)
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, convert_weights
 from flyte_ddp.datasets.table import Table, load_table
 from flyte_ddp.errors import UserError
@@ -80,7 +87,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
 def has_images(set_name: str, samples: Any) -> bool:
     """Read the first item of a map-style set; return whether it is a pair with a picture; UserError for no such set."""
     require_samples(set_name, samples)
-    item = samples[0]
+    item = get_own_item(f"{set_name}: item 0", samples, 0)
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     pixels = getattr(item[0], "numpy", lambda: item[0])()
@@ -94,7 +101,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
     with progress.track(set_name, len(names), "samples") as advance:
         for index, name in enumerate(names):
             try:
-                inputs, targets = split_item(samples[index])
+                inputs, targets = split_item(get_own_item(name, samples, index))
             except ValueError as error:
                 raise UserError(f"{name} {error}; of whole arrays return arrays(train, test)") from None
             if pictures:

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.user_code.callables import load_callable
 
 ON_DEMAND = "on_demand"  # key in the description of the numbers of samples
+MAP_STYLE = {"__len__": "len()", "__getitem__": "[number]"}  # methods of such a set, and how they are called
 PICTURES = "pictures"  # key in the description, true of a set of pictures
 
 
@@ -93,12 +94,26 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
 def require_samples(set_name: str, samples: Any) -> int:
     """Return ``len(samples)``; UserError, which names the set, if it is empty or no map-style set."""
     kind = type(samples).__name__
-    for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
+    for method, missing in MAP_STYLE.items():
         if not hasattr(samples, method):
             raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
-    if not len(samples):
+    try:
+        length = len(samples)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{set_name}: len() of a {kind} fails ({error}); it must be the number of samples") from error
+    if not length:
         raise UserError(f"{set_name}: is empty")
-    return len(samples)
+    return length
+
+
+def get_own_item(where: str, samples: Any, number: int) -> Any:
+    """Return ``samples[number]``; OwnCodeError, which begins with ``where``, for an exception of the user's code."""
+    try:
+        return samples[number]
+    except UserError:
+        raise
+    except (Exception, GeneratorExit) as error:  # the second would end a generator of ours in silence
+        raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def split_item(item: Any) -> tuple[Leaves, Leaves]:

@@ -1,6 +1,6 @@
 """Make a batch out of single samples: leaves are stacked, or padded to the longest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,21 @@ SIDES = ("inputs", "targets")
 MASK = "mask"  # name of the leaf that says where a padded input has values
 
 Samples = Sequence[tuple[Leaves, Leaves]]
+Types = Mapping[tuple[str, str], np.dtype[Any]]  # by "inputs" or "targets", and the leaf's name
 
 
-def batch_samples(samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None) -> tuple[Leaves, Leaves]:
+def batch_samples(
+    samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None, types: Types | None = None
+) -> tuple[Leaves, Leaves]:
     """Return samples as one batch; ``padded`` pads leaves along dimension 0; UserError if leaves do not fit together.
 
-    A mask, bool [n, longest], true where the padded input ``masked`` has values, is added to the inputs.
+    A mask, bool [n, longest], true where the padded input ``masked`` has values, is added to the inputs. ``types`` has
+    the type of each leaf in the whole data set. Of one batch's samples alone it would depend on which samples they are.
     """
     masks = list[Tensor]()
 
     def join_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
-        dtype, shape = wide_type(leaves), leaves[0].shape
+        dtype, shape = (types or {}).get((kind, name)) or wide_type(leaves), leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
             if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:  # padded: all but the first dimension
                 what = f"the {kind} {name!r}" if name else f"the {kind}"
@@ -35,8 +39,9 @@ def batch_samples(samples: Samples, names: Sequence[str], *, padded: bool, maske
                 fix = fix if padded else "set collate='padded', or a function of your own"
                 found = f"of {sample} have shape {list(leaf.shape)}, and of {names[0]} {list(shape)}"
                 raise UserError(f"{what} {found}: {fix}")
+            require_type(f"the {kind} of {sample}", leaf, dtype)
         if not padded or not shape:
-            return torch.from_numpy(np.stack(leaves, dtype=dtype))
+            return torch.from_numpy(np.stack(leaves).astype(dtype))
         lengths = np.array([len(leaf) for leaf in leaves])
         filled = np.full((len(leaves), lengths.max(), *shape[1:]), padding_of(dtype.kind, kind), dtype)
         for row, leaf in zip(filled, leaves, strict=True):
@@ -63,6 +68,14 @@ def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
     # Only of leaves with values: an empty list is an array of floats, and must not make floats of the others.
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
+
+
+def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Raise a UserError for values that are not the same in the leaf's type."""
+    if dtype.kind != "f" and values.size and not (values == values.astype(dtype)).all():
+        found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
+        problem = f"have {found}, and those of the samples looked at first are {known or 'whole numbers'}"
+        raise UserError(f"{what} {problem}; give all samples one type, such as np.float32(values)")
 
 
 def widen_type(values: Tensor) -> Tensor:

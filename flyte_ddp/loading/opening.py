@@ -202,7 +202,7 @@ def open_sources(
             assert facts.targets is not None
             loaders[side] = ItemImages(items, spec, facts.targets, seed, augment=augment, image_size=image_size)
         else:
-            loaders[side] = ItemLoader(items, collate, seed, augment=augment, masked=facts.masked)
+            loaders[side] = ItemLoader(items, collate, seed, augment=augment, masked=facts.masked, types=facts.types)
     pool = make_pool([*loaders.values()], workers)
     by_processes: dict[str, BatchSource] = {
         side: WorkerImages(loader, pool, device, crop, seed)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,13 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.datasets.custom import convert_sample
-from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
+from flyte_ddp.datasets.on_demand_set import MAP_STYLE, OnDemandSet, get_own_item, split_item
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.collate import PADDED, STACKED, Samples, batch_samples
+from flyte_ddp.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
 from flyte_ddp.loading.own_samples import (
-    OwnCodeError,
     OwnFunction,
     Sample,
     SampleLoader,
@@ -36,6 +36,7 @@ from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves
 
 LOOKED_AT = 16
 OTHER = LeafSpec((), "other")
+BATCH_TYPES = {"float": np.dtype(np.float32), "int64": np.dtype(np.int64), "bool": np.dtype(np.bool_)}  # widest first
 TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by a part of torch's or NumPy's name
 
 
@@ -55,7 +56,10 @@ class Items:
         assert isinstance(self.data, OnDemandSet)
         samples = getattr(self.data.sets, self.side)
         wrapped, seeded = samples, list[Any]()
-        while wrapped is not None:
+        seen = list[Any]()
+        # An attribute ``dataset`` may also be something else, such as a file that is open.
+        while all(hasattr(type(wrapped), method) for method in MAP_STYLE) and all(wrapped is not each for each in seen):
+            seen.append(wrapped)
             seeded += find_seeded_transforms(wrapped, "__getitem__")
             wrapped = getattr(wrapped, "dataset", None)  # of torch's Subset
         return samples, seeded
@@ -70,11 +74,7 @@ class Items:
         where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
         seed_for("dataset", seed, epoch or 0, sample, transforms)
         try:
-            item = samples[sample]
-        except Exception as error:
-            raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error
-        try:
-            pair = split_item(item)
+            pair = split_item(get_own_item(where, samples, sample))
         except ValueError as error:
             raise UserError(f"{where} {error}") from None
         return convert_sample(where, pair) if self.data.pictures else pair
@@ -94,6 +94,7 @@ class ItemLoader:
     _: KW_ONLY
     augment: OwnFunction | None = None
     masked: str | None = None  # name of the input whose mask a padded batch has
+    types: Types | None = None  # of leaves in all batches
 
     def __post_init__(self) -> None:
         self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
@@ -104,7 +105,7 @@ class ItemLoader:
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
             return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
-        return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked)
+        return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked, types=self.types)
 
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
@@ -177,6 +178,7 @@ class ItemFacts(NamedTuple):
     inputs: ModelInput
     targets: TargetSpec | None  # None: they are several leaves, or none
     masked: str | None = None  # name of the input whose mask the model also gets, if ``collate`` is "padded"
+    types: Types = MappingProxyType({})  # of leaves that are numbers
 
 
 def describe_items(
@@ -205,7 +207,13 @@ def describe_items(
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))
-    return ItemFacts(inputs, spec_of_single_target(targets), masked if collate == PADDED else None)
+    types = {
+        (kind, name): BATCH_TYPES[trained.get(name, leaf).dtype if kind == "inputs" else leaf.dtype]
+        for kind, spec in (("inputs", inputs), ("targets", targets))
+        for name, leaf in spec.leaves
+        if leaf.dtype in BATCH_TYPES
+    }
+    return ItemFacts(inputs, spec_of_single_target(targets), masked if collate == PADDED else None, types)
 
 
 def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
@@ -234,12 +242,13 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
-    """Return one spec for several batches: a size is None if batches differ in it, a dtype float if one has floats."""
+    """Return one spec for several batches: a size is None if batches differ in it, a dtype is the widest of theirs."""
     joined = dict[str, LeafSpec]()
     for name, first in specs[0].leaves:
         found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]
         sizes = [{*each} for each in zip(*(leaf.shape for leaf in found), strict=False)]
-        dtype = "float" if any(leaf.dtype == "float" for leaf in found) else first.dtype
+        dtypes = {leaf.dtype for leaf in found}
+        dtype = next((each for each in BATCH_TYPES if each in dtypes), first.dtype)
         joined[name] = LeafSpec(tuple(next(iter(each)) if len(each) == 1 else None for each in sizes), dtype)
     return LeavesSpec(specs[0].form, (*joined.items(),))
 

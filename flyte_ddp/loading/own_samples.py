@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.split import TargetSpec
@@ -28,10 +28,6 @@ from flyte_ddp.samples.pictures import require_pixels
 from flyte_ddp.user_code.callables import load_callable
 
 GLOBAL = Generators(torch.default_generator, random, np.random)
-
-
-class OwnCodeError(RuntimeError):
-    """A user's own function failed on a sample; the text says which function, which sample, and the error."""
 
 
 class Sample(NamedTuple):

@@ -14,7 +14,7 @@ from PIL import Image
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.progress import Progress
 
 
@@ -193,3 +193,33 @@ def test_the_identity_of_files_and_folders_on_a_web_server(server: FileServer) -
     before = content_identity(f"{server.url}/folder")
     server.files, server.faults = {"folder/SHA256SUMS": b"two"}, {"folder/SHA256SUMS": [503]}
     assert content_identity(f"{server.url}/folder") != before
+
+
+class Raising:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
+        if number == 3:
+            raise self.error
+        return np.zeros(2), 0
+
+
+@pytest.mark.parametrize("error", [StopIteration(), IndexError("gone"), GeneratorExit(), KeyError("k")])
+def test_what_an_item_raises_is_told_with_the_item(error: BaseException) -> None:
+    with pytest.raises(OwnCodeError, match=f"^training set: item 3: {type(error).__name__}: ") as caught:
+        arrays_from_result("a:b", (Raising(error), Raising(error)), Progress("off"))
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(("length", "said"), [(2.0, "'float' object cannot be"), (-1, "should return >= 0")])
+def test_a_length_that_is_none(length: float, said: str) -> None:
+    class Set(Raising):
+        def __len__(self) -> int:
+            return length  # type: ignore[return-value]
+
+    with pytest.raises(UserError, match=rf"training set: len\(\) of a Set fails \(.*{said}.*\); it must be the number"):
+        arrays_from_result("a:b", (Set(KeyError()), Set(KeyError())), Progress("off"))

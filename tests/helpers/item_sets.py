@@ -54,6 +54,29 @@ def wrapped(source: str) -> OnDemand:
     return on_demand(Subset(sets.train, range(40)), sets.test, classes="abc")
 
 
+class Numbers:
+    """A set as of JSON, whose whole numbers are ints; ``dataset`` is no map-style set, or leads to itself."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.dataset = rows, object() if len(rows) % 2 else self
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[number], number % 3
+
+
+def numbers(source: str) -> OnDemand:
+    return on_demand(Numbers([[2, 1], [0.5, 1], [3, 4], [True, False]] * 10), Numbers([[1, 2]] * 9), classes="abc")
+
+
+def whole_numbers(source: str) -> OnDemand:
+    rows: list[Any] = [[number, 1] for number in range(40)]
+    rows[8], rows[9] = [2.0, 1], [0.5, 1]  # which are not looked at first
+    return on_demand(Numbers(rows), Numbers([[1, 2]] * 9), classes="abc")
+
+
 def shuffled(source: str) -> OnDemand:
     """Sides that are drawn, as by scikit-learn's train_test_split without a seed."""
     rows = [(number, int(torch.randint(9, ()))) for number in np.random.permutation(49).tolist()]  # noqa: NPY002

@@ -14,10 +14,10 @@ from cli import HELPERS
 
 from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
 from flyte_ddp.loading.own_items import ItemLoader, Items, describe_items
-from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
+from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
@@ -156,6 +156,28 @@ def test_types_of_samples_do_not_change_a_batch() -> None:
     assert (tokens.dtype, tokens.tolist()) == (torch.int64, [[0, 0, 0], [1, 2, 0], [5, 4, 3]])
     assert (numbers.dtype, numbers.tolist()) == (torch.float32, [1.0, 0.5, 2.0])
     assert (targets.dtype, mask.sum(1).tolist()) == (torch.int64, [0, 2, 3])
+
+
+def test_the_type_of_a_leaf_is_one_for_the_whole_set() -> None:
+    """Not the batch's, which would depend on the samples of a rank, and so on the number of ranks."""
+    data = set_of("numbers")
+    facts = describe_items(data, "train", ORDER, "stacked", 0)
+    loader = ItemLoader(Items(data, "train"), "stacked", 0, types=facts.types)
+    for samples in ([0, 1], [0, 2], [3], [2, 3]):
+        inputs, _ = loader.load_items(samples, None)
+        assert inputs.dtype == torch.float32
+        assert inputs.tolist() == [data.sets.train.rows[sample] for sample in samples]
+
+
+def test_a_fraction_among_whole_numbers_is_named() -> None:
+    data = set_of("whole_numbers")
+    facts = describe_items(data, "train", ORDER, "stacked", 0)
+    loader = ItemLoader(Items(data, "train"), "stacked", 0, types=facts.types)
+    assert loader.load_items([6, 8], None)[0].tolist() == [[6, 1], [2, 1]]
+    rule = r"the inputs of train sample 9 have fractions, and those of the samples looked at first are whole numbers; "
+    for samples in ([9], [8, 9, 10]):
+        with pytest.raises(UserError, match=f"^{rule}give all samples one type"):
+            loader.load_items(samples, None)
 
 
 class ListItems:

@@ -13,10 +13,10 @@ import torch
 from cli import HELPERS, ROOT
 
 from flyte_ddp.datasets import SampleArrays, image_arrays
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.own_items import ItemImages, Items
-from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction, find_seeded_transforms
+from flyte_ddp.loading.own_samples import OwnFunction, find_seeded_transforms
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
