@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared import SampleOrder
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader, require_valid_label
 from flyte_ddp.loading.own_samples import (
-    OwnCodeError,
     OwnFunction,
     Sample,
     SampleLoader,

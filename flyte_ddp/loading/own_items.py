@@ -36,7 +36,11 @@ from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves
 
 LOOKED_AT = 16
 OTHER = LeafSpec((), "other")
-BATCH_TYPES = {"float": np.dtype(np.float32), "int64": np.dtype(np.int64), "bool": np.dtype(np.bool_)}  # widest first
+BATCH_TYPES: dict[str, np.dtype[Any]] = {
+    "float": np.dtype(np.float32),
+    "int64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
+}  # widest first
 TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by a part of torch's or NumPy's name
 
 
@@ -207,7 +211,7 @@ def describe_items(
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))
-    types = {
+    types: Types = {
         (kind, name): BATCH_TYPES[trained.get(name, leaf).dtype if kind == "inputs" else leaf.dtype]
         for kind, spec in (("inputs", inputs), ("targets", targets))
         for name, leaf in spec.leaves

@@ -64,15 +64,30 @@ def describe_form(leaves: Leaves) -> str:
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked values, or 2**63 and more."""
+    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked values, or 2**63 and more.
+
+    Tensors lose their gradients. bfloat16, which NumPy lacks, becomes float32.
+    """
     refuse_masked(name, values)
     try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
+        array = np.asarray(drop_tensor_parts(values))
+        if array.dtype.name == "bfloat16":  # of the package ml_dtypes
+            array = array.astype(np.float32)
+    except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
     if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
         raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats, or lower ones")
     return array
+
+
+def drop_tensor_parts(values: Any) -> Any:
+    """Return tensors, also those in a list, without gradients, and those of bfloat16 as float32."""
+    if isinstance(values, list):
+        return [drop_tensor_parts(each) for each in values] if values and hasattr(values[0], "detach") else values
+    if not hasattr(values, "detach"):
+        return values
+    values = values.detach()
+    return values.float() if str(values.dtype) == "torch.bfloat16" else values
 
 
 def refuse_masked(name: str, values: Any) -> None:

@@ -22,6 +22,7 @@ from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.collate import batch_samples
 from flyte_ddp.loading.own_items import Items
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.leaves import form_of, name_leaves
@@ -201,7 +202,6 @@ MASKED = np.ma.masked_less(NUMBERS, 0)
         (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by scikit-learn"),
         (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)"),
         ([NUMBERS[:2, :2], NUMBERS[:3]], NUMBERS, r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the"),
-        (torch.ones(N, requires_grad=True), NUMBERS, "train_inputs: is no array .*requires grad"),
         ({"unit price": NUMBERS}, NUMBERS, "the name 'unit price' must be a Python identifier: the model is called"),
         ({"a": MASKED}, {"a": NUMBERS}, r"train_inputs\['a'\]: has masked values, and the mask would be lost; fill"),
         ([*map(np.array, TOKENS[:5]), np.ma.masked_equal([0, 1], 1)], TOKENS, r"train_inputs\[5\]: has masked values"),
@@ -298,6 +298,17 @@ def test_a_dict_is_taken_by_name() -> None:
     kept = arrays(pair({"a": NUMBERS, "b": CLASSES}), pair({"b": CLASSES, "a": NUMBERS}))
     np.testing.assert_array_equal(kept.test_inputs["a"], NUMBERS.astype(np.float32))
     assert [*kept.test_inputs] == ["a", "b"]
+
+
+def test_tensors_lose_gradients_and_bfloat16_becomes_float32(tmp_path: Path) -> None:
+    """As leaves of arrays, as lists of tensors, and as items of a set."""
+    values = torch.tensor([[1.5], [2.5], [3.0]], dtype=torch.bfloat16, requires_grad=True)
+    for given in (values, list(values), values.detach().float().requires_grad_()):
+        data = arrays((given, None), (given, None))
+        np.testing.assert_array_equal(data.train_inputs, np.float32([[1.5], [2.5], [3.0]]))
+    items = [(value, torch.tensor(0.5, dtype=torch.bfloat16)) for value in values]
+    inputs, targets = batch_samples(items, ["a", "b", "c"], padded=False, masked=None)
+    assert (inputs.tolist(), targets.tolist()) == ([[1.5], [2.5], [3.0]], [0.5] * 3)
 
 
 def test_ids_and_preprocessing_are_kept(tmp_path: Path) -> None:
