@@ -6,6 +6,7 @@ NAMES are the public API. Importing this package is cheap: each name is imported
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flyte_ddp.machine.streams import open_missing_streams
 from flyte_ddp.user_code.version import VERSION
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from flyte_ddp.settings import Settings as Settings
 
 __version__ = VERSION
+open_missing_streams()
 NAMES = {  # by module
     "config": ("Hyperparameters",),
     "datasets": ("Table", "arrays", "fetch", "image_arrays", "on_demand", "split_by_id"),

@@ -30,7 +30,7 @@ from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK, host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
 from flyte_ddp.machine import process, resources
-from flyte_ddp.machine.process import SIGNALS, hide_main_script
+from flyte_ddp.machine.process import hide_main_script, stop_signals
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Work
@@ -93,6 +93,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
             max_restarts=retries,
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle=",".join([*(number.name for number in stop_signals()), "SIGQUIT"]),
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
@@ -275,7 +276,7 @@ def run_worker_rank(
     set_network_interface(host)
     link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
     # Elastic sends SIGTERM as soon as another worker has failed. That must not end this process before its descendants.
-    with call_on_signals(SIGNALS, lambda: link.send("stop")), process.kill_new_descendants_at_end():
+    with call_on_signals(stop_signals(), lambda: link.send("stop")), process.kill_new_descendants_at_end():
         try:
             run_rank(prepare(work), ticket.info, link.offer_saving, link)
         except BaseException as error:

@@ -152,7 +152,7 @@ def return_batch_unchanged(batch: Any) -> Any:
 
 def prepare_worker(_: int) -> None:
     process.die_with_parent()
-    process.ignore_signals((signal.SIGINT,))
+    process.ignore_signals((signal.SIGINT, signal.SIGHUP))
     multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
 
 

@@ -52,6 +52,9 @@ def describe_call(
         called, args, kwargs = called.func, (*called.args, *args), {**called.keywords, **kwargs}
     function = called
     name = function_name(function)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        rule = "is an async function, and ranks call ordinary ones; call asyncio.run(...) in one"
+        raise UserError(f"{name}: {rule}")
     try:
         signature = inspect.signature(function)
         unfilled = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments

@@ -23,7 +23,7 @@ from typing import Any
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that ask a run to stop
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that ask a run to stop
 KILL_SECONDS = 5.0  # how long to wait for killed processes; one that is blocked in the kernel stays
 POLL_SECONDS = 0.005
 
@@ -117,14 +117,21 @@ def set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return SIGNALS, without SIGHUP where it is ignored, as by nohup: a terminal that is closed then stops nothing."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
+
+
 def ignore_signals(numbers: Collection[signal.Signals]) -> None:
     """Ignore signals in this process from now on, and unblock them, but not in the processes that it starts.
 
     So their programs can be ended by signals, unlike those of a process that blocks signals, or has SIG_IGN.
     """
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # by nohup
+    before = {number: signal.signal(number, lambda *_: None) for number in heeded}
     undo_in_forks.append(partial(set_handlers, before))
-    for number in numbers:
+    for number in heeded:
         signal.siginterrupt(number, False)  # no system call of user code fails
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 

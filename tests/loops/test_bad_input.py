@@ -36,6 +36,14 @@ def wait_in(path: str = "", timeout: float = 3.0) -> tuple[str, float]:
     return path, timeout
 
 
+def test_async_functions_are_refused(run: Run) -> None:
+    async def train() -> None:
+        pass
+
+    with pytest.raises(UserError, match=r"train: is an async function, and ranks call ordinary ones; call asyncio.run"):
+        run(train)
+
+
 def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
     """Which of the two a keyword is for cannot be known."""
     with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, and the function has a parameter of th"):

@@ -13,7 +13,7 @@ from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender, Send
 from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import call_on_signals
-from flyte_ddp.machine.process import SIGNALS
+from flyte_ddp.machine.process import stop_signals
 
 
 class LauncherGoneError(ConnectionError):
@@ -46,7 +46,7 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
             with suppress(LauncherGoneError):
                 send({"kind": "stop"})
 
-        with closing(pipe), call_on_signals(SIGNALS, request_stop):
+        with closing(pipe), call_on_signals(stop_signals(), request_stop):
             try:
                 return relay_until_over(handle, folder, pipe, send)
             except connection.RunOverError:

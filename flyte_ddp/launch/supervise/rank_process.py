@@ -28,7 +28,8 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     link.send("ready")
-    process.ignore_signals((signal.SIGINT,))  # Ctrl-C goes to all processes of a terminal, the launcher among them
+    # They go to all processes of a terminal, the launcher among them.
+    process.ignore_signals((signal.SIGINT, signal.SIGHUP))
     # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
     with (
         call_on_signals((signal.SIGTERM,), lambda: link.send("stop")),

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, which Kubernetes sends before it takes a pod away, and Ctrl-C."""
+"""Requests to stop: SIGTERM, which Kubernetes sends before it takes a pod away, Ctrl-C, and a closed terminal."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from multiprocessing import Pipe
 from types import FrameType
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.machine.process import SIGNALS, signal_handlers, undone_in_forks
+from flyte_ddp.machine.process import signal_handlers, stop_signals, undone_in_forks
 
 OVER = 0  # no signal has this number: it ends a thread that waits for numbers of signals
 
@@ -69,7 +69,7 @@ class StopRequest:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """Yield a StopRequest that the first SIGTERM or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
+    """Yield a StopRequest that the first SIGTERM, SIGHUP or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
 
     Outside the main thread, where Python sets no handler, signals make no request.
     """
@@ -80,7 +80,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         stop.make_request(signal.Signals(number))
 
-    with signal_handlers(dict.fromkeys(SIGNALS, handle)):
+    with signal_handlers(dict.fromkeys(stop_signals(), handle)):
         yield stop
 
 
