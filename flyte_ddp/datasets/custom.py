@@ -22,9 +22,11 @@ from flyte_ddp.datasets.on_demand_set import (
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays, convert_weights
 from flyte_ddp.datasets.table import Table, load_table
 from flyte_ddp.errors import UserError
+from flyte_ddp.machine import waiting
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, refuse_masked, require_array, restore_leaves
 from flyte_ddp.samples.pictures import require_pixels
+from flyte_ddp.settings import read_number
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.source import user_source_digest
 
@@ -45,6 +47,7 @@ class CustomSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:
         """Call the user's callable with ``source``, passing on errors; return checked data, and the call as text."""
         del workspace  # the user's code chooses its own place for downloads
+        waiting.limit_seconds = read_number("FLYTE_DDP_TIMEOUT", at_least=1.0)
         function = load_callable(self.spec)
         if isinstance(function, type) and issubclass(function, Table):
             function = partial(load_table, self.spec, function)

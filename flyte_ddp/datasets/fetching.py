@@ -113,17 +113,22 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
     if held != wanted:
         held_text, wanted_text = (", ".join(f"{key}={each[key]!r}" for key in wanted) for each in (held, wanted))
         raise UserError(f"{folder}: holds {held_text}, not {wanted_text}; choose another folder or delete this one")
-    return is_whole(folder)
+    if problem := find_problem(folder):
+        print_to_stderr(f"{problem.partition(';')[0]}; it is fetched again")
+    return not problem
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened and has this release's format; print why it cannot."""
+    """Return whether a prepared data set can be opened and has this release's format."""
+    return not find_problem(folder)
+
+
+def find_problem(folder: Path) -> str:
     try:
         open_prepared(folder)
     except (UserError, OSError) as error:
-        print_to_stderr(f"{str(error).partition(';')[0]}; it is fetched again")
-        return False
-    return True
+        return str(error)
+    return ""
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
-from flyte_ddp.errors import OwnCodeError, UserError
+from flyte_ddp.errors import MachineError, OwnCodeError, UserError
+from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import Leaves
@@ -107,10 +108,14 @@ def require_samples(set_name: str, samples: Any) -> int:
 
 
 def get_own_item(where: str, samples: Any, number: int) -> Any:
-    """Return ``samples[number]``; OwnCodeError, which begins with ``where``, for an exception of the user's code."""
+    """Return ``samples[number]``; OwnCodeError, which begins with ``where``, for an exception of the user's code.
+
+    Raises MachineError for a sample that does not come within FLYTE_DDP_TIMEOUT.
+    """
     try:
-        return samples[number]
-    except UserError:
+        with limit_wait(where):
+            return samples[number]
+    except (UserError, MachineError):
         raise
     except (Exception, GeneratorExit) as error:  # the second would end a generator of ours in silence
         raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error

@@ -1,5 +1,6 @@
 """What runs in loader processes, which answer calls of a rank, and in the process that forks them."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.loading.batch_memory import write_tree
-from flyte_ddp.machine import process
+from flyte_ddp.machine import process, waiting
 
 NAME = "loader process"
+STARTED = -1  # in place of a call's number, of the message with the process's id
 END = signal.SIGUSR2  # ends the process that forks loader processes
 MOST_CHARACTERS = 20_000  # of a traceback
 KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; glibc allows no larger blocks
@@ -38,8 +40,10 @@ class Call(NamedTuple):
         return write_tree(self.path, tree_map(tensor_to_array, result)) if self.path else result
 
 
-def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
+def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seconds: float) -> None:
     """Fork a loader process for each pipe; send each one's number and exit code by ``exits``; wait for all to end.
+
+    A sample may take ``limit_seconds``.
 
     When the rank ends, or sends END, kills the loader processes with all that they have started.
     """
@@ -47,6 +51,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
     process.become_subreaper()  # of processes that loader processes leave behind
     process.die_with_parent(END)
     process.set_process_name(NAME)
+    waiting.limit_seconds = limit_seconds
     # Imported before the forks, which then share it: most users' pipelines need it.
     import torchvision.transforms.v2  # noqa: F401
 
@@ -84,12 +89,15 @@ def run_loader_process(pipe: Connection) -> None:
     """Receive the pickled loaders, then calls; send the result or error of each call, until the rank ends."""
     process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can do its last steps
     multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
+    faulthandler.register(signal.SIGUSR1, file=pipe.fileno(), all_threads=False)  # for a rank that waits too long
+    process.undo_in_forks.append(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     torch.set_num_threads(1)
     # Keep freed memory for the next item, which saves page faults; larger blocks still go back to the kernel.
     process.set_malloc_option(process.M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
     process.set_malloc_option(process.M_TRIM_THRESHOLD, KEPT_BYTES)
     loaders: Sequence[Any] | None = None
     with suppress(EOFError, OSError):  # the rank has ended
+        pipe.send((STARTED, os.getpid()))
         content = pipe.recv_bytes()
         while True:
             number, call = pipe.recv()

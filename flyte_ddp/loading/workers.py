@@ -13,6 +13,8 @@ import pickle
 import select
 import signal
 import sys
+import threading
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -28,14 +30,19 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.encoded import limit_threads
-from flyte_ddp.loading.loader_process import END, NAME, Call, run_loader_server
+from flyte_ddp.loading.loader_process import END, NAME, STARTED, Call, run_loader_server
 from flyte_ddp.loading.own_samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.machine import waiting
 from flyte_ddp.machine.process import spawn_context
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
+THREADS = "decoder"  # how the threads' names begin
 POSSIBLE = sys.platform == "linux"
+GRACE_SECONDS = 5.0  # that a process has more time than its own limit for a sample
+MOST_SECONDS = 2e6  # that poll() can wait
+MOST_STACK_BYTES = 100_000
 END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
@@ -50,6 +57,7 @@ class Worker:
     number: int
     pipe: Connection
     tasks: int = 0  # that it has been sent and has not answered
+    pid: int | None = None  # None until the process has started
 
 
 class LoaderPool:
@@ -71,7 +79,7 @@ class LoaderPool:
         with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
             self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
-            arguments = [theirs for _, theirs in pipes], self.exits[1]
+            arguments = [theirs for _, theirs in pipes], self.exits[1], waiting.limit_seconds
             self.server = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
             self.server.start()
         for end in (*arguments[0], self.exits[1]):
@@ -129,7 +137,10 @@ class LoaderPool:
         return read_tree(self.map_memory(memory, place[1]), place)
 
     def wait_for(self, number: int) -> Any:
-        """Wait for a task, without a limit; return its answer, or raise its error; RuntimeError if a process ended."""
+        """Wait for a task; return its answer, or raise its error; RuntimeError if a process ended.
+
+        Raises MachineError after ``waiting.limit_seconds`` without an answer from any process.
+        """
         while number not in self.answers:
             self.receive(wait=True)
         answer = self.answers.pop(number)
@@ -139,16 +150,28 @@ class LoaderPool:
 
     def receive(self, *, wait: bool) -> None:
         """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
-        while ready := self.poll.poll(None if wait else 0):
+        # The process itself gives up first, unless its code never returns to Python.
+        limit = min(waiting.limit_seconds + GRACE_SECONDS, MOST_SECONDS)
+        while ready := self.poll.poll(limit * 1000 * wait):
             for descriptor, _ in ready:
                 worker = self.workers[descriptor]
                 try:
                     number, answer = worker.pipe.recv()
                 except (EOFError, OSError):
                     raise self.ended_error(worker) from None
+                if number == STARTED:
+                    worker.pid = answer
+                    continue
                 worker.tasks -= 1
                 self.answers[number] = answer
-            wait = False
+                wait = False
+        if wait:
+            raise self.late_error()
+
+    def late_error(self) -> MachineError:
+        """Return an error with the stacks of the processes that are loading."""
+        stacks = [read_stack(worker) for worker in self.workers.values() if worker.tasks]
+        return waiting.late_error("what loader processes load", "\n".join(stacks))
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
@@ -193,7 +216,7 @@ class LoaderThreads:
 
     def __init__(self, threads: int) -> None:
         self.number = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder", initializer=limit_threads)
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix=THREADS, initializer=limit_threads)
 
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
@@ -206,12 +229,30 @@ class LoaderThreads:
         return memory, tasks
 
     def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
-        wait(tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
+        # One wait for all: each wake-up takes time from the threads.
+        done, _ = wait(tasks, waiting.limit_seconds, return_when=FIRST_EXCEPTION)
+        if len(done) < len(tasks) and not any(task.exception() for task in done):
+            frames = [frame for thread, frame in sys._current_frames().items() if thread in self.list_threads()]
+            stacks = ["".join(traceback.format_stack(frame)) for frame in frames]
+            raise waiting.late_error("what decoding threads load", "\n".join(stacks))
         return [task.result() for task in tasks]
+
+    def list_threads(self) -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS)}
 
     def close(self) -> None:
         """Stop the threads; does not wait for those that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_stack(worker: Worker) -> str:
+    """Let a loader process write its stack into its pipe, which takes no answer any more, and return the stack."""
+    if worker.pid is not None:
+        with suppress(OSError):
+            os.kill(worker.pid, signal.SIGUSR1)
+            if worker.pipe.poll(END_SECONDS):
+                return os.read(worker.pipe.fileno(), MOST_STACK_BYTES).decode(errors="replace")
+    return "(a loader process that does not say where it is)"
 
 
 ImagePool = LoaderPool | LoaderThreads

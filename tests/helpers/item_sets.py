@@ -2,6 +2,8 @@
 
 import os
 import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,25 @@ def whole_numbers(source: str) -> OnDemand:
     rows: list[Any] = [[number, 1] for number in range(40)]
     rows[8], rows[9] = [2.0, 1], [0.5, 1]  # which are not looked at first
     return on_demand(Numbers(rows), Numbers([[1, 2]] * 9), classes="abc")
+
+
+class Stuck(Numbers):
+    """A set of which a sample never comes: in Python, or in code to which Python's handlers never get."""
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 17:
+            if self.rows[0][0]:
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+            threading.Event().wait()
+        return [1.0, 2.0], number % 3
+
+
+def stuck(source: str) -> OnDemand:
+    return on_demand(Stuck([[0]] * 40), Stuck([[0]] * 9), classes="abc")
+
+
+def stuck_for_good(source: str) -> OnDemand:
+    return on_demand(Stuck([[1]] * 40), Stuck([[1]] * 9), classes="abc")
 
 
 def shuffled(source: str) -> OnDemand:

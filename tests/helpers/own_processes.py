@@ -82,6 +82,7 @@ def starting(source: str) -> OnDemand:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in the background
     use, num_ranks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     (folder / use).touch()
     hp = Hyperparameters(dataset="own_processes:starting", data_source=str(folder / use), model="window_tasks:linear")

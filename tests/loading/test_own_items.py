@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from cli import HELPERS
 
 from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.errors import OwnCodeError, UserError
+from flyte_ddp.errors import MachineError, OwnCodeError, UserError
+from flyte_ddp.loading import workers as loading_workers
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
 from flyte_ddp.loading.own_items import ItemLoader, Items, describe_items
 from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.machine import waiting
 from flyte_ddp.order.sampling import ListedOrder, take_slice
 from flyte_ddp.samples.leaves import name_leaves
 
@@ -224,6 +227,29 @@ MISTAKES = {
     "not_there": (UserError, "has no 'not_there'"),
 }
 GROWING = arrays(([np.full(length, length) for length in range(1, 4001)], None), ([[1]], None))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("stuck", "dataset='item_sets:stuck': train sample 17"),
+        ("stuck_for_good", "what loader processes load"),
+    ],
+)
+def test_a_sample_that_never_comes_is_named_with_the_stack(name: str, what: str, monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "limit_seconds", 0.5)
+    monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 0.5)
+    loader = ItemLoader(Items(set_of(name), "train"), "stacked", 0)
+    with closing(LoaderPool([loader], 2)) as pool:
+        assert len(pool.take_result(pool.submit_call(loader.load_items, [1, 2], None))[0]) == 2
+        with pytest.raises(MachineError, match=rf"^{what} has not come within 0.5 s \(FLYTE_DDP_TIMEOUT\)") as caught:
+            pool.take_result(pool.submit_call(loader.load_items, [16, 17], None))
+    [first, *_] = caught.value.__notes__
+    assert "item_sets.py" in first
+    assert "in __getitem__" in first
+    if name == "stuck":  # in the rank itself
+        with pytest.raises(MachineError, match=rf"^{what} has not come within 0.5 s"):
+            loader.load_items([17], None)
 
 
 @pytest.fixture(scope="module")

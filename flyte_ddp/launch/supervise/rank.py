@@ -16,6 +16,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link, OfferSaving, RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK
+from flyte_ddp.machine import waiting
 from flyte_ddp.machine.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.parallel import distributed
@@ -108,6 +109,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
     """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it."""
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
+    waiting.limit_seconds = work.settings.timeout
     if info.world_size > 1:
         distributed.timeout_seconds = work.settings.timeout
         patch_collective_wait()
