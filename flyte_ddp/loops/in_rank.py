@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, constants, distributed_c10d  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_map
 
-from flyte_ddp.errors import print_to_stderr
+from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import replace_file
 from flyte_ddp.launch.supervise.rank import NO_LIMIT, Rank
 from flyte_ddp.loops.call import RETURNED, Call
@@ -93,7 +93,10 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
 
 def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
     call: Call = rank.work.arguments
+    found = rank.work.checkpoint
+    is_changed = found is not None and found.identity != rank.work.identity
     return {
+        **({"resumed_from_other_code": True} if is_changed else {}),
         "function": call.name,
         "hyperparameters": dict(call.shown),
         "num_ranks": rank.info.world_size,
@@ -203,7 +206,13 @@ def default_group_timeout(seconds: float) -> Iterator[None]:
 
 def write_returned(value: Any, path: Path) -> None:
     """Pickle a function's return value to a file, tensors on the CPU: the launcher's host may have no GPU."""
-    content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
+    try:
+        content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
+    except Exception as error:  # an object's own code may raise anything
+        raise UserError(
+            f"what rank 0 returns cannot be pickled ({type(error).__name__}: {error}); return numbers, texts, tensors, "
+            "and lists and dicts of them, or write files into current_rank().folder"
+        ) from error
     with replace_file(path, durable=False) as file:
         file.write(content)
 

@@ -3,8 +3,8 @@
 import math
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from flyte_ddp import results
-from flyte_ddp.errors import RankError, StoppedError, UserError, print_to_stderr
+from flyte_ddp.errors import BusyError, RankError, StoppedError, UserError, print_to_stderr
 from flyte_ddp.launch.default import choose_launcher
 from flyte_ddp.loops.call import RETURNED, Call, describe_call
 from flyte_ddp.machine.resources import Request
@@ -74,7 +74,8 @@ def run_ranks(
     call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         folder = Path(folder).absolute()
-        value = run_call(call, request, folder, settings, launch)
+        with suggest_going_on(folder):
+            value = run_call(call, request, folder, settings, launch)
         remove_saves(folder)  # so that the next run does not resume from them
         return value
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
@@ -113,6 +114,8 @@ def run_call(
             rewind_run(folder, identity, settings, folder.name) as found,
             wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
         ):
+            if found is None and checkpoint.is_named_to_go_on(folder):
+                raise UserError(f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to go on from; unset it")
             launch(
                 Work(
                     function="flyte_ddp.loops.in_rank:run_function",
@@ -131,6 +134,18 @@ def run_call(
         if page:
             write_page(folder)
         return value
+
+
+@contextmanager
+def suggest_going_on(folder: Path) -> Iterator[None]:
+    """If the block fails after a save by what is no fault of the machine, print how mended code goes on from there."""
+    try:
+        yield
+    except (UserError, RankError) as error:
+        is_mended_in_code = isinstance(error, UserError) or not error.recoverable
+        if is_mended_in_code and not isinstance(error, BusyError) and (step := checkpoint.newest_step(folder)):
+            print_to_stderr(f"step {step:,} of {folder} is saved; {checkpoint.describe_going_on(folder)}")
+        raise
 
 
 def prepare_run_folder(folder: Path) -> None:

@@ -105,6 +105,17 @@ class CheckpointStore:
         files = [file for file in files if file.execution not in ignored]
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
+    def find_saved_runs(self, prefix: str) -> dict[str, int]:
+        """Return the newest saved step of each run whose name has the prefix, but for this; none if that fails."""
+        steps = {}
+        with suppress(UnavailableError):
+            base, own = posixpath.split(self.folder)
+            for run in storage.list_folders(base):
+                if run.startswith(prefix) and run != own:
+                    files = replace(self, folder=f"{base}/{run}").list_files_newest_first()
+                    steps[run] = next((file.step for file in files if file.kind == SAVED), 0)
+        return steps
+
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, local or of ``files`` (newest first); None without any checkpoint."""
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.

@@ -17,11 +17,13 @@ from typing import Any, Self
 from flyte_ddp import results
 from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import HashingFile, replace_file
+from flyte_ddp.settings import read_text
 
 FOLDER = "checkpoints"  # in the output folder
 SLOTS = ("a.ckpt", "b.ckpt")
 FORMAT = "flyte-ddp-checkpoint/1"
 DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
+GO_ON = "FLYTE_DDP_GO_ON"
 FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
 
 
@@ -189,16 +191,31 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
+    """Raise UserError for a checkpoint of another run, unless FLYTE_DDP_GO_ON lets a function's other code go on."""
     theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     reasons = [f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in changed]
     words = {"code": "code of flyte_ddp", "user_code": "code of your own", "initial_weights": "initial weights"}
-    for name, was in theirs.items():
-        if was != ours[name]:
-            reasons.append(f"other {words.get(name, name)} ({was}, now {ours[name]})")
+    differing = [name for name in theirs if theirs[name] != ours[name]]
+    reasons += [f"other {words.get(name, name)} ({theirs[name]}, now {ours[name]})" for name in differing]
+    fix = ""
+    if not changed and differing == ["user_code"] and not identity.code:  # a function's run, not a training
+        folder = checkpoint.path.parents[1]
+        if is_named_to_go_on(folder):
+            print_to_stderr(f"{checkpoint.path} was saved by other code of your own; {GO_ON} says to go on from it")
+            return
+        fix = f"{describe_going_on(folder)}; else "
     if reasons:
         raise UserError(
             f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
-            f"restore what has changed, or delete {checkpoint.path.parent}/*.ckpt to restart from scratch"
+            f"{fix}restore what has changed, or delete {checkpoint.path.parent}/*.ckpt to restart from scratch"
         )
+
+
+def is_named_to_go_on(run_folder: Path) -> bool:
+    return Path(read_text(GO_ON)).name == run_folder.name
+
+
+def describe_going_on(run_folder: Path) -> str:
+    return f"if only lines after the last save have changed, {GO_ON}={run_folder.name} goes on from there"

@@ -3,7 +3,7 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from flytekit.models.literals import LiteralMap
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_call
 from flytekitplugins.ddp.inputs import share_downloads
+from flytekitplugins.ddp.outputs import convert_outputs, refuse_unwritable_types
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], ra
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function
     outputs = task.python_interface.outputs, task.python_interface.output_tuple_name
+    refuse_unwritable_types(outputs[0])
     payload = pickle_call(task.name, run_body, sent, dict(inputs), raw_output, outputs, literals)
     return Call(function_name(function), payload, shown, code, own_code)
 
@@ -86,19 +88,11 @@ def run_body(
             raise UnreachableError(f"rank {rank}: {type(error).__name__}: {error}") from error
         if rank:
             return None
-        value = convert_outputs(value, [*outputs[0].values()])
+        value = convert_outputs(value, *outputs)
         if literals and outputs[0]:
             value = make_literals(value, *outputs)
         decks = flytekit.current_context().decks
         return Returned(value, [(deck.name, deck.html) for deck in decks if not isinstance(deck, TimeLineDeck)])
-
-
-def convert_outputs(value: Any, kinds: Sequence[Any]) -> Any:
-    """Return a body's outputs, NumPy's and torch's numbers as Python's where ``kinds`` has bool, int, float or str."""
-    if not isinstance(value, tuple):
-        return value.item() if kinds and kinds[0] in (bool, int, float, str) and hasattr(value, "item") else value
-    parts = [convert_outputs(part, kinds[place : place + 1]) for place, part in enumerate(value)]
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) -> LiteralMap:

@@ -1,23 +1,28 @@
 """A run of a task's body on ranks, in its folder, with all that a pod needs around it."""
 
+import glob
 import hashlib
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.loops.call import Call
-from flyte_ddp.loops.run_ranks import disable_wandb_without_key, remove_saves, run_call
+from flyte_ddp.loops.run_ranks import disable_wandb_without_key, remove_saves, run_call, suggest_going_on
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import sync_checkpoints
+from flyte_ddp.pods.retries import open_checkpoint_store, sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.runs.checkpoint import GO_ON, describe_going_on, newest_step
 from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Launch
+from flyte_ddp.settings import read_text
 from flytekitplugins.ddp.flyte import PLATFORM
 from flytekitplugins.ddp.resources import ENGINE_RETRIES
 
@@ -35,9 +40,31 @@ def do_when_written(action: Callable[[], None]) -> None:
 
 
 def name_run(task: str, call: Call) -> str:
-    """Return the name of a run, which all attempts at the same task, inputs and code have."""
-    identity = json.dumps([task, dict(call.shown), call.code], sort_keys=True)
-    return f"{task}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    """Return the name of a run, TASK-INPUTS-CODE, which all attempts have; FLYTE_DDP_GO_ON may give the last part."""
+    same, code = f"{task}-{digest([task, dict(call.shown)])[:12]}-", digest(call.code)[:8]
+    named = Path(read_text(GO_ON)).name
+    if named and not named.startswith(same):
+        print_to_stderr(f"{GO_ON}={named} is of another task or other inputs than this run, {same}{code}")
+    return named if named.startswith(same) else f"{same}{code}"
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def mention_other_code(run: str, folder: Path) -> None:
+    """If a run has no save, print which run of the same task and inputs, but of other code, has one."""
+    if newest_step(folder) != 0:
+        return
+    same = f"{run.rpartition('-')[0]}-"
+    if is_in_pod():
+        steps = open_checkpoint_store(PLATFORM, run).find_saved_runs(same)
+    else:
+        steps = {path.name: newest_step(path) or 0 for path in folder.parent.glob(f"{glob.escape(same)}*")}
+    if steps and (step := max(steps.values())):
+        other = max(steps, key=lambda name: steps[name])
+        found = f"{other}, with the same inputs and other code, has saved step {step:,}"
+        print_to_stderr(f"{run} begins anew; {found}: {describe_going_on(folder.with_name(other))}")
 
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
@@ -59,7 +86,9 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
     ):
         settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()
-        returned = run_call(call, request, folder, settings, launch)
+        mention_other_code(run, folder)
+        with suggest_going_on(folder):
+            returned = run_call(call, request, folder, settings, launch)
         do_when_written(partial(remove_saves, folder))
     if (folder / REPORT).exists():
         files = {

@@ -1,6 +1,7 @@
 """What a user's function finds on its ranks and returns, by name and by value; nothing stays."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -116,3 +117,41 @@ def test_a_script_runs_its_own_function(tmp_path: Path) -> None:
 def test_process_groups_one_after_the_other(run: Run) -> None:
     """Which under torchrun find the first one's addresses in the store."""
     assert run(own_functions.make_groups, 4) == [2.0] * 4
+
+
+SAVING = """
+from flyte_ddp import current_rank, run_ranks
+
+def train():
+    rank = current_rank()
+    done = (rank.load() or {"step": 0})["step"]
+    for step in range(done + 1, 4):
+        rank.save(step, {"step": step})
+    return (each for each in [done])
+
+print(run_ranks(train, num_ranks=RANKS, folder="run"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_after_a_mistake_in_what_is_returned_mended_code_goes_on_if_it_is_told_to(tmp_path: Path, ranks: int) -> None:
+    script, saving = tmp_path / "script.py", SAVING.replace("RANKS", str(ranks))
+
+    def run_script(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        script.write_text(code)
+        environment = {**os.environ, "FLYTE_DDP_PROGRESS": "lines", **environment}
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    fix = "if only lines after the last save have changed, FLYTE_DDP_GO_ON=run goes on from there"
+    ended = run_script(saving)
+    assert "what rank 0 returns cannot be pickled (TypeError: cannot pickle 'generator' object); return" in ended.stderr
+    assert f"step 3 of {tmp_path}/run is saved; {fix}" in ended.stderr
+    mended = saving.replace("(each for each in [done])", "done")
+    refused = run_script(mended)
+    assert re.search(rf"[ab].ckpt belongs to another run: other code of your own .*; {fix}; else restore", refused.stderr)
+    assert run_script(mended.replace('folder="run"', 'folder="other"'), FLYTE_DDP_GO_ON="run").stdout == "0\n"
+    ended = run_script(mended, FLYTE_DDP_GO_ON="run")
+    assert ended.stdout == "3\n", ended.stderr
+    assert "was saved by other code of your own; FLYTE_DDP_GO_ON says to go on from it" in ended.stderr

@@ -33,19 +33,41 @@ def test_rank_0s_values_are_the_outputs_and_the_runs_folder_has_the_records(run:
     [model] = (tmp_path / "runs").glob("own.train-*/model.txt")
     assert model.read_text() == "a line 7.0"
     assert (model.parent / "report.html").exists()
-    assert re.search(r"own:train has run in .*/runs/own\.train-\w+\n  report\.html ", ended.output), ended.output
+    assert re.search(r"own:train has run in .*/runs/own\.train-[\w-]+\n  report\.html ", ended.output), ended.output
     kinds = [(each["kind"], each.get("loss")) for each in records(tmp_path, "train")]
     assert kinds == [("start", None), ("record", 2.5), ("record", 1.25), ("end", None)]
 
 
 @pytest.mark.slow
-def test_saves_stay_until_the_outputs_are_written(run: Run, tmp_path: Path) -> None:
+def test_after_a_mistake_in_the_outputs_mended_code_goes_on_from_the_saves(run: Run, tmp_path: Path) -> None:
+    """If it is told to, and it is said how: at the mistake, and when the mended code begins anew."""
     for attempt in range(2):
         ended = run("measure")
         assert ended.exit_code == 1
-        assert re.search("Expected value of type <class 'float'> but got 'high' of type", ended.output), ended.output
+        assert re.search("output o0 is 'high', of type str, and the task declares float", ended.output), ended.output
         assert ("going on after step 1" in ended.output) == bool(attempt)
-    assert [*(tmp_path / "runs").rglob("*.ckpt")]
+    [checkpoints] = (tmp_path / "runs").glob("own.measure-*/checkpoints")
+    name = checkpoints.parent.name
+    fix = f"if only lines after the last save have changed, FLYTE_DDP_GO_ON={name} goes on from there"
+    assert f"step 2 of {checkpoints.parent} is saved; {fix}" in ended.output
+    own = tmp_path / "project/own.py"
+    own.write_text(own.read_text().replace('return "high"', "return 0.5"))
+    anew = run("measure")
+    assert f"{name}, with the same inputs and other code, has saved step 2: {fix}" in anew.output, anew.output
+    assert "0.5" in anew.output.splitlines()
+    assert checkpoints.exists()
+    mended = run("measure", FLYTE_DDP_GO_ON=name)
+    assert "going on after step 2" in mended.output
+    assert "0.5" in mended.output.splitlines()
+    assert not checkpoints.exists()
+    start = json.loads((checkpoints.parent / "metrics.jsonl").read_text().splitlines()[-2])
+    assert (start["resumed_after_step"], start["resumed_from_other_code"]) == (2, True)
+    again = run("measure", FLYTE_DDP_GO_ON=name)
+    assert f"{name} has no save to go on from; unset it" in again.output
+    assert (
+        f"FLYTE_DDP_GO_ON={name} is of another task or other inputs"
+        in run("square", "--value", "3", FLYTE_DDP_GO_ON=name).output
+    )
 
 
 @pytest.mark.slow

@@ -89,6 +89,22 @@ def test_the_next_attempt_and_another_execution_go_on_from_what_was_saved(cluste
     assert integers(ended.outputs["o0"]) == [4, 5]
 
 
+def test_saves_of_other_code_are_named_and_another_execution_goes_on_from_them_if_told_to(cluster: Cluster) -> None:
+    inputs = {"steps": number(6), "note": text("")}
+    first = cluster.run("own.learn", inputs, execution="first")
+    assert first.error is not None, first.log
+    [run] = {saved.parents[1] for saved in cluster.server.folder.rglob("own.learn-*/first/saved-*")}
+    run = run.rename(run.with_name(f"{run.name.rpartition('-')[0]}-01234567"))  # as if the code had been another
+    fix = f"if only lines after the last save have changed, FLYTE_DDP_GO_ON={run.name} goes on from there"
+    anew = cluster.run("own.learn", inputs, execution="anew")
+    assert anew.error is not None, anew.log
+    assert f"{run.name}, with the same inputs and other code, has saved step 3: {fix}" in anew.log
+    told = {"FLYTE_DDP_GO_ON": run.name}
+    ended = cluster.run("own.learn", inputs, attempt=1, execution="told", environment=told)
+    assert ended.outputs is not None, ended.log
+    assert integers(ended.outputs["o0"]) == [4, 5, 6]
+
+
 def terminate_when_saved(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     deadline = time.monotonic() + DEADLINE
     while not [*checkpoints.rglob("own.go_on-*/*/saved-*")] and process.poll() is None and time.monotonic() < deadline:

@@ -1,0 +1,173 @@
+"""A body's outputs: their declared types, tried before the ranks start, and the values, converted to these types."""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from flyte_ddp.checks.fields import short_repr
+from flyte_ddp.errors import UserError
+from flytekitplugins.ddp.inputs import Remote
+
+PLAIN = (bool, int, float, str, datetime, timedelta)
+LARGEST_EXACT = 2**53  # of whole numbers as floats
+
+
+def refuse_unwritable_types(types: Mapping[str, Any]) -> None:
+    """Raise UserError for a declared dataclass with a field that flytekit cannot write, whatever its value."""
+    from mashumaro.codecs.msgpack import MessagePackEncoder  # flytekit's, which it makes when it has a value
+
+    for name, declared in types.items():
+        for kind in list_kinds(declared):
+            try:
+                _ = MessagePackEncoder(kind) if dataclasses.is_dataclass(kind) else None
+            except Exception as error:  # of many classes of mashumaro's
+                raise UserError(f"output {name}: {error}; declare that field with a type that Flyte has") from None
+
+
+def list_kinds(kind: Any) -> Iterator[Any]:
+    yield kind
+    for inner in get_args(kind):
+        yield from list_kinds(inner)
+
+
+def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None = None) -> Any:
+    """Return what a body has returned in the declared types, by the outputs' names; None without outputs.
+
+    Raises UserError for a value that has no equal one of the declared type, and for a file that does not exist.
+    """
+    if not types:
+        return None
+    if len(types) == 1 and not (tuple_name and isinstance(value, tuple)):
+        [(name, kind)] = types.items()
+        return convert_value(value, kind, name)
+    if not isinstance(value, (tuple, list)) or len(value) != len(types):
+        raise UserError(f"the task declares {len(types)} outputs and returned {short_repr(value)}; return one for each")
+    parts = [convert_value(part, kind, name) for part, (name, kind) in zip(value, types.items(), strict=True)]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def convert_value(value: Any, kind: Any, where: str) -> Any:
+    """Return a value in a declared type, at any depth; a value of a type that only flytekit knows stays as it is."""
+    origin, kinds = get_origin(kind) or kind, get_args(kind)
+    if origin is Annotated:
+        return value if kinds[0] is dict else convert_value(value, kinds[0], where)  # flytekit may pickle such a dict
+    convert: Callable[[Any, Any, str], Any] = lambda value, *_: value  # noqa: E731
+    if origin in (Union, UnionType):
+        convert = convert_to_member
+    elif kind is dict:
+        convert = to_plain_parts
+    elif kind in PLAIN:
+        convert = convert_plain
+    elif kinds and origin in (list, dict, tuple):
+        convert = convert_container
+    elif isinstance(value, Remote) or (isinstance(kind, type) and issubclass(kind, Remote)):
+        convert = require_file
+    elif isinstance(kind, type) and isinstance(value, kind) and list_parts(value):
+        convert = convert_parts
+    return convert(value, kind, where)
+
+
+def convert_plain(value: Any, kind: type, where: str) -> Any:
+    value = to_plain(value)
+    if kind is float and type(value) is int and abs(value) <= LARGEST_EXACT:
+        value = float(value)
+    if type(value) is not kind:
+        raise misfit_error(value, kind, where)
+    return value
+
+
+def convert_parts(value: Any, kind: type, where: str) -> Any:
+    """Return a copy of a NamedTuple or a dataclass's instance, with all fields in their types."""
+    hints = get_type_hints(kind, include_extras=True)
+    parts = {
+        name: convert_value(getattr(value, name), hints.get(name), f"{where}.{name}") for name in list_parts(value)
+    }
+    if isinstance(value, tuple):
+        return type(value)(**parts)
+    converted = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(converted, name, part)  # also of a frozen one
+    return converted
+
+
+def convert_container(value: Any, kind: Any, where: str) -> Any:
+    """Return a list, dict or tuple with all parts in their types; also from an array, a tuple, or another mapping."""
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is dict and isinstance(value, Mapping):
+        parts = {key: convert_value(each, kinds[1], f"{where}[{key!r}]") for key, each in value.items()}
+        return {convert_value(key, kinds[0], f"{where}, a key,"): each for key, each in parts.items()}
+    if origin is list and (isinstance(value, (list, tuple)) or getattr(value, "ndim", False)):
+        return [convert_value(each, kinds[0], f"{where}[{place}]") for place, each in enumerate(value)]
+    if origin is tuple and isinstance(value, tuple):
+        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+        if len(kinds) == len(value):
+            return tuple(convert_value(each, one, where) for each, one in zip(value, kinds, strict=True))
+    raise misfit_error(value, kind, where)
+
+
+def convert_to_member(value: Any, kind: Any, where: str) -> Any:
+    """Return a value in the first type of a union that takes the value; those of which it is an instance come first."""
+    members = get_args(kind)
+    if type(value) not in members and any(member in PLAIN for member in members):
+        value = to_plain(value)
+
+    def is_other(member: Any) -> bool:
+        origin = get_origin(member) or member
+        return not (isinstance(origin, type) and isinstance(value, origin))
+
+    for member in sorted(members, key=is_other):
+        if member is type(None) and value is not None:
+            continue
+        try:
+            return convert_value(value, member, where)
+        except UserError:
+            continue
+    raise misfit_error(value, kind, where)
+
+
+def misfit_error(value: Any, kind: Any, where: str) -> UserError:
+    declared = kind.__name__ if kind in PLAIN else str(kind)
+    return UserError(
+        f"output {where} is {short_repr(value)}, of type {type(value).__name__}, and the task declares {declared}; "
+        "return that type, or declare the one that you return"
+    )
+
+
+def to_plain(value: Any) -> Any:
+    """Return one number, text or time of NumPy, torch or pandas as Python's own, and anything else unchanged."""
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if kind in ("m", "M"):
+        value = value.astype(f"{kind}8[us]")  # Python has no nanoseconds
+    for name in ("item", "to_pydatetime", "to_pytimedelta"):
+        if hasattr(value, name):
+            try:
+                return getattr(value, name)()
+            except (TypeError, ValueError, RuntimeError):  # of several elements
+                return value
+    return value
+
+
+def to_plain_parts(value: Any, *_: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {to_plain(key): to_plain_parts(each) for key, each in value.items()}
+    return [*map(to_plain_parts, value)] if type(value) in (list, tuple) else to_plain(value)
+
+
+def list_parts(value: Any) -> list[str]:
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return [*getattr(value, "_fields", ())]
+
+
+def require_file(value: Any, _: Any, where: str) -> Any:
+    """Return a file or folder; UserError if nothing is at a local path, as flytekit looks after the saves are gone."""
+    path = getattr(value, "path", value)
+    is_local = isinstance(path, (str, os.PathLike)) and "://" not in os.fspath(path)
+    if is_local and not getattr(value, "remote_source", None) and not Path(path).exists():
+        raise UserError(f"output {where}: there is no file or folder {os.fspath(path)!r}; write it before you return")
+    return value
