@@ -5,9 +5,10 @@ from typing import Any
 
 import yaml
 
-from flyte_ddp.checks.parsing import MisreadError, find_doubled, parse_json
+from flyte_ddp.checks.parsing import DEEPEST, TOO_DEEP, MisreadError, find_doubled, parse_json
 
 TAG = "tag:yaml.org,2002:"
+MOST_PARTS = 100_000  # of a file, with each alias as what it stands for
 OCTAL_OR_CLOCK = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8, and 1:30 is 90
 
 
@@ -45,8 +46,39 @@ def load_strictly(text: str) -> Any:
         return parse_json(text)
     except MisreadError:
         raise
-    except (ValueError, RecursionError):
-        return StrictLoader(text).get_single_data()
+    except ValueError:
+        pass
+    loader = StrictLoader(text)
+    try:
+        node = loader.get_single_node()
+        measure_node(node, {})
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise MisreadError(TOO_DEEP) from None
+    except (ValueError, TypeError, OverflowError) as error:  # of numbers and keys that Python does not have
+        if isinstance(error, MisreadError):
+            raise
+        raise MisreadError(f"it has a value that cannot be read ({error}); put it in quotes") from None
+
+
+def measure_node(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return how many parts and levels a node has. An alias counts as all that the alias stands for.
+
+    ``known`` gets the answers by the ids of nodes. Raises MisreadError for too many.
+    """
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1, 0
+    if id(node) not in known:
+        known[id(node)] = MOST_PARTS, 0  # until it is measured: an alias of itself has no end
+        pairs = isinstance(node, yaml.MappingNode)
+        measured = [measure_node(each, known) for entry in node.value for each in (entry if pairs else (entry,))]
+        parts, levels = zip((1, 0), *measured, strict=True)
+        known[id(node)] = sum(parts), 1 + max(levels)
+    if known[id(node)][0] > MOST_PARTS:
+        raise MisreadError(f"its aliases (*NAME) stand for more than {MOST_PARTS:,} parts; write what they stand for")
+    if known[id(node)][1] > DEEPEST:
+        raise MisreadError(TOO_DEEP)
+    return known[id(node)]
 
 
 def describe_place(mark: Any) -> str:

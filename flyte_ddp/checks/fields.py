@@ -7,6 +7,7 @@ Values are checked on every path by which they arrive: Python, command-line JSON
 import dataclasses
 import json
 import operator
+import reprlib
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -25,6 +26,10 @@ TYPES: dict[type, str] = {
     float: "a finite number",
 }
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
+BRIEF = reprlib.Repr()  # looks at few parts of a value: aliases of YAML may stand for millions
+BRIEF.maxlevel = 4
+BRIEF.maxdict = BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxset = BRIEF.maxfrozenset = 12
+BRIEF.maxstring = BRIEF.maxlong = BRIEF.maxother = sys.maxsize  # cut at the end, not in the middle
 OWN_CODE = "package.module:callable"  # the form of a name of users' own code
 
 
@@ -98,7 +103,7 @@ class CheckedFields(DataClassJsonMixin):
         """Return an instance from JSON text; texts such as "1e-1", left by flytekit's YAML reader, become numbers."""
         try:
             values = parse_json(s)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UserError(f"{cls.called}s are not valid JSON: {error}") from None
         values = cls.check_field_names(values)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -126,7 +131,7 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     rule = field.metadata
     kind: Any = field.type
     if rule["json"] and isinstance(value, Mapping):
-        value = json.dumps(value, sort_keys=True, default=str)  # YAML has dates
+        value = dump_object(field.name, value)
     if rule["number"] and type(value) in (int, float):
         value = repr(value)
     if kind is bool or kind is str:
@@ -139,6 +144,10 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
         raise UserError(f"{field.name}={short_repr(value)}: must be {must}")
     value = kind(value)
     if kind is str:
+        if "\0" in value:
+            raise UserError(
+                f"{field.name}={short_repr(value)}: must not have the character NUL, which no path may have"
+            )
         refuse_credentials(field.name, value)
     choices = rule["choices"]
     if choices is not None and value not in choices and not (rule["own"] and ":" in value):
@@ -149,6 +158,20 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     return value
 
 
+def dump_object(name: str, value: Mapping[Any, Any]) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=str)  # YAML has dates
+    except TypeError:
+        raise UserError(f"{name}={short_repr(value)}: the keys must be texts; put them in quotes") from None
+
+
+def refuse_unfit_text(name: str, value: str) -> None:
+    """Raise UserError for a text with the character NUL, which no path may have, or with credentials."""
+    if "\0" in value:
+        raise UserError(f"{name}={short_repr(value)}: must not have the character NUL (\\0); leave it out")
+    refuse_credentials(name, value)
+
+
 def short_repr(value: Any) -> str:
-    text = repr(value)
+    text = BRIEF.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

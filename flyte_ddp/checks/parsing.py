@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flyte_ddp.errors import UserError
@@ -10,27 +10,43 @@ from flyte_ddp.errors import UserError
 # Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 
+DEEPEST = 64  # levels of JSON and YAML: functions that call themselves for each level end long after
+TOO_DEEP = f"it is nested more than {DEEPEST} levels deep; write it flatter"
+
 
 class MisreadError(UserError):
-    """A part of JSON or YAML that readers understand otherwise than it is written, without a word."""
+    """A part of JSON or YAML that readers understand otherwise than it is written, or that no reader should follow."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        MisreadError: A key is there twice.
+        MisreadError: A key is there twice, or the text is nested too deeply.
         ValueError: The text is not JSON.
-        RecursionError: The text is nested too deeply.
     """
-    return json.loads(text, object_pairs_hook=make_object)
+    try:
+        value = json.loads(text, object_pairs_hook=make_object)
+    except RecursionError:
+        raise MisreadError(TOO_DEEP) from None
+    inner = [value]
+    for _ in range(DEEPEST):
+        inner = [each for outer in inner if isinstance(outer, (dict, list)) for each in list_parts(outer)]
+    if inner:
+        raise MisreadError(TOO_DEEP)
+    return value
+
+
+def list_parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if (place := find_doubled(keys)) is not None:
-        raise MisreadError(f"the key {keys[place]!r} is there twice; leave one of the two out")
-    return dict(pairs)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise MisreadError(f"the key {keys[find_doubled(keys) or 0]!r} is there twice; leave one of the two out")
+    return made
 
 
 def find_doubled(keys: list[Any]) -> int | None:
@@ -48,5 +64,5 @@ def list_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
-        for each in value.values() if isinstance(value, dict) else value:
+        for each in list_parts(value):
             yield from list_texts(each)

@@ -87,7 +87,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
                 shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
             return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
         names, ends, labels, sizes, tags = (
-            np.load(folder / f"{split}_{column}.npy", mmap_mode="r") for column in ("names", "name_ends", *COLUMNS)
+            prepared_folder.read_array(folder, f"{split}_{column}.npy") for column in ("names", "name_ends", *COLUMNS)
         )
         address = dataset.partition(":")[2]
         return ImageList(address, classes, NameList(names, ends), labels, sizes, tags, others[split])

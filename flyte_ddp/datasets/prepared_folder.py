@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.checks.arrays import map_array
+from flyte_ddp.checks.forms import require_form
+from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write, file_digest, file_version, list_files
 
@@ -18,6 +21,15 @@ DESCRIPTION = "dataset.json"
 FILES = "files"  # key in DESCRIPTION of the SHA-256 of each other file
 VERIFIED = "verified.json"  # the version of each file when the file was last hashed
 TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
+FORM = {
+    "name": str,
+    "classes": [str],
+    "digest": str,
+    f"{TEST_DIGEST}?": str,
+    f"{FILES}?": {str: str},
+    "data_source?": str,
+    "weighted?": bool,
+}
 FORMAT = {"format": 3}  # version of prepared folders; raise it when the same source is prepared to other content
 
 
@@ -82,7 +94,9 @@ def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
     """
     known: Any = {}
     with suppress(OSError, ValueError):
-        known = json.loads((folder / VERIFIED).read_bytes())
+        found = parse_json((folder / VERIFIED).read_bytes())
+        require_form(found, {str: [int]}, VERIFIED)
+        known = found
     versions = {name: [*(file_version(folder / name) or ())] for name in digests}
     if known == versions:
         return
@@ -111,7 +125,9 @@ def read_description(folder: Path) -> dict[str, Any]:
     if not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
     with translate_damage_to_user_error(folder):
-        return dict(json.loads((folder / DESCRIPTION).read_bytes()))
+        description = parse_json((folder / DESCRIPTION).read_bytes())
+        require_form(description, FORM, DESCRIPTION)
+        return dict(description)
 
 
 @contextmanager
@@ -125,15 +141,14 @@ def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def read_array(folder: Path, name: str) -> NDArray[Any]:
-    array: NDArray[Any] = np.load(folder / name, mmap_mode="r")
-    return array
+    return map_array(folder / name)
 
 
 @contextmanager
 def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged_set_error(folder, error) from error
 
 

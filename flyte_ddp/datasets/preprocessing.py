@@ -34,11 +34,15 @@ def pack_preprocessing(
         split_spec(spec)
     except UserError:
         raise UserError(f"prepare={spec!r}: must be a function that a module defines") from None
-    try:
-        inspect.signature(prepare).bind(preprocessing, "")
-    except TypeError:
-        raise UserError(f"prepare={spec!r}: must take (preprocessing, source)") from None
+    require_two_arguments(prepare, spec)
     return {"prepare": spec, **pack_fitted(preprocessing), "columns": columns}
+
+
+def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
+    try:
+        inspect.signature(prepare).bind(None, "")
+    except (TypeError, ValueError):  # ValueError: a builtin without a signature
+        raise UserError(f"prepare={spec!r}: must take (preprocessing, source)") from None
 
 
 def pack_fitted(fitted: Any) -> dict[str, Any]:

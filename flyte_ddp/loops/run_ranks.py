@@ -138,7 +138,7 @@ def run_call(
 
 @contextmanager
 def suggest_going_on(folder: Path) -> Iterator[None]:
-    """If the block fails after a save by what is no fault of the machine, print how mended code goes on from there."""
+    """Print how mended code goes on from the last save, if the block fails by no fault of the machine."""
     try:
         yield
     except (UserError, RankError) as error:

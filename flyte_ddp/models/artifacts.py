@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.checks.forms import require_form
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR, WEIGHTS, HashingFile, explain_write_errors, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
@@ -18,6 +18,8 @@ from flyte_ddp.models.inputs import EVALUATION_SHARE, InputSpec, LeafSpec, Leave
 from flyte_ddp.models.sidecar import FORMAT, read_model_json
 from flyte_ddp.samples.pictures import BACKGROUND
 
+# What a model is built of, which is not in each model.json that other readers take.
+LOADED = {"model": str, "classes": list, "input": {}, "digests": {"weights": str}, "options?": {"model?": {}}}
 MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square of images
 
 
@@ -63,6 +65,9 @@ def load_model(
     if a file is missing or damaged, the two are not of one run, or the model does not take these weights.
     """
     sidecar = read_model_json(sidecar_path)
+    require_form(sidecar, LOADED, f"sidecar {sidecar_path} is damaged, so give the model.json of a finished run")
+    if len({*sidecar["classes"]}) < len(sidecar["classes"]):
+        raise UserError(f"sidecar {sidecar_path}: classes have equal names; give the model.json of a finished run")
     try:
         digest = file_digest(model_path)
     except OSError as error:
@@ -76,16 +81,34 @@ def load_model(
         )
     outputs = int(sidecar.get("outputs", len(sidecar["classes"])))
     options = sidecar.get("options", {}).get("model", {})
-    model = zoo.build_model(sidecar["model"], outputs, parse_input_spec(sidecar), options)
+    called = (sidecar["model"], outputs, parse_input_spec(sidecar), options)
+    if ":" not in sidecar["model"]:
+        require_small_enough(model_path, *called)
+    model = zoo.build_model(*called)
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
+
+
+def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
+    """Raise UserError if a built-in model has more numbers than its file has bytes, before these take memory."""
+    try:
+        with torch.device("meta"):
+            model = zoo.build_model(name, *called)
+    except UserError:
+        raise
+    except Exception as error:  # torchvision's constructors raise what they like
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{model_path}: model {name!r} cannot be built for this input ({reason})") from error
+    numbers = sum(each.numel() for each in model.parameters())
+    if numbers > model_path.stat().st_size:
+        raise UserError(f"{model_path} does not fit model {name!r}, whose {numbers:,} weights it cannot hold")
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
     """Load ``model.pt`` into ``model``, without a check of its SHA-256; UserError if the weights do not fit."""
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # of torch's, pickle's and zip files' readers
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained the model"
@@ -122,4 +145,9 @@ def parse_input_spec(sidecar: Mapping[str, Any]) -> ModelInput:
         return LeavesSpec(values["form"], (*leaves.items(),))
     share = values.get("crop_share") or EVALUATION_SHARE
     mean, std = tuple(values["mean"]), tuple(values["std"])
+    if not len(mean) == len(std) == values["channels"] or min(std) <= 0 or not 0 < share <= 1:
+        raise UserError(
+            "model.json: input must have a mean and a std above 0 for each channel, and a crop_share of at most 1; "
+            "give the model.json of a finished run"
+        )
     return InputSpec(values["channels"], values["height"], values["width"], mean, std, share)

@@ -1,27 +1,70 @@
 """Read ``model.json``, the sidecar of a saved model, and find the user's code that is named there. Needs no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp.catalog import CODE_OPTIONS
+from flyte_ddp.checks.forms import COUNT, require_form
+from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code.source import are_todays_sources
 from flyte_ddp.user_code.stored import StoredSpec
 
 FORMAT = "flyte-ddp-model/1"
+SIDES = range(1, 2**16)
+LEAF = {"shape": [(None, COUNT)], "dtype": {"float", "int64", "bool", "other"}}
+LEAVES_INPUT = {"form": {"leaf", "tuple", "dict", "none"}, "leaves": {str: LEAF}}
+IMAGE_INPUT = {
+    "channels": SIDES,
+    "height": SIDES,
+    "width": SIDES,
+    "mean": [float],
+    "std": [float],
+    "crop_share?": (None, float),
+}
+FITTED = {
+    "pickle": str,
+    "sha256": str,
+    "releases": str,
+    "prepare?": str,
+    f"{TABLE}?": str,
+    "rows?": list,
+    "columns?": {str: list},
+}
+FORM = {
+    "model?": str,
+    "objective?": str,
+    "outputs?": COUNT,
+    "target_shape?": [COUNT],
+    "classes?": [str],
+    "class_weights?": [float],
+    "threshold?": float,
+    "options?": {str: {}},
+    "input?": (LEAVES_INPUT, IMAGE_INPUT),
+    "hyperparameters?": {},
+    "metrics?": {},
+    "digests?": {str: str},
+    "versions?": {str: str},
+    "sources?": {str: str},
+    f"{PREPROCESSING}?": {},
+}
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
     """Return the content of a ``model.json``, in which user code has the names that :func:`prefer_stored_code` gives.
 
     Raises:
-        UserError: The file is missing, or has another format.
+        UserError: The file is missing or damaged, or has another format.
     """
+    return prefer_stored_code(parse_model_json(path))
+
+
+def parse_model_json(path: Path) -> dict[str, Any]:
+    """Return the content of a ``model.json``. Raise UserError unless values have the types that readers expect."""
     fix = "give the model.json of a finished run"
     try:
-        sidecar = json.loads(path.read_bytes())
+        sidecar = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read sidecar {path}: {error.strerror}; {fix}") from error
     except ValueError as error:
@@ -29,7 +72,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
     form = sidecar.get("format") if isinstance(sidecar, dict) else None
     if form != FORMAT:
         raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
-    return prefer_stored_code(sidecar)
+    require_form(sidecar, FORM, f"sidecar {path} is damaged, so {fix}")
+    return dict(sidecar)
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class CheckpointStore:
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def find_saved_runs(self, prefix: str) -> dict[str, int]:
-        """Return the newest saved step of each run whose name has the prefix, but for this; none if that fails."""
+        """Return the newest saved step of each other run whose name has the prefix, and none if listing fails."""
         steps = {}
         with suppress(UnavailableError):
             base, own = posixpath.split(self.folder)

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.checks.forms import require_form
 from flyte_ddp.datasets import columns
-from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE
+from flyte_ddp.datasets.preprocessing import PREPROCESSING, TABLE, require_two_arguments
 from flyte_ddp.datasets.rows import order_columns, take_rows
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, convert_inputs, convert_new_inputs, convert_ragged
 from flyte_ddp.datasets.table import Table, make_table, prepare_copy, read_rows
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.sidecar import read_model_json
+from flyte_ddp.models.sidecar import FITTED, read_model_json
 from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.source import explain_own_errors
@@ -70,7 +71,9 @@ class Preprocessing:
         """The user's Table, or the function prepare(preprocessing, source), imported at the first use."""
         if spec := self.packed.get(TABLE):
             return make_table(load_callable(spec), f"dataset={spec!r}")
-        return load_callable(self.packed["prepare"])
+        prepare = load_callable(self.packed["prepare"])
+        require_two_arguments(prepare, self.packed["prepare"])
+        return prepare
 
     def prepare(self, rows: Any) -> Leaves:
         """Return the model's inputs of rows: NumPy arrays of the types that the model takes.
@@ -148,7 +151,13 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
     if not (packed := sidecar.get(PREPROCESSING)):
         fix = "derive the data set from flyte_ddp.Table and train again, or predict a dataset"
         raise UserError(f"the model has no preprocessing: {fix}")
-    content = base64.b64decode(packed["pickle"])
+    by_table = isinstance(packed, Mapping) and TABLE in packed
+    form = FITTED | ({TABLE: str, "rows": list} if by_table else {"prepare": str})
+    require_form(packed, form, "the preprocessing in model.json is damaged, so take the file from the run again")
+    try:
+        content = base64.b64decode(packed["pickle"])
+    except ValueError:
+        content = b""
     if hashlib.sha256(content).hexdigest() != packed["sha256"]:
         raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
     try:

@@ -1,7 +1,7 @@
 """Columns of samples, by which windows of data are compared: of the inputs as a model gets them, and of its outputs."""
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.checks.arrays import read_arrays
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -21,6 +22,7 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.samples.leaves import Leaves, name_leaves
 
 REFERENCE_SAMPLES = 5000
+REFERENCE_BYTES = 2**30  # most of a reference in memory: 5,000 samples with some hundred texts
 SHORT = "U100"  # type of a row's texts, which may be long
 MEASURED_NUMBERS = 250_000  # of the objective's columns, which are kept beside
 COLUMNS = 64  # of rows with more numbers, the mean and the deviation are the columns
@@ -160,13 +162,34 @@ def write_reference(path: Path, columns: SampleColumns, measured: Mapping[str, T
 
 
 def read_reference(content: bytes) -> SampleColumns:
-    with np.load(io.BytesIO(content)) as stored:
-        return {str(name): stored[f"arr_{place}"] for place, name in enumerate(stored["arr_0"], 1)}
+    """Return the columns of the samples in a reference. Raise UserError if the reference is damaged."""
+    arrays, names = open_reference(content)
+    return {name: arrays[f"arr_{place}"] for place, name in enumerate(names, 1)}
 
 
 def read_measured(content: bytes) -> dict[str, Tensor]:
     """Return the objective's columns of held-out samples, or {} if the reference is older than these columns."""
-    with np.load(io.BytesIO(content)) as stored:
-        first = 1 + len(stored["arr_0"])
-        names = stored[f"arr_{first}"].tolist() if f"arr_{first}" in stored else []
-        return {name: torch.from_numpy(stored[f"arr_{place}"]) for place, name in enumerate(names, first + 1)}
+    arrays, before = open_reference(content)
+    first = 1 + len(before)
+    names = [str(name) for name in np.atleast_1d(arrays.get(f"arr_{first}", ()))]
+    with explain_damage():
+        return {name: torch.from_numpy(arrays[f"arr_{place}"]) for place, name in enumerate(names, first + 1)}
+
+
+def open_reference(content: bytes) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """Return all arrays of a reference, and the names of its columns of samples, which are there and equally long."""
+    with explain_damage():
+        arrays = read_arrays(content, REFERENCE_BYTES)
+        names = [str(name) for name in arrays["arr_0"].tolist()]
+        lengths = {len(arrays[f"arr_{place}"]) for place in range(1, len(names) + 1)}
+        if len(lengths) > 1:
+            raise ValueError(f"columns have {lengths} samples")
+    return arrays, names
+
+
+@contextmanager
+def explain_damage() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(f"the model's reference of held-out samples is damaged ({error}); release it again") from error

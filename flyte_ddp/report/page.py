@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flyte_ddp.catalog import IGNORED
+from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.runs.run_folder import METRICS
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Record = dict[str, Any]
+STEPS = {"kind": str, "step": COUNT, "time?": float}
+STEP = {"kind?": str, "step?": COUNT, "time?": float, "resumed_after_step?": (COUNT, None)}
 
 TEMPLATES = Path(__file__).with_name("templates")
 # Of the classes of masks, in reports and in the files of predicted masks.
@@ -43,6 +46,7 @@ class RunRecords:
         self.by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}, "record": {}}  # by their kind
         for record in read_records(path):
             kind = record.get("kind")
+            require_form(record, STEPS if kind in ("train", "evaluation", "record") else STEP, f"{path} is damaged")
             if kind == "start":
                 self.starts.append(record)
                 self.end = {}

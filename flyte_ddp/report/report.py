@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.checks.arrays import read_arrays
+from flyte_ddp.checks.forms import COUNT, require_form
+from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import SIDECAR
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart, list_section_values
 from flyte_ddp.report.page import Record, RunRecords, mark_code, render_template
+from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.formatting import format_measure, format_value, name_measure
 from flyte_ddp.text.sections import Section, decode_sections
 
@@ -27,6 +30,32 @@ PARTS = {  # of rank 0's time: name and colour
     "evaluation": ("Evaluation", GREEN),
     "other": ("Other", "#a3adba"),
 }
+PREDICTIONS_BYTES = 2**32
+NUMBER = (float, None)
+TRAINED = ("epoch", "loss", "learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second")
+FACTS = {  # of a start, which the page shows
+    **dict.fromkeys(["steps", "parameters", "num_ranks", "num_nodes", "threads_per_rank"], COUNT),
+    **dict.fromkeys(["device", "backend", "strategy", "precision"], str),
+    "hyperparameters": {"model": str, "dataset": str},
+}
+FORMS: dict[Any, dict[str, Any]] = {  # of records, by their kind
+    "start": {
+        **dict.fromkeys(["training_samples?", "validation_samples?", "test_samples?"], (COUNT, None)),
+        "measures?": {str: {"higher", "lower"}},
+        "classes?": [str],
+        "loss_unit?": str,
+        "hyperparameters?": {},
+    },
+    "train": dict.fromkeys([f"{name}?" for name in TRAINED], NUMBER),
+    "evaluation": {"epoch": float},
+    "end": {
+        "seconds?": {"total": float, **dict.fromkeys([f"{part}?" for part in PARTS], float)},
+        "notes?": [str],
+        "stopped?": (str, None),
+        "samples_per_second?": NUMBER,
+    },
+}
+SIDECAR_FORM = {"metrics?": {"kept_epoch?": (float, None)}, "digests?": {str: str}, "versions?": {str: str}}
 SPLITS = {"validation": GREEN, "test": ORANGE}
 
 
@@ -36,6 +65,9 @@ class Run(RunRecords):
     def __init__(self, folder: Path, name: str = "") -> None:
         """Read the run's files; UserError if one is damaged, or ``metrics.jsonl`` has no start record."""
         super().__init__(folder)
+        for record in (*self.starts, *self.by_step["train"].values(), *self.by_step["evaluation"].values(), self.end):
+            measured = {f"{key}?": NUMBER for key in record if key.startswith(("validation_", "test_"))}
+            require_form(record, FORMS.get(record.get("kind"), {}) | measured, f"{folder / METRICS} is damaged")
         self.name = name or folder.name
         self.start = self.starts[-1]  # of the last attempt
         self.train, self.evaluations = (
@@ -49,10 +81,11 @@ class Run(RunRecords):
         self.pictures: dict[int, Picture] = {}  # by the number of the sample in the test split
         try:
             if (path := folder / SIDECAR).exists():
-                self.sidecar = dict(json.loads(path.read_bytes()))
+                self.sidecar = parse_json(path.read_bytes())
+                require_form(self.sidecar, SIDECAR_FORM, path.name)
             if (path := folder / "predictions.npz").exists():
                 self.sections, self.pictures = read_predictions(path)
-        except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, TypeError, LookupError) as error:
             raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
         # The last step's evaluation, if there is one, else its training record; empty before any.
         last: Record = max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
@@ -70,17 +103,17 @@ class Run(RunRecords):
 
 def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
     """Return the sections of ``predictions.npz``, and the samples that they show by number, with images."""
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        first = int(arrays["table_rows"])  # the rows before are those of wandb's table
-        sections = decode_sections(str(arrays["sections"]))
-        if len(arrays["index"]) == first:
-            return sections, {}
-        columns = [arrays[key][first:] for key in ("index", "prediction", "truth", "score", "loss")]
-        images = arrays["images"][first:] if "images" in arrays else [None] * len(columns[0])
-        names = sample_names(arrays)[first:]
-        masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
-        called = arrays["value_columns"].tolist() if "value_columns" in arrays else []
-        values = [dict(zip(called, row, strict=True)) for row in arrays["values"].tolist()] if called else []
+    arrays = read_arrays(path, PREDICTIONS_BYTES)
+    first = int(arrays["table_rows"])  # the rows before are those of wandb's table
+    sections = decode_sections(str(arrays["sections"]))
+    if len(arrays["index"]) == first:
+        return sections, {}
+    columns = [arrays[key][first:] for key in ("index", "prediction", "truth", "score", "loss")]
+    images = arrays["images"][first:] if "images" in arrays else [None] * len(columns[0])
+    names = sample_names(arrays)[first:]
+    masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
+    called = arrays["value_columns"].tolist() if "value_columns" in arrays else []
+    values = [dict(zip(called, row, strict=True)) for row in arrays["values"].tolist()] if called else []
     pictures = {}
     beside = zip(names, masks, images, values or [{}] * len(names), strict=True)
     for (name, each, image, inputs), index, prediction, truth, score, loss in zip(beside, *columns, strict=True):
@@ -105,6 +138,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
     """
     run = Run(run_folder, name)
+    require_form(run.start, FACTS, f"{run_folder / METRICS} is damaged")
     recorded = run.end.get("seconds", {})
     seconds = {key: max(0.0, recorded[key]) for key in PARTS if key in recorded}
     total = sum(seconds.values())

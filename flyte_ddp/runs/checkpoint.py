@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_origin, get_type_hints
 
 from flyte_ddp import results
+from flyte_ddp.checks.forms import COUNT, require_form
+from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import HashingFile, replace_file
 from flyte_ddp.settings import read_text
@@ -24,6 +26,7 @@ SLOTS = ("a.ckpt", "b.ckpt")
 FORMAT = "flyte-ddp-checkpoint/1"
 DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
 GO_ON = "FLYTE_DDP_GO_ON"
+LATEST = 253_402_214_400  # the last day of the year 9999, the last of datetime, in seconds since 1970
 FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
 
 
@@ -67,6 +70,20 @@ class Arithmetic:
         return "; ".join(words)
 
 
+def list_form(kind: type) -> dict[str, Any]:
+    return {name: get_origin(each) or each for name, each in get_type_hints(kind).items()}
+
+
+HEADER = {
+    "epoch": COUNT,
+    "step": COUNT,
+    "trained_in": [list_form(Arithmetic)],
+    "time": float,
+    "identity": list_form(Identity),
+    "metrics_bytes": COUNT,
+}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose SHA-256 was verified. The state stays in the file."""
@@ -81,7 +98,7 @@ class Checkpoint:
     offset: int = 0  # of the state in the file, in bytes; 0 until it is written
 
     def describe_resumption(self) -> str:
-        when = datetime.fromtimestamp(self.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
+        when = datetime.fromtimestamp(min(max(self.time, 0), LATEST)).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
         return f"going on after step {self.step:,}, saved {when}"
 
 
@@ -122,7 +139,8 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
             if its_format != FORMAT or digest_line != intact:
                 raise UnreadableError("damaged: its content does not match its SHA-256")
             file.seek(DIGEST_LINE)
-            header = json.loads(file.readline())
+            header = parse_json(file.readline())
+            require_form(header, HEADER, "header")
             header["metrics"] = file.read(header.pop("metrics_bytes"))
             header["identity"] = Identity(**header["identity"])
             header["trained_in"] = tuple(Arithmetic(**entry) for entry in header["trained_in"])

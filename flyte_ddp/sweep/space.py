@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flyte_ddp.checks.fields import CheckedFields, setting, short_repr
+from flyte_ddp.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
+from flyte_ddp.checks.forms import fits
 from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
 from flyte_ddp.config import OPTIONS_OF, Hyperparameters
 from flyte_ddp.errors import UserError, require_extra, unknown_name_error
@@ -138,15 +139,17 @@ def parse_dimension(name: str, given: Any) -> Dimension:
         raise UserError(f"{what}: {FORM}")
     numbers = low, high, step = [parse_yaml_number(given.get(key, 0)) for key in ("from", "to", "step")]
     log, has_step = given.get("log", False), "step" in given
-    if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers) or type(log) is not bool:
+    if not all(fits(each, float) for each in numbers) or type(log) is not bool:
         raise UserError(f"{what}: {FORM}")
-    integers = all(type(each) is int for each in numbers)
+    integers, width = all(type(each) is int for each in numbers), float(high) - float(low)
     whole = kind is int or (kind is None and has_step and integers)
     for rule, broken in {
         "from must be less than to": low >= high,
         "with log, from must be above 0, and the only step is 1, of whole numbers": log
         and (low <= 0 or (has_step and not (whole and step == 1))),
         "step must be above 0, and not larger than the range": has_step and not 0 < step <= high - low,
+        "must have at most 2**53 steps, and ends whose difference is finite": width == math.inf
+        or (step > 0 and width / step > LARGEST_INT),
         "must be whole numbers": whole and any(each != int(each) for each in numbers),
         'may mean whole numbers or all between; add "step": 1 for whole numbers, or write an end with a point for all, '
         f"such as {low}.0": kind is None and integers and not has_step and (low, high) != (0, 1),

@@ -55,7 +55,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in these lines; skip other lines, such as half a line of a writer that was killed."""
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):  # half a line may be a number
                 yield record
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import get_args
 
+from flyte_ddp.checks.forms import COUNT, require_form
+from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.text.json_lines import replace_non_finite
 
 Numbers = Sequence[float | None]  # None: not defined
@@ -75,6 +77,17 @@ class Pictures:
 
 
 Section = Table | Scatter | Curve | Histogram | Confusions | Pictures
+NUMBERS = [(float, None)]
+FORMS = {
+    **dict.fromkeys(["title?", "text?", "name?", "x_label?", "y_label?"], str),
+    **dict.fromkeys(["x?", "y?", "edges?"], NUMBERS),
+    "header?": [str],
+    "rows?": [[(str, float, None)]],
+    "counts?": ([COUNT], [[COUNT]]),
+    "chance?": [float],
+    "classes?": [str],
+    "samples?": [COUNT],
+}
 KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_args(Section)}
 
 
@@ -83,5 +96,7 @@ def encode_sections(sections: Iterable[Section]) -> str:
 
 
 def decode_sections(text: str) -> list[Section]:
-    """Return the sections of :func:`encode_sections`; ValueError, LookupError or TypeError for others."""
-    return [KINDS[values.pop("kind")](**values) for values in json.loads(text)]
+    """Return the sections of :func:`encode_sections`; ValueError or TypeError for others."""
+    found = parse_json(text)
+    require_form(found, [{"kind": {*KINDS}, **FORMS}], "sections")
+    return [KINDS[values.pop("kind")](**values) for values in found]

@@ -1,4 +1,4 @@
-"""A body's outputs: their declared types, tried before the ranks start, and the values, converted to these types."""
+"""Try a task's declared output types before the ranks start, and convert what the body returns to these types."""
 
 import copy
 import dataclasses
@@ -36,9 +36,9 @@ def list_kinds(kind: Any) -> Iterator[Any]:
 
 
 def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None = None) -> Any:
-    """Return what a body has returned in the declared types, by the outputs' names; None without outputs.
+    """Return what a body has returned in the declared types, by the outputs' names, and None without outputs.
 
-    Raises UserError for a value that has no equal one of the declared type, and for a file that does not exist.
+    Raises UserError for a value without an equal one of its declared type, and for a file that does not exist.
     """
     if not types:
         return None
@@ -52,7 +52,7 @@ def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None
 
 
 def convert_value(value: Any, kind: Any, where: str) -> Any:
-    """Return a value in a declared type, at any depth; a value of a type that only flytekit knows stays as it is."""
+    """Return a value in a declared type, at any depth. Values of types that only flytekit knows stay unchanged."""
     origin, kinds = get_origin(kind) or kind, get_args(kind)
     if origin is Annotated:
         return value if kinds[0] is dict else convert_value(value, kinds[0], where)  # flytekit may pickle such a dict
@@ -96,7 +96,7 @@ def convert_parts(value: Any, kind: type, where: str) -> Any:
 
 
 def convert_container(value: Any, kind: Any, where: str) -> Any:
-    """Return a list, dict or tuple with all parts in their types; also from an array, a tuple, or another mapping."""
+    """Return a list (also of a tuple or array), dict (of a mapping) or tuple with all parts in their types."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, Mapping):
         parts = {key: convert_value(each, kinds[1], f"{where}[{key!r}]") for key, each in value.items()}
@@ -111,7 +111,7 @@ def convert_container(value: Any, kind: Any, where: str) -> Any:
 
 
 def convert_to_member(value: Any, kind: Any, where: str) -> Any:
-    """Return a value in the first type of a union that takes the value; those of which it is an instance come first."""
+    """Return a value in the first type of a union that takes the value, beginning with the value's own types."""
     members = get_args(kind)
     if type(value) not in members and any(member in PLAIN for member in members):
         value = to_plain(value)
@@ -165,7 +165,7 @@ def list_parts(value: Any) -> list[str]:
 
 
 def require_file(value: Any, _: Any, where: str) -> Any:
-    """Return a file or folder; UserError if nothing is at a local path, as flytekit looks after the saves are gone."""
+    """Return a file or folder. Raise UserError for a missing local one, which flytekit notices without saves."""
     path = getattr(value, "path", value)
     is_local = isinstance(path, (str, os.PathLike)) and "://" not in os.fspath(path)
     if is_local and not getattr(value, "remote_source", None) and not Path(path).exists():

@@ -40,7 +40,7 @@ def do_when_written(action: Callable[[], None]) -> None:
 
 
 def name_run(task: str, call: Call) -> str:
-    """Return the name of a run, TASK-INPUTS-CODE, which all attempts have; FLYTE_DDP_GO_ON may give the last part."""
+    """Return the name of a run, TASK-INPUTS-CODE, for all its attempts. FLYTE_DDP_GO_ON may give the last part."""
     same, code = f"{task}-{digest([task, dict(call.shown)])[:12]}-", digest(call.code)[:8]
     named = Path(read_text(GO_ON)).name
     if named and not named.startswith(same):
@@ -53,7 +53,7 @@ def digest(value: Any) -> str:
 
 
 def mention_other_code(run: str, folder: Path) -> None:
-    """If a run has no save, print which run of the same task and inputs, but of other code, has one."""
+    """Print which run of the same task and inputs, but of other code, has a save, if this run has none."""
     if newest_step(folder) != 0:
         return
     same = f"{run.rpartition('-')[0]}-"

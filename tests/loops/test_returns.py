@@ -150,7 +150,8 @@ def test_after_a_mistake_in_what_is_returned_mended_code_goes_on_if_it_is_told_t
     assert f"step 3 of {tmp_path}/run is saved; {fix}" in ended.stderr
     mended = saving.replace("(each for each in [done])", "done")
     refused = run_script(mended)
-    assert re.search(rf"[ab].ckpt belongs to another run: other code of your own .*; {fix}; else restore", refused.stderr)
+    said = rf"[ab].ckpt belongs to another run: other code of your own .*; {fix}; else restore"
+    assert re.search(said, refused.stderr), refused.stderr
     assert run_script(mended.replace('folder="run"', 'folder="other"'), FLYTE_DDP_GO_ON="run").stdout == "0\n"
     ended = run_script(mended, FLYTE_DDP_GO_ON="run")
     assert ended.stdout == "3\n", ended.stderr

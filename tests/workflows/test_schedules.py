@@ -51,6 +51,21 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
         ("{name: a}", "schedules.yaml: must be a list of entries such as {name: weekly, "),
         ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must be letters, digits and '_' only"),
         ("- &x {name: a, workflow: training_wf}\n- *x", ", a: an entry before has this name, too"),
+        ("a: &x [*x]", "schedules.yaml: its aliases (*NAME) stand for more than 100,000 parts"),
+        (
+            "".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]\n" for n in range(9)),
+            "schedules.yaml: its aliases (*NAME) stand for more than 100,000 parts; write what they stand for",
+        ),
+        ("[" * 20_000, "schedules.yaml: it is nested more than 64 levels deep"),
+        (f"- {'9' * 5000}", "schedules.yaml: it has a value that cannot be read (Exceeds the limit"),
+        (
+            '- {name: a, workflow: training_wf, hyperparameters: "a\\0b"}',
+            ", a: hyperparameters='a\\x00b': must not have the character NUL",
+        ),
+        (
+            "- {name: a, workflow: training_wf, hyperparameters: {1: 2, a: 3}}",
+            "a: hyperparameters={1: 2, 'a': 3}: the keys",
+        ),
         (
             "- {name: a, name: b, workflow: training_wf}",
             "yaml: the key 'name' is there twice, line 1, column 13; leave one",

@@ -1,0 +1,65 @@
+"""Check that a JSON value has the form that its reader expects, before anything else looks at the value.
+
+Forms are a type (float takes whole numbers, too), None, a range of whole numbers, and a set of texts.
+``[form]`` is a list of items of a form. ``{str: form}`` is an object of values of a form.
+``{"key": form, "other?": form}`` is an object that has the key, may have the other, and may have further ones.
+A tuple is a choice of forms.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from flyte_ddp.checks.fields import LARGEST_INT, TYPES, short_repr
+from flyte_ddp.errors import UserError
+
+COUNT = range(LARGEST_INT + 1)
+WORDS: dict[Any, str] = {**TYPES, dict: "an object", list: "a list", None: "null"}
+
+
+def require_form(value: Any, form: Any, where: str) -> None:
+    """Raise UserError, which begins with ``where`` and names the first wrong part, unless a value has a form."""
+    if misfit := find_misfit(value, form, ""):
+        raise UserError(f"{where}: {misfit}")
+
+
+def find_misfit(value: Any, form: Any, place: str) -> str:
+    """Return place, value and rule of the first part that does not have its form, or "" if all have."""
+    if isinstance(form, tuple):
+        found = [find_misfit(value, each, place) for each in form]
+        return "" if "" in found else found[-1]
+    if isinstance(form, list) and isinstance(value, list):
+        return next(filter(None, (find_misfit(each, form[0], f"{place}[{at}]") for at, each in enumerate(value))), "")
+    if isinstance(form, dict) and isinstance(value, dict):
+        return find_misfit_in_object(value, form, f"{place}." if place else "")
+    if fits(value, form):
+        return ""
+    return f"{place or 'all'}={short_repr(value)}: must be {describe_form(form)}"
+
+
+def find_misfit_in_object(value: Mapping[str, Any], form: Mapping[Any, Any], place: str) -> str:
+    forms = dict.fromkeys(value, form[str]) if str in form else {key.removesuffix("?"): form[key] for key in form}
+    if missing := [key for key in forms if key not in value and f"{key}?" not in form]:
+        return f"{place}{missing[0]} is missing"
+    found = (find_misfit(value[key], each, f"{place}{key}") for key, each in forms.items() if key in value)
+    return next(filter(None, found), "")
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Return whether a value has a form, apart from its parts."""
+    if isinstance(form, range):
+        return type(value) is int and value in form
+    if isinstance(form, set):
+        return isinstance(value, str) and value in form
+    if form is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    kind = type(form) if isinstance(form, (dict, list)) else form or type(None)
+    return isinstance(value, kind) and (kind is not int or type(value) is int)
+
+
+def describe_form(form: Any) -> str:
+    if isinstance(form, range):
+        return f"a whole number from {form.start} to {form.stop - 1}"
+    if isinstance(form, set):
+        return f"one of {', '.join(sorted(form))}"
+    return WORDS[type(form) if isinstance(form, (dict, list)) else form]

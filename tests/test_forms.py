@@ -1,0 +1,84 @@
+"""Forms of JSON values: what has one, and the first part that has not; JSON and arrays that harm."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flyte_ddp.checks.arrays import DamagedArraysError, map_array, read_arrays
+from flyte_ddp.checks.forms import COUNT, require_form
+from flyte_ddp.checks.parsing import MisreadError, parse_json
+from flyte_ddp.errors import UserError
+
+FORM = {
+    "name": str,
+    "sizes": [range(1, 9)],
+    "kind?": {"a", "b"},
+    "more?": {str: (float, None)},
+    "on?": bool,
+    "any?": {},
+}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"name": "x", "sizes": []},
+        {"name": "x", "sizes": [1, 8], "kind": "a", "more": {"y": 1, "z": None}, "on": True, "any": {}, "further": []},
+    ],
+)
+def test_values_of_a_form(value: Any) -> None:
+    require_form(value, FORM, "file")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": None}, "file: name=None: must be text; put it in quotes"),
+        ({"sizes": [1, 9]}, r"file: sizes\[1\]=9: must be a whole number from 1 to 8"),
+        ({"sizes": [True]}, r"file: sizes\[0\]=True: must be a whole number"),
+        ({"sizes": {}}, "file: sizes={}: must be a list"),
+        ({"kind": "c"}, "file: kind='c': must be one of a, b"),
+        ({"more": {"y": "1"}}, "file: more.y='1': must be null"),
+        ({"more": {"y": float("nan")}}, "file: more.y=nan: must be"),
+        ({"more": {"y": 10**400}}, "file: more.y=1000.*: must be"),
+        ({"on": 1}, "file: on=1: must be true or false"),
+        ({"any": []}, r"file: any=\[\]: must be an object"),
+    ],
+)
+def test_the_first_part_that_does_not_fit_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}"):
+        require_form({"name": "x", "sizes": [1]} | change, FORM, "file")
+
+
+@pytest.mark.parametrize(("value", "said"), [(None, "all=None: must be an object"), ({"name": ""}, "sizes is missing")])
+def test_what_is_no_such_object(value: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"^file: {said}"):
+        require_form(value, FORM, "file")
+    require_form(3, (None, COUNT), "file")
+
+
+@pytest.mark.parametrize("levels", [65, 20_000])
+@pytest.mark.parametrize(("opens", "closes"), ["[]", ('{"a": ', "}")])
+def test_json_that_is_nested_too_deeply(opens: str, closes: str, levels: int) -> None:
+    with pytest.raises(MisreadError, match="it is nested more than 64 levels deep; write it flatter"):
+        parse_json(opens * levels + "1" + closes * levels)
+    assert json.dumps(parse_json(opens * 63 + "1" + closes * 63))
+
+
+def test_arrays_that_are_damaged_or_too_large(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    np.savez_compressed(file, np.zeros(10**6), names=np.array(["a"]))
+    assert read_arrays(file.getvalue(), 10**7)["names"].tolist() == ["a"]
+    with pytest.raises(DamagedArraysError, match=r"it unpacks to 8,000,\d+ bytes, more than 1,000,000"):
+        read_arrays(file.getvalue(), 10**6)
+    with pytest.raises(DamagedArraysError, match="BadZipFile"):
+        read_arrays(file.getvalue()[:-30], 10**7)
+    np.save(tmp_path / "a.npy", np.arange(3))
+    content = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "a.npy").write_bytes(content.replace(b"'shape'", b"'shape(", 1))
+    with pytest.raises(DamagedArraysError, match=r"^a\.npy: "):
+        map_array(tmp_path / "a.npy")
