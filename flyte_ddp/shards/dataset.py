@@ -74,7 +74,7 @@ class OpenShard:
             self.close = None
         with self.open_when_room() as file:
             try:
-                table = read_table_or_none(shard)
+                table = read_table_or_none(shard, os.fstat(file.fileno()).st_size)
                 if table is None:
                     table = tabulate_members((member for member, _ in iterate_members(file, shard.url)), shard.url)
             except OSError as error:

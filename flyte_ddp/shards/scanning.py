@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,8 +37,10 @@ from flyte_ddp.shards.tar import Member, SampleTable, iterate_members, table_dig
 from flyte_ddp.text.formatting import format_count
 
 THREADS = 8  # shards that are read at the same time
+MOST_LABEL_BYTES = 1 << 10  # a header may claim any size
 MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+MOST_IN_RANGES = 10_000_000  # addresses that one with ranges stands for; more would fill the memory with names
+RANGE = re.compile(r"\{(\d{1,18})\.\.(\d{1,18})\}")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, as pathlib replaces two by one
 
 Item = TypeVar("Item")
@@ -77,15 +80,21 @@ class HashedStream:
         return piece
 
 
-def is_label(extension: str) -> bool:
-    return extension.lower() == LABEL
+def is_label(member: Member, shard: str) -> bool:
+    """Return whether a member is a label; UserError for one that is too large to be read into memory."""
+    if member.extension.lower() != LABEL:
+        return False
+    if member.size > MOST_LABEL_BYTES:
+        what = f"its {member.extension} has {member.size:,} bytes"
+        raise UserError(f"sample {member.key!r} in {shard}: {what}; must be the number of a class")
+    return True
 
 
 def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
     """Read a whole shard (``decode``: images too), with up to 3 retries; UserError if unreadable or malformed."""
 
-    def is_wanted(extension: str) -> bool:
-        return is_label(extension) or (decode and extension.rpartition(".")[2].lower() in IMAGES)
+    def is_wanted(member: Member) -> bool:
+        return is_label(member, url) or (decode and member.extension.rpartition(".")[2].lower() in IMAGES)
 
     def scan_once(address: str) -> ScannedShard:
         found, damaged, labels = list[Member](), list[str](), 0
@@ -97,7 +106,7 @@ def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> S
                 if content is None:
                     continue
                 sample = f"sample {member.key!r} in {url}"
-                if is_label(member.extension):
+                if is_label(member, url):
                     label = parse_class_number(sample, content)
                     if label < 0:
                         raise UserError(f"{sample}: label {label}; labels are 0, 1, 2 and so on")
@@ -151,7 +160,14 @@ def find_decoding_problem(content: bytes) -> str:
 
 
 def expand_ranges(url: str) -> list[str]:
-    """Return the addresses that ranges such as ``{000..127}`` in ``url`` stand for; none if a range counts down."""
+    """Return the addresses that ranges such as ``{000..127}`` in ``url`` stand for; none if a range counts down.
+
+    Raises UserError for more than MOST_IN_RANGES.
+    """
+    count = math.prod(max(0, int(last) - int(first) + 1) for first, last in RANGE.findall(url))
+    if count > MOST_IN_RANGES:
+        fix = f"give ranges of at most {MOST_IN_RANGES:,} in all"
+        raise UserError(f"{url}: stands for {count:,} shards; {fix}")
     match = RANGE.search(url)
     if match is None:
         return [url]
@@ -311,7 +327,7 @@ def refuse_unfit_first_sample(url: str) -> None:
     """Read a shard until its first sample ends; UserError if that has no image or no class number."""
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
-        for member, content in iterate_members(HashedStream(file.chunks), url, is_label):
+        for member, content in iterate_members(HashedStream(file.chunks), url, lambda member: is_label(member, url)):
             if key not in (None, member.key):
                 break
             key = member.key

@@ -11,6 +11,7 @@ import hashlib
 import io
 import re
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.index import Shard
+from flyte_ddp.shards.index import MOST_BYTES, Shard
 
 BLOCK = tarfile.BLOCKSIZE
-MOST_BYTES = 1 << 60  # of a file
+MOST_HEADER_BYTES = 1 << 20  # of a metadata header, which tarfile reads into memory: long names, pax records
+PIECE_BYTES = 1 << 20  # read at once, as a header may claim any size
 SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 # Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
@@ -41,9 +43,9 @@ class Member(NamedTuple):
 
 
 def iterate_members(
-    file: Any, shard: str, is_wanted: Callable[[str], bool] = lambda _: False
+    file: Any, shard: str, is_wanted: Callable[[Member], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """Yield the members of a tar file in their order, each with its content if ``is_wanted(extension)``, else None.
+    """Yield the members of a tar file in their order, each with its content if ``is_wanted(member)``, else None.
 
     Reads the file, which need not be seekable, to its end; ``file.read(n)`` may return fewer bytes only there. Skips
     folders, files without an extension (as wids), names that begin with a dot (as webdataset), and ``._x.jpg``, which a
@@ -69,7 +71,7 @@ def iterate_members(
         key, extension = match.groups()
         if key.strip("./") and not (key.endswith("/") and extension.startswith("._")):
             member = Member(key, extension, header.offset_data, header.size)
-            yield member, archive.read_content(header.size) if is_wanted(extension) else None
+            yield member, archive.read_content(header.size) if is_wanted(member) else None
 
 
 class Archive:
@@ -88,7 +90,7 @@ class Archive:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             for header in iter(archive.next, None):
                 if not 0 <= header.size <= MOST_BYTES:
-                    raise self.damage_error("a header without a size")
+                    raise self.damage_error("a header with a size that no shard has")
                 yield header
                 archive.members.clear()  # type: ignore[attr-defined]  # else it would keep all headers
         except UserError:
@@ -97,22 +99,26 @@ class Archive:
             raise self.damage_error("no header, or a damaged one,") from None
         if self.block != bytes(BLOCK):  # tarfile also ends, without an error, at damage
             raise self.damage_error("no header, or a damaged one,")
-        while rest := self.file.read(1 << 20):
+        while rest := self.file.read(PIECE_BYTES):
             if rest.strip(b"\0"):
                 raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
 
     def read(self, length: int) -> bytes:
         """Return the next ``length`` bytes of a header to tarfile, and keep the last block of them."""
+        if length > MOST_HEADER_BYTES:
+            raise self.damage_error(f"a metadata header of {length:,} bytes, above the {MOST_HEADER_BYTES:,} allowed,")
         content = self.read_content(length)
         self.block = content[-BLOCK:]
         return content
 
     def read_content(self, length: int) -> bytes:
-        content: bytes = self.file.read(length)
-        self.place += len(content)
-        if len(content) < length:
+        content = io.BytesIO()
+        while (missing := length - content.tell()) and (piece := self.file.read(min(missing, PIECE_BYTES))):
+            content.write(piece)
+        self.place += content.tell()
+        if missing:
             raise self.damage_error("cut short" if self.place else "empty")
-        return content
+        return content.getvalue()
 
     def tell(self) -> int:
         return self.place
@@ -123,7 +129,7 @@ class Archive:
             self.file.seek(place - self.place, 1)
             self.place = place
         while self.place < place:
-            self.read_content(min(place - self.place, 1 << 20))
+            self.read_content(min(place - self.place, PIECE_BYTES))
 
     def damage_error(self, problem: str) -> UserError:
         why = f"not a whole, uncompressed tar file ({problem} at byte {self.place:,})"
@@ -161,22 +167,47 @@ class SampleTable:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> SampleTable:
+    def from_bytes(cls, content: bytes, shard_size: int) -> SampleTable:
+        """Read the stored table of a shard with this number of bytes; other content raises any exception."""
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if any(column.file_size > shard_size for column in archive.infolist()):
+                raise ValueError("a column is larger than the shard, in which each file has a header of 512 bytes")
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             texts = (stored[name].tobytes().decode("utf-8", "surrogateescape") for name in ("keys", "extensions"))
             keys, extensions = (tuple(text.split(SEPARATOR)[:-1]) for text in texts)
-            return cls(keys, extensions, **{name: stored[name] for name in COLUMNS})
+            table = cls(keys, extensions, **{name: stored[name] for name in COLUMNS})
+        table.check_columns(shard_size)
+        return table
+
+    def check_columns(self, shard_size: int) -> None:
+        """Raise ValueError for columns that do not fit each other or a shard of this size."""
+        members = len(self.kinds)
+        shapes = {name: (members,) for name in COLUMNS} | {"starts": (len(self) + 1,)}
+        right = all(
+            getattr(self, name).dtype == dtype and getattr(self, name).shape == shapes[name]
+            for name, dtype in COLUMNS.items()
+        )
+        if not (
+            right
+            and (self.starts[0], self.starts[-1]) == (0, members)
+            and (np.diff(self.starts) > 0).all()
+            and (self.kinds < len(self.extensions)).all()
+            and (self.offsets >= 0).all()
+            and (self.sizes >= 0).all()
+            and (self.sizes <= shard_size - self.offsets).all()
+        ):
+            raise ValueError("the columns do not fit each other, or the shard")
 
 
-def read_table_or_none(shard: Shard) -> SampleTable | None:
-    """Read the shard's stored table in one try; return None if missing, damaged, unreadable or another shard's."""
+def read_table_or_none(shard: Shard, size: int) -> SampleTable | None:
+    """Read the stored table of a shard of ``size`` bytes in one try; return None if missing, unreadable or unfit."""
     if shard.table is None:
         return None
     address, start, length, digest = shard.table
     try:
         content = storage.read_file(address, (start, start + length))
-        return SampleTable.from_bytes(content) if table_digest(content) == digest else None
-    except (storage.UnavailableError, ValueError):
+        return SampleTable.from_bytes(content, size) if table_digest(content) == digest else None
+    except Exception:  # zipfile and np.load raise many kinds of errors
         return None
 
 

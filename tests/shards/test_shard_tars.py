@@ -58,7 +58,7 @@ def check_against_tarfile(content: bytes) -> None:
         ]
     found = members_of(content)
     assert [(m.key, m.extension, m.offset, m.size) for m in found] == [(k, e, o, len(c)) for k, e, o, c in expected]
-    given = [inside for _, inside in iterate_members(as_stream(content), "x.tar", lambda extension: extension == ".b")]
+    given = [inside for _, inside in iterate_members(as_stream(content), "x.tar", lambda member: member.extension == ".b")]
     assert given == [inside if extension == ".b" else None for _, extension, _, inside in expected]
 
 
@@ -94,10 +94,10 @@ def test_names_that_are_long_or_not_english() -> None:
         content = tar_bytes(files, form)
         check_against_tarfile(content)
         table = table_of(content)
-        again = SampleTable.from_bytes(table.to_bytes())
+        again = SampleTable.from_bytes(table.to_bytes(), len(content))
         assert again.keys == table.keys == ("first", name, "z")
         assert [again.sample_members(i) for i in range(3)] == [table.sample_members(i) for i in range(3)]
-    assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes())) == 0
+    assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes(), 10_240)) == 0
 
 
 def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
