@@ -182,7 +182,7 @@ class SampleTable:
     def check_columns(self, shard_size: int) -> None:
         """Raise ValueError for columns that do not fit each other or a shard of this size."""
         members = len(self.kinds)
-        shapes = {name: (members,) for name in COLUMNS} | {"starts": (len(self) + 1,)}
+        shapes = dict.fromkeys(COLUMNS, (members,)) | {"starts": (len(self) + 1,)}
         right = all(
             getattr(self, name).dtype == dtype and getattr(self, name).shape == shapes[name]
             for name, dtype in COLUMNS.items()

@@ -1,4 +1,4 @@
-"""Headers and tables that somebody has written to do harm: errors of ours, in the memory that the shard itself takes."""
+"""Headers and tables that somebody has written to do harm: errors of ours, in no more memory than the shard takes."""
 
 import io
 import json

@@ -47,7 +47,7 @@ def test_patterns_of_names() -> None:
     assert [name for url in ("a", "b{08..11}c") for name in expand_ranges(url)] == ["a", "b08c", "b09c", "b10c", "b11c"]
     assert expand_ranges("{9..10}/{000..001}") == ["9/000", "9/001", "10/000", "10/001"]
     assert expand_ranges("{5..4}") == []
-    with pytest.raises(UserError, match=r"s\{0\.\.99999999999\}\.tar: stands for 100,000,000,000 shards; .* 10,000,000"):
+    with pytest.raises(UserError, match=r"^s\{0\.\.99999999999\}\.tar: stands for 100,000,000,000 shards"):
         expand_ranges("s{0..99999999999}.tar")
     with pytest.raises(UserError, match="stands for 16,000,000 shards"):
         expand_ranges("{1..4000}/{1..4000}")

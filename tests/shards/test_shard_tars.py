@@ -58,7 +58,8 @@ def check_against_tarfile(content: bytes) -> None:
         ]
     found = members_of(content)
     assert [(m.key, m.extension, m.offset, m.size) for m in found] == [(k, e, o, len(c)) for k, e, o, c in expected]
-    given = [inside for _, inside in iterate_members(as_stream(content), "x.tar", lambda member: member.extension == ".b")]
+    wanted = iterate_members(as_stream(content), "x.tar", lambda member: member.extension == ".b")
+    given = [inside for _, inside in wanted]
     assert given == [inside if extension == ".b" else None for _, extension, _, inside in expected]
 
 
