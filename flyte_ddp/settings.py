@@ -4,6 +4,7 @@ variables.toml is the one table of them, for the functions below, flyte_ddp/pods
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from flyte_ddp.errors import UserError
 
 ALLOWED = "FLYTE_DDP_ALLOWED_ADDRESSES"
+MODULES = "FLYTE_DDP_MODULES"
 REQUESTED_GPUS = "FLYTE_DDP_GPUS"
 HERE, REGISTRATION = "this machine", "registration"
 ALL_PODS, TRAINING_PODS, REGISTRY_PODS = "all pods", "training pods", "pods that use the registry"
@@ -96,6 +98,23 @@ def runs_folder() -> Path:
 def allowed_addresses() -> tuple[str, ...]:
     """Return the addresses in FLYTE_DDP_ALLOWED_ADDRESSES, to which an index or an HTTP redirect may lead."""
     return tuple(filter(None, map(str.strip, read_text(ALLOWED).split(","))))
+
+
+def nameable_modules() -> tuple[str, ...] | None:
+    """Return the modules listed in FLYTE_DDP_MODULES, beside the project's own; None if it is not set: all modules.
+
+    Raises UserError for a name that is none, and for modules of Python's standard library.
+    """
+    if not (text := read_text(MODULES)):
+        return None
+    names = [name for part in text.split(",") if (name := part.strip()) not in ("", ".")]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise UserError(f"{MODULES}={text!r}: {name!r} is no module's name; separate names by commas")
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            why = "is Python's own, and would let hyperparameters run any command"
+            raise UserError(f"{MODULES}={text!r}: {name!r} {why}; name a function of your own that calls it")
+    return tuple(names)
 
 
 def read_text(name: str) -> str:

@@ -18,7 +18,7 @@ from flytekitplugins.ddp.elastic import elastic_options
 from tasks import pods
 
 VALUES = {"PROFILE": "local", "NODES": "3", "RETRIES": "7", "HOURS": "7.5"}
-VALUES |= {"WANDB_SECRET": "some/value", "RESULTS": "s3://bucket/x"}
+VALUES |= {"MODULES": "torchvision,timm", "WANDB_SECRET": "some/value", "RESULTS": "s3://bucket/x"}
 
 
 def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +74,9 @@ def test_a_registration_takes_over_what_is_set_but_no_secret_no_folder_of_here_a
     assert (ended.returncode, ended.stdout) == (0, "FLYTE_DDP_TIMEOUT=5\n")
     said = {line.partition(" is not sent to pods")[0] for line in ended.stderr.splitlines()}
     assert said == left.keys()
+    ended = registration(FLYTE_DDP_MODULES="timm,subprocess")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("Error: FLYTE_DDP_MODULES='timm,subprocess': 'subprocess' is Python's own")
     ended = registration(FLYTE_DDP_TIMOUT="5")
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: unknown variable 'FLYTE_DDP_TIMOUT': did you mean 'FLYTE_DDP_TIMEOUT'?")

@@ -12,9 +12,11 @@ from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_pro
 from flyte_ddp.settings import (
     ALL_PODS,
     HERE,
+    MODULES,
     REQUESTED_GPUS,
     TRAINING_PODS,
     load_variables_file,
+    nameable_modules,
     read_text,
     read_variable_table,
 )
@@ -37,6 +39,7 @@ def pod_environment() -> dict[str, str]:
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
         REQUESTED_GPUS: str(chosen_profile().gpus),
         NODES_VARIABLE: read_text(NODES_VARIABLE),
+        MODULES: ".",
         **registered_settings(ALL_PODS),
     }
 
@@ -85,6 +88,7 @@ def check_settings_for_pods() -> None:
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
             raise unknown_name_error("variable", name, known, page="docs/configuration.md")
+    nameable_modules()  # refuses what it cannot allow
     for name in list_settings_left_here():
         print_to_stderr(f"{name} is not sent to pods: see docs/configuration.md")
 

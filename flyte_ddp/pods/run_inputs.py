@@ -10,6 +10,8 @@ from flyte_ddp.pods import paths
 from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import read_settings
+from flyte_ddp.user_code.callables import split_spec
+from flyte_ddp.user_code.modules import refuse_foreign_module
 from flyte_ddp.user_code.source import explain_own_errors
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
@@ -22,6 +24,8 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
     NO_SCHEDULE for the present time. Asks the data's origin. Locally completes an interrupted move of the run's result,
     and writes folder tokens; UserError while the run goes on.
     """
+    for spec in hp.own_code():
+        refuse_foreign_module(spec, split_spec(spec)[0])
     identity.check_known_image_size(hp)
     hardware.check_requested_resources(hp, *node_and_rank_limits(engine))
     fingerprint = fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.user_code.modules import refuse_foreign_callable, refuse_foreign_module
 from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 NAME = r"[^\W\d]\w*"
@@ -19,7 +20,8 @@ def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
     First puts the working directory on ``sys.path``. A StoredSpec is imported from its own sources. Raises UserError
-    for ImportError, SyntaxError, or no such callable; other exceptions of the import go through.
+    for ImportError, SyntaxError, no such callable, or a module that may not be named; other exceptions of the import go
+    through.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
@@ -27,6 +29,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
         if isinstance(spec, StoredSpec):
             module = import_stored_module(spec.sources, module_name)
         else:
+            refuse_foreign_module(spec, module_name)
             module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -43,6 +46,8 @@ def load_callable(spec: str) -> Callable[..., Any]:
         ) from None
     if not callable(found):
         raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
+    if not isinstance(spec, StoredSpec):
+        refuse_foreign_callable(spec, module_name, found)
     return found  # type: ignore[no-any-return]
 
 

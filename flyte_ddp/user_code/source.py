@@ -5,11 +5,10 @@ import hashlib
 import importlib.util
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -18,10 +17,9 @@ import click
 from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.user_code.callables import missing_module_error, search_working_directory, split_spec
 from flyte_ddp.user_code.digest import ARITHMETIC, normalize_code, parse_python
+from flyte_ddp.user_code.modules import find_top_level, is_user_file, list_places
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
-INSTALLED = {"site-packages", "dist-packages"}
-STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 IMPORTERS = ("import_module", "__import__")
 STORED_BYTES = 4 * 2**20  # of sources that a saved model holds
 Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
@@ -126,23 +124,12 @@ def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[So
                 files += list_module_files(found, only_own=True)
 
 
-def find_top_level(name: str) -> ModuleSpec | None:
-    """Return the import spec of a top-level module; None if there is no such module or no spec of it."""
-    try:
-        if name == "pip":  # setuptools' finder would take this process for pip's, and hide its distutils from torch
-            return PathFinder.find_spec(name)
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-
-
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield name and path of each ``.py`` file of a top-level module; with ``only_own`` of the user's files only."""
-    packages = found.submodule_search_locations
-    for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):
+    for place in list_places(found):
         if only_own and not is_user_file(place):
             continue
-        if packages is None:
+        if found.submodule_search_locations is None:
             yield Path(place).name, Path(place)
         entered: set[str] = set()  # real paths, because symlinks may lead round in circles
         for folder, folders, names in os.walk(place, followlinks=True):
@@ -153,12 +140,6 @@ def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for path in (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(".")):
                 yield f"{found.name}/{path.relative_to(place).as_posix()}", path
-
-
-def is_user_file(place: str) -> bool:
-    """Return whether a file or folder is outside Python's standard library and site-packages."""
-    path = Path(place).resolve()
-    return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
 
 
 @contextmanager

@@ -102,6 +102,7 @@ def test_pods_without_a_chosen_profile(
         variables = environment(default, name)
         assert variables["FLYTE_DDP_GPUS"] == requests.get("GPU", "2"), "light pods check what training will have"
         assert (variables["FLYTE_DDP_PROFILE"], variables["FLYTE_DDP_CODE"]) == ("gpu", package_digest())
+        assert variables["FLYTE_DDP_MODULES"] == ".", "hyperparameters may name the project's own modules"
 
 
 def test_training_pods_know_how_long_their_last_checkpoint_may_take(default: Package, sandbox: Package) -> None:

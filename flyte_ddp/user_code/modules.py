@@ -1,0 +1,66 @@
+"""Find top-level modules without importing them, tell whose they are, and refuse those that nobody may name here."""
+
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import MODULES, nameable_modules
+
+INSTALLED = {"site-packages", "dist-packages"}
+STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+LIBRARY = {"flyte_ddp", "flytekitplugins"}  # whose functions also delete files
+
+
+def find_top_level(name: str) -> ModuleSpec | None:
+    """Return the import spec of a top-level module; None if there is no such module or no spec of it."""
+    try:
+        if name == "pip":  # setuptools' finder would take this process for pip's, and hide its distutils from torch
+            return PathFinder.find_spec(name)
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def list_places(found: ModuleSpec) -> list[str]:
+    """Return the folders of a package, or the file of a module; nothing for a module that is built in."""
+    if found.submodule_search_locations is not None:
+        return [*found.submodule_search_locations]
+    return [found.origin] if found.has_location and found.origin else []
+
+
+def is_user_file(place: str) -> bool:
+    """Return whether a file or folder is outside Python's standard library and site-packages."""
+    path = Path(place).resolve()
+    return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
+
+
+def refuse_foreign_module(spec: str, module: str) -> None:
+    """Raise UserError if FLYTE_DDP_MODULES is set, and a module is neither the project's own nor listed there.
+
+    A module is the project's own if all its files are outside Python's library and site-packages.
+    """
+    listed = nameable_modules()
+    if listed is None or any(f"{module}.".startswith(f"{name}.") for name in listed):
+        return
+    top = module.partition(".")[0]
+    found = find_top_level(top)
+    if found is None and top not in sys.modules:
+        return  # importing it raises the right error
+    places = list_places(found) if found else []
+    if top not in LIBRARY and places and all(map(is_user_file, places)):
+        return
+    rule = f"only the project's own modules, and those listed in {MODULES}={os.environ[MODULES]!r}, may be named"
+    raise UserError(f"{spec!r}: module {module} is not allowed: {rule}; register with another list, or name your own")
+
+
+def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:
+    """Raise UserError for a function or class that a module imports from another one that may not be named."""
+    owner = getattr(found, "__module__", None) or "builtins"
+    if owner != module and (inspect.isclass(found) or inspect.isroutine(found)):
+        refuse_foreign_module(spec, owner)
