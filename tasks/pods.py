@@ -123,4 +123,5 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
             security_context=container,
             termination_message_policy="FallbackToLogsOnError",  # so that a lost pod's last lines are its error
         )
-        return client.V1PodSpec(containers=[primary], security_context=pod)
+        # No code of ours asks Kubernetes' API, whose token would be in every pod.
+        return client.V1PodSpec(containers=[primary], security_context=pod, automount_service_account_token=False)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.sweep.space import Sweep
 
 SHORT: dict[str, Any] = {"epochs": 3, "num_ranks": 2}
+PORT = 8000
 LONG: dict[str, Any] = {"epochs": 3000, "num_ranks": 2, "eval_interval": 500}
 KILL_RANK_1 = """
 import os, pathlib
@@ -279,6 +281,67 @@ def test_podsecurity_restricted(restricted: Cluster, root: str, tmp_path: Path) 
         restricted.kubectl("delete", "podtemplate", template, "--ignore-not-found")
     contexts = [pod["spec"]["containers"][0]["securityContext"] for pod in restricted.list_pods(name)]
     assert {context.get("readOnlyRootFilesystem", False) for context in contexts} == {root == "read-only"}
+
+
+def run_pod(cluster: Cluster, name: str, namespace: str, *command: str) -> None:
+    """Start a pod with the image, also where PodSecurity "restricted" is enforced, and wait until it is ready."""
+    where = ("--namespace", namespace)
+    confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    container = {"name": name, "image": cluster.image, "command": command, "securityContext": confined}
+    container["imagePullPolicy"] = "IfNotPresent"
+    pod = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    overrides = {"spec": {"containers": [container], "securityContext": pod}}
+    run = ("run", name, "--image", cluster.image, "--restart", "Never", "--overrides", json.dumps(overrides))
+    cluster.kubectl(*where, *run)
+    ready = "{.status.containerStatuses[0].ready}"
+    cluster.wait_until(
+        lambda: cluster.kubectl(*where, "get", "pod", name, "-o", f"jsonpath={ready}").stdout == "true", name
+    )
+
+
+@pytest.fixture
+def neighbours(kubectl: Cluster) -> Iterator[tuple[Cluster, str]]:
+    """Yield the cluster and the address of a pod that listens, beside it a neighbour, and a stranger elsewhere."""
+    other = f"{kubectl.version}-elsewhere"
+    try:
+        if kubectl.kubectl("create", "namespace", other, check=False).returncode != 0:
+            pytest.skip("kubectl may not make a namespace")
+        run_pod(kubectl, "listener", kubectl.namespace, "python", "-m", "http.server", str(PORT))
+        run_pod(kubectl, "neighbour", kubectl.namespace, "sleep", "infinity")
+        run_pod(kubectl, "stranger", other, "sleep", "infinity")
+        yield kubectl, kubectl.kubectl("get", "pod", "listener", "-o", "jsonpath={.status.podIP}").stdout
+    finally:
+        kubectl.kubectl("delete", "pod", "listener", "neighbour", "--ignore-not-found", "--wait=false", check=False)
+        kubectl.kubectl("delete", "namespace", other, "--ignore-not-found", "--wait=false", check=False)
+
+
+def test_a_stranger_does_not_reach_pods_behind_the_network_policy(neighbours: tuple[Cluster, str]) -> None:
+    """First without the policy, under which a neighbour still connects and a training still succeeds."""
+    cluster, address = neighbours
+    connect = f"import socket; socket.create_connection(({address!r}, {PORT}), 3)"
+
+    def connects(pod: str, namespace: str) -> bool:
+        command = ("--namespace", namespace, "exec", pod, "--", "python", "-c", connect)
+        return cluster.kubectl(*command, check=False).returncode == 0
+
+    stranger = ("stranger", f"{cluster.version}-elsewhere")
+    cluster.wait_until(lambda: connects("neighbour", cluster.namespace), "the listener's port")
+    if not connects(*stranger):
+        pytest.skip("a network policy of this cluster's own keeps strangers out")
+    policy = ("--filename", str(ROOT / "deploy/network-policy.yaml"))
+    already_there = cluster.kubectl("get", *policy, check=False).returncode == 0
+    cluster.kubectl("apply", *policy)
+    try:
+        deadline = time.monotonic() + 60
+        while connects(*stranger):
+            if time.monotonic() > deadline:
+                pytest.skip("this cluster's network does not enforce network policies")
+            time.sleep(1)
+        assert connects("neighbour", cluster.namespace)
+        cluster.wait_for_success(cluster.launch_training(**SHORT, seed=unused_seed(cluster)))
+    finally:
+        if not already_there:
+            cluster.kubectl("delete", *policy)
 
 
 @pytest.mark.parametrize(

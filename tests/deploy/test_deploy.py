@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import packaged
 import pytest
@@ -19,6 +20,7 @@ from flyteidl.admin.launch_plan_pb2 import ACTIVE, LaunchPlanUpdateRequest
 from flytekit.configuration import Config, ImageConfig, SerializationSettings
 from flytekit.remote import FlyteRemote
 from image import make_commands
+from kubernetes import client
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.user_code.digest import package_digest
@@ -91,6 +93,12 @@ WEEKLY = """
   hyperparameters: config/smoke.json
   policy: {rule: not_worse}
 """
+LEFT_OUT = (
+    *(".aws/credentials", ".ssh/id_ed25519", ".kube/config", ".docker/config.json", ".config/gcloud/key.json"),
+    *(".env.local", "config/.env", "examples/.env.production", "id_rsa", "tasks/id_ecdsa", "notes.pem", "tls.key"),
+    *("kubeconfig.yaml", "credentials.json", "config/application_default_credentials.json", ".netrc", "cert.p12"),
+    *("my-service-account.json", ".git-credentials", "wandb/notes.txt"),
+)
 COMPLETE = ["--config", "deploy/sandbox.yaml", "--image", "flyte-ddp:1", "--profile", "sandbox"]
 
 
@@ -113,11 +121,50 @@ def version(clone: Path, *options: str, copy: str = "all", **environment: str) -
     return found[1]
 
 
+def list_unknown_fields(value: Any, kind: str) -> list[str]:
+    """Return the fields of a value that Kubernetes' own client does not know in an object of this kind."""
+    if isinstance(value, list):
+        return [field for each in value for field in list_unknown_fields(each, kind[len("List[") : -1])]
+    model = getattr(client, kind, None)
+    if model is None:
+        return []
+    types = {model.attribute_map[name]: found for name, found in model.openapi_types.items()}
+    found = [f"{kind}.{field}" for field in value if field not in types]
+    for field in types.keys() & value.keys():
+        found += list_unknown_fields(value[field], types[field])
+    return found
+
+
+def test_what_kubectl_applies_has_only_fields_that_kubernetes_knows() -> None:
+    assert list_unknown_fields({"spec": {"ingress": [{"form": []}]}}, "V1NetworkPolicy") == [
+        "V1NetworkPolicyIngressRule.form"
+    ]
+    for file in ("pod-template.yaml", "pod-template-read-only.yaml", "network-policy.yaml"):
+        for given in yaml.safe_load_all((ROOT / "deploy" / file).read_text()):
+            assert list_unknown_fields(given, f"V1{given['kind']}") == [], file
+
+
+def test_the_network_policy_admits_neighbours_and_operators_only() -> None:
+    [policy] = yaml.safe_load_all((ROOT / "deploy/network-policy.yaml").read_text())
+    spec = policy["spec"]
+    assert (spec["podSelector"], spec["policyTypes"]) == ({}, ["Ingress"]), "every pod; what it asks is not limited"
+    [rule] = spec["ingress"]
+    neighbours, operators = rule["from"]
+    assert (neighbours, {*rule}) == ({"podSelector": {}}, {"from"}), "of this namespace only, as no other is selected"
+    assert operators.keys() == {"namespaceSelector"}
+    keys = [each["key"] for each in operators["namespaceSelector"]["matchExpressions"]]
+    assert keys == ["kubernetes.io/metadata.name"]
+
+
 @pytest.mark.slow
 def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path, tmp_path: Path) -> None:
     with (clone / "config/schedules.yaml").open("a") as file:
         file.write(WEEKLY)
-    git(clone, "commit", "--quiet", "--all", "--message", "A schedule of one's own")
+    for name in LEFT_OUT:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text("not for pods")
+    git(clone, "add", "--all")
+    git(clone, "commit", "--quiet", "--message", "A schedule of one's own, and secrets that are in the repository")
     environment = {"FLYTE_DDP_NODES": "2:4", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
     ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", **environment)
     assert ended.exit_code == 0, ended.output
@@ -126,7 +173,7 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
     package = packaged.read(archive, tmp_path / "package")
     assert package.sources is not None
     files = packaged.names(package.sources)
-    assert files == sources_of(clone)
+    assert files == sources_of(clone) - {*LEFT_OUT}
     assert {"flyte_ddp/report/templates/report.css", "flyte_ddp/variables.toml", "config/schedules.yaml"} <= files
     variables = packaged.container(package.tasks["tasks.training.train_model"].template).env
     registered = {pair.key: pair.value for pair in variables}

@@ -118,6 +118,7 @@ def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
     for task in default.tasks.values():
         pod = MessageToDict(task.template.k8s_pod.pod_spec)
         assert pod["securityContext"] == packaged.RESTRICTED_POD
+        assert pod["automountServiceAccountToken"] is False, "nothing in the pod asks Kubernetes' API"
         [container] = pod["containers"]
         assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
         assert container["terminationMessagePolicy"] == "FallbackToLogsOnError", "as Flyte gives to other tasks"
