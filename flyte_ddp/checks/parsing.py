@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flyte_ddp.errors import UserError
@@ -49,9 +49,14 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def find_doubled(keys: list[Any]) -> int | None:
+def find_doubled(keys: Sequence[Hashable]) -> int | None:
     """Return the place of the first key that repeats another one, or None if all keys differ."""
-    return next((place for place, key in enumerate(keys) if key in keys[:place]), None)
+    known = set[Hashable]()
+    for place, key in enumerate(keys):
+        if key in known:
+            return place
+        known.add(key)
+    return None
 
 
 def parse_yaml_number(value: Any) -> Any:

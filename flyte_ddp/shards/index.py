@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
+from flyte_ddp.checks.parsing import MisreadError, parse_json
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.settings import ALLOWED
@@ -158,10 +159,12 @@ def shorten_repr(value: Any) -> str:
 def load_index_json(address: str) -> dict[str, Any]:
     """Read an index, in up to 4 tries, and return its JSON; raise UserError if it is not of wids' format."""
     try:
-        content = json.loads(storage.retry(address, storage.read_file))
+        content = parse_json(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
         where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
         raise failure.to_user_error(f"index {address}: cannot be read ({failure}); check {where}") from None
+    except MisreadError as error:
+        raise malformed_index_error(address, error.message) from None
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
