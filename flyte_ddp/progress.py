@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from flyte_ddp.text.formatting import format_measure, format_value, name_measure
+from flyte_ddp.text.formatting import escape_controls, format_measure, format_value, name_measure
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 SHOWN_VALUES = 6  # of those that a function records; more do not fit on a line
@@ -36,7 +36,8 @@ class Progress:
         The function takes the units done since its last call. ``total`` None: not known; the unit "B" stands for bytes.
         """
         if self._mode == "bar":
-            with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
+            label, scaled = escape_controls(label), unit == "B"
+            with tqdm(total=total, desc=label, unit=unit, unit_scale=scaled, file=self._stream) as bar:
                 yield bar.update
         else:
             amount = None if total is None else f"{tqdm.format_sizeof(total)}B" if unit == "B" else f"{total:,} {unit}"
@@ -45,6 +46,7 @@ class Progress:
 
     def print_note(self, text: str) -> None:
         """Print a text on a line of its own, above a bar, unless progress is off."""
+        text = escape_controls(text)
         with self._turn_off_on_failure():
             if self._mode == "bar":
                 tqdm.write(text, file=self._stream)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from flyte_ddp.progress import StepProgress
+from flyte_ddp.progress import Progress, StepProgress
 
 
 class Clock:
@@ -162,3 +162,15 @@ def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
         progress.show_step(step, {"loss": 1.0})
     progress.print_evaluation(evaluation(1, 5))
     progress.close()
+
+
+@pytest.mark.parametrize("mode", ["lines", "bar"])
+def test_names_of_others_do_not_steer_the_terminal(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(mode)
+    progress.print_note("classes (a\x1b[31mred 12, b\r\x9bc 3)\nüber\tnext")
+    with progress.track("read\x1b[2J", 3, "files"):
+        pass
+    said = capsys.readouterr().err
+    assert "classes (a\\x1b[31mred 12, b\\r\\x9bc 3)\nüber\tnext\n" in said
+    assert "read\\x1b[2J" in said
+    assert not {"\x1b", "\x9b"} & {*said.replace("\x1b[A", "")}

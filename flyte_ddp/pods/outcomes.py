@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.text.formatting import escape_controls
 
 _held: list[str] | None = None  # the texts that wait; None: texts are printed at once
 
@@ -14,6 +15,7 @@ def print_outcome(text: str) -> None:
     Within :func:`hold_last_outcome` the text waits for the next task, the next outcome, or the end of the block.
     """
     print_held_outcome()
+    text = escape_controls(text)
     if _held is not None:
         _held.append(text)
     elif not is_in_pod():

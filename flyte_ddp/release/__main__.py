@@ -7,6 +7,7 @@ import click
 from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.release import listing
 from flyte_ddp.release.registry import Registry
+from flyte_ddp.text.formatting import escape_controls
 
 ADDRESS = click.option(
     "--registry",
@@ -49,7 +50,7 @@ def history(name: str, address: str | None) -> None:
 
 def print_lines(lines: Iterable[str]) -> None:
     for line in lines:
-        click.echo(line)
+        click.echo(escape_controls(line))
 
 
 if __name__ == "__main__":

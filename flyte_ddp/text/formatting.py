@@ -1,9 +1,17 @@
 """Format numbers, lists and inputs of models for people."""
 
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def escape_controls(text: str) -> str:
+    """Return a text whose characters that would steer a terminal are shown as ``\\x1b``, but not line ends and tabs."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def format_percent(share: float | None) -> str:
