@@ -7,7 +7,7 @@ import shutil
 import struct
 import tarfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from flyte_ddp import storage
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.images import image_arrays
 from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
 
 Arrays = tuple[Any, Any, Any, Any]  # train images, train labels, test images, test labels
@@ -32,6 +33,7 @@ class PublishedSet:
     classes: tuple[str, ...]
     read_arrays: Callable[[Path], Arrays]  # reads the verified files in a folder
     system_folder: str = ""  # where a system or Python package installs the files
+    sha256: Mapping[str, str] = field(default_factory=dict)  # by name: SHA-256 (hex) of files that may run code
 
     def fingerprint(self, source: str) -> str:
         """Return the set's name with a hash of its files' published digests, whatever the ``source``."""
@@ -57,6 +59,9 @@ class PublishedSet:
 
                 def download_from(address: str) -> str:
                     storage.download_file(address, file, digests=self.files[name], kind="md5", progress=progress)
+                    file.flush()
+                    if name in self.sha256 and (found := file_digest(folder / name)) != self.sha256[name]:
+                        raise storage.AlteredError(f"sha256 {found} instead of {self.sha256[name]}")
                     return storage.parent(address)
 
                 return storage.retry(addresses, download_from, progress.print_note)
@@ -149,7 +154,7 @@ def read_cifar10_archive(folder: Path) -> Arrays:
         for member in archive:
             name, content = member.name.rpartition("/")[2], archive.extractfile(member)
             if content is not None and name in (*TRAIN_BATCHES, TEST_BATCH):
-                batch = pickle.load(content, encoding="latin1")  # of a file whose digest is the published one
+                batch = pickle.load(content, encoding="latin1")  # of a file whose SHA-256 is the known one
                 rows = np.asarray(batch["data"])  # of 1,024 red, green and blue values each
                 images[name] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 labels[name] = list(batch["labels"])
@@ -162,6 +167,8 @@ def read_cifar10_archive(folder: Path) -> Arrays:
 CIFAR10 = PublishedSet(
     name="cifar10",
     files={CIFAR10_FILE: ("c58f30108f718f92721af3b95e74349a",)},
+    # The authors publish the MD5 only. This is the value of Keras, and of others who compute it.
+    sha256={CIFAR10_FILE: "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"},
     addresses=("https://www.cs.toronto.edu/~kriz",),
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     read_arrays=read_cifar10_archive,

@@ -117,7 +117,8 @@ def test_it_is_read_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.
     from torchvision import datasets
 
     content = archive()
-    published = replace(CIFAR10, files={CIFAR10_FILE: (hashlib.md5(content).hexdigest(),)})
+    digests = {CIFAR10_FILE: hashlib.sha256(content).hexdigest()}
+    published = replace(CIFAR10, files={CIFAR10_FILE: (hashlib.md5(content).hexdigest(),)}, sha256=digests)
     monkeypatch.setitem(DATASETS, "cifar10", published)
     mirror = write_files(tmp_path / "mirror", {CIFAR10_FILE: content})
     ours = open_arrays(fetch("cifar10", str(mirror), tmp_path / "data", progress="off"))
@@ -135,3 +136,14 @@ def test_it_is_read_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.
         theirs = datasets.CIFAR10(str(tmp_path / "torchvision"), train=part == "train")
         np.testing.assert_array_equal(getattr(ours, f"{part}_inputs"), theirs.data)
         np.testing.assert_array_equal(getattr(ours, f"{part}_targets"), theirs.targets)
+
+
+def test_what_is_unpickled_has_the_right_sha256_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others can be made that have the same MD5."""
+    content = archive()
+    files = {CIFAR10_FILE: (hashlib.md5(content).hexdigest(),)}
+    monkeypatch.setitem(DATASETS, "cifar10", replace(CIFAR10, files=files))
+    mirror = write_files(tmp_path / "mirror", {CIFAR10_FILE: content})
+    monkeypatch.setattr("pickle.load", None)
+    with pytest.raises(UserError, match=rf"sha256 {hashlib.sha256(content).hexdigest()} instead of 6d958be07457"):
+        fetch("cifar10", str(mirror), tmp_path / "data", progress="off")
