@@ -18,7 +18,8 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value]
-        if (place := find_doubled([key.value if isinstance(key, yaml.ScalarNode) else key for key in keys])) is not None:
+        texts = [key.value if isinstance(key, yaml.ScalarNode) else key for key in keys]
+        if (place := find_doubled(texts)) is not None:
             where = describe_place(keys[place].start_mark)
             raise MisreadError(f"the key {keys[place].value!r} is there twice, {where}; leave one of the two out")
         return node
