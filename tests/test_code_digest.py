@@ -13,6 +13,7 @@ from flyte_ddp.user_code.digest import DECIDING, library_digest, list_python_fil
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
     "checks/fields config": "values of hyperparameters are in the key themselves",
+    "checks/parsing": "what JSON is refused",
     "settings": "what does not change a run's result",
     "errors machine/clock progress results text/formatting text/json_lines text/sections": "what is told, and how",
     "text/credentials files lookahead machine/process": "how files, processes and threads are treated",

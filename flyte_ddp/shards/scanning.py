@@ -81,7 +81,7 @@ class HashedStream:
 
 
 def is_label(member: Member, shard: str) -> bool:
-    """Return whether a member is a label; UserError for one that is too large to be read into memory."""
+    """Return whether a member is a label. Raises UserError for a label that is too large to be read."""
     if member.extension.lower() != LABEL:
         return False
     if member.size > MOST_LABEL_BYTES:

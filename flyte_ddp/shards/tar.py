@@ -168,7 +168,7 @@ class SampleTable:
 
     @classmethod
     def from_bytes(cls, content: bytes, shard_size: int) -> SampleTable:
-        """Read the stored table of a shard with this number of bytes; other content raises any exception."""
+        """Read the stored table of a shard of this size. Content that is none raises any exception."""
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if any(column.file_size > shard_size for column in archive.infolist()):
                 raise ValueError("a column is larger than the shard, in which each file has a header of 512 bytes")
@@ -200,7 +200,7 @@ class SampleTable:
 
 
 def read_table_or_none(shard: Shard, size: int) -> SampleTable | None:
-    """Read the stored table of a shard of ``size`` bytes in one try; return None if missing, unreadable or unfit."""
+    """Read the stored table of a shard of ``size`` bytes in one try. Return None if missing, unreadable or unfit."""
     if shard.table is None:
         return None
     address, start, length, digest = shard.table
