@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flyte_ddp.run import Result as Result
     from flyte_ddp.run import run_training as run_training
     from flyte_ddp.settings import Settings as Settings
+    from flyte_ddp.training.optimizer_state import load_optimizer_state as load_optimizer_state
 
 __version__ = VERSION
 open_missing_streams()
@@ -53,6 +54,7 @@ NAMES = {  # by module
     "results": ("results",),  # the module itself
     "run": ("Result", "run_training"),
     "settings": ("Settings",),
+    "training.optimizer_state": ("load_optimizer_state",),
 }
 MODULES = {name: module for module, names in NAMES.items() for name in names}
 __all__ = list(MODULES)

@@ -164,7 +164,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     optimizer: str = setting(
         "sgd",
         "Optimiser: sgd, adam, adamw, or your own `package.module:callable`, called with the model and the "
-        "hyperparameters; its parameter groups keep their own rates.",
+        "hyperparameters, which returns one or a list; parameter groups keep their own rates.",
         choices=("sgd", "adam", "adamw"),
         own=True,
     )

@@ -14,18 +14,20 @@ from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.work import Work
-from flyte_ddp.training.optimisation import load_optimizer_state
+from flyte_ddp.training.optimizer_state import load_optimizer_state
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
 
 def load_training_state(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
     values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
+    state.set_optimizer_mode(training=values["optimizers_train"])  # while there is no state that it would change
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])
-    load_optimizer_state(state.optimizer, values["optimizer"])
+    for optimizer, saved in zip(state.optimizers, values["optimizers"], strict=True):
+        load_optimizer_state(optimizer, saved)
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
     state.clock.add_earlier(values["seconds"], total=values["total_seconds"])
@@ -69,7 +71,8 @@ class Checkpointer(CheckpointWriter):
                 "model": state.buffers.state_dict_after_step(state.model.state_dict()),
                 "buffers": state.buffers.state_dict(),
                 "average": state.average.state_dict() if state.average else None,
-                "optimizer": state.optimizer.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+                "optimizers_train": state.optimizers_train,
                 "saw_non_finite": state.loss_watch.saw_non_finite,
                 "draws": state.this_pass.model_draws,
                 "seconds": dict(state.clock.seconds),

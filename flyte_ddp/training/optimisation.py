@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -18,7 +18,6 @@ from flyte_ddp import catalog
 from flyte_ddp.checks.fields import short_repr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.user_code.callables import load_callable
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
@@ -38,10 +37,10 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 Schedule = Callable[[float, int], float]  # takes an initial rate and an optimiser step, from 0; returns the step's rate
 
 
-def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser: the user's own, or torch's for the trained parameters, fused if none is complex."""
+def create_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
+    """Return the user's own optimisers, or torch's one for the trained parameters, fused if none is complex."""
     if ":" in hp.optimizer:
-        return make_own_optimizer(model, hp)
+        return make_own_optimizers(model, hp)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     undecayed = set() if hp.decay_norms else parameters_without_decay(model)
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
@@ -51,13 +50,13 @@ def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optim
     groups = [group for group in (decayed, others) if group["params"]]
     if hp.optimizer != "sgd":
         adam = strip_compiler_decorators(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
-        return adam(groups, betas=(hp.momentum, 0.999), **options)
+        return [adam(groups, betas=(hp.momentum, 0.999), **options)]
     options |= {"momentum": hp.momentum, "nesterov": hp.nesterov}
     sgd = strip_compiler_decorators(torch.optim.SGD)(groups, **options)
     if hp.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return sgd
+    return [sgd]
 
 
 def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
@@ -80,48 +79,55 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
             parameter.grad = None
 
 
-def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser that the user's callable makes; UserError if it leaves out a trainable parameter."""
-    optimizer: torch.optim.Optimizer = load_callable(hp.optimizer)(model, hp)
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+def make_own_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
+    """Return what the user's callable makes; UserError unless each trainable parameter is in exactly one optimiser."""
+    made = load_callable(hp.optimizer)(model, hp)
+    optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
+    known: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        # Not isinstance: some of other libraries wrap one of torch's, and have no base class.
+        if any("lr" not in group for group in getattr(optimizer, "param_groups", [{}])):
+            raise UserError(
+                f"optimizer={hp.optimizer!r}: returned {type(optimizer).__name__}; return an optimiser, each group of "
+                "which has a rate lr, or a list of such optimisers"
+            )
+        refuse_required_closure(optimizer, hp.optimizer)
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in model.named_parameters():
+            if parameter in known & own:
+                raise UserError(f"optimizer={hp.optimizer!r}: parameter {name} is in two optimisers; leave it in one")
+        known |= own
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise UserError(
                 f"optimizer={hp.optimizer!r}: parameter {name} is in none of its groups, and would never be trained; "
                 f"add it to one, or set freeze={name!r}"
             )
-    return optimizer
+    return optimizers
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
-    """Raise UserError if ``torch.load(weights_only=True)`` refuses a value of the optimiser's state after a step."""
-    parts = {**optimizer.state_dict()}  # an optimiser may have other parts than torch's two
-    for number, values in parts.pop("state", {}).items():
-        items = values.items() if isinstance(values, Mapping) else [("", values)]
-        parts |= {f"state[{number}][{key!r}]": value for key, value in items}
-    for number, group in enumerate(parts.pop("param_groups", [])):
-        parts |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
-    if found := find_refused_value(parts):
-        key, value = found
-        raise UserError(
-            f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}: torch.load(weights_only=True) refuses it, "
-            "and could read no checkpoint; keep only tensors, numbers, text, and dicts and lists of them there"
-        )
+def refuse_required_closure(optimizer: torch.optim.Optimizer, spec: str) -> None:
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise closure_error(spec, str(error)) from None
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a ``state_dict``, and keep its types: torch casts each parameter's state to the parameter's type."""
-    optimizer.load_state_dict(saved)
-    if not {"state", "param_groups"} <= saved.keys():  # the user's own form, which torch does not look into
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        state = optimizer.state.get(parameter, {})
-        for key, value in saved["state"].get(number, {}).items():
-            loaded = state.get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                state[key] = value.to(loaded.device)
+def closure_error(spec: str, reason: str) -> UserError:
+    return UserError(
+        f"optimizer={spec!r}: its step() fails, as it is called without arguments, after one backward pass without "
+        f"create_graph ({reason}); take an optimiser that works so, or train in a loop of your own (docs/own-loop.md)"
+    )
+
+
+def do_first_step(optimizer: torch.optim.Optimizer, spec: str) -> None:
+    """Call ``step()``; UserError if it fails for want of a closure, or of gradients that have a graph."""
+    try:
+        optimizer.step()
+    except Exception as error:  # each library has a class of its own for this
+        if any(word in str(error) for word in ("closure", "create_graph", "grad_fn")):
+            raise closure_error(spec, str(error)) from error
+        raise
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:

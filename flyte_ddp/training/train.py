@@ -31,7 +31,8 @@ from flyte_ddp.training.checkpointing import Checkpointer, load_training_state
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, gather_columns, measure_split
 from flyte_ddp.training.job import INITIAL_WEIGHTS, TrainingJob
-from flyte_ddp.training.optimisation import check_optimizer_state, gradient_clip_norm
+from flyte_ddp.training.optimisation import do_first_step, gradient_clip_norm
+from flyte_ddp.training.optimizer_state import check_optimizer_state
 from flyte_ddp.training.outputs import write_outputs, write_rung, write_start_record
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
@@ -109,12 +110,13 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         with state.clock("optimizer"):
             norm = apply_gradients(state)
-        rate = state.optimizer.param_groups[0]["lr"]
+        rate = state.parameter_groups()[0]["lr"]
         recorder.record_step(state.epoch, state.step, sums, rate, norm)
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
     """Compute the gradients of a global batch [B]; return the sums over all its samples. All ranks must call it."""
+    state.set_optimizer_mode(training=True)
     part_sums = []
     parts = list_parts(state, batch, state.step)
     loaded, total = load_parts(state, parts, len(batch))
@@ -213,15 +215,18 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
     hp = state.hp
     largest = gradient_clip_norm(hp)
     norm = clip_grad_norm_(state.model.parameters(), largest) if largest else None
-    for group, rate in zip(state.optimizer.param_groups, state.initial_rates, strict=True):
+    for group, rate in zip(state.parameter_groups(), state.initial_rates, strict=True):
         group["lr"] = state.schedule(rate, state.step)
     if ":" in hp.optimizer:
         # An own optimiser may draw random numbers: equal ones on all ranks, and no pass's of any seed.
         state.this_pass.begin_pass(hp.seed + OPTIMIZER_SEEDS, state.step, np.zeros(1, dtype=np.int64), state.device)
-    state.optimizer.step()
-    if not state.step and ":" in hp.optimizer:
-        check_optimizer_state(state.optimizer, hp.optimizer)
-    state.optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
+    for optimizer in state.optimizers:
+        if state.step or ":" not in hp.optimizer:
+            optimizer.step()
+        else:
+            do_first_step(optimizer, hp.optimizer)
+            check_optimizer_state(optimizer, hp.optimizer)
+        optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
     state.update_average()
     state.step += 1
     state.buffers.copy_after_step()

@@ -43,7 +43,7 @@ from flyte_ddp.samples.leaves import Leaves, call_with_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
-from flyte_ddp.training.optimisation import MovingAverage, create_optimizer, make_schedule
+from flyte_ddp.training.optimisation import MovingAverage, create_optimizers, make_schedule
 from flyte_ddp.user_code import source as user_source
 
 
@@ -98,15 +98,16 @@ class TrainingState:
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
-        self.optimizer = create_optimizer(model, hp)
-        self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.optimizers = create_optimizers(model, hp)
+        self.optimizers_train: bool | None = None  # whether their train() was called last, or eval()
+        self.initial_rates = [float(group["lr"]) for group in self.parameter_groups()]
         self.schedule = make_schedule(hp.schedule, hp.warmup_steps, self.total_steps)
         self.average = MovingAverage(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
         # With an own optimiser the host waits, because that optimiser may not know how to skip an update.
         a_step_later = on_gpu and ":" not in hp.optimizer
-        self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=a_step_later)
+        self.loss_watch = LossWatch(model, self.optimizers[0], hp.learning_rate, a_step_later=a_step_later)
         higher = self.objective.measures.get(hp.select_by) == HIGHER
         self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
         # Base classes, too: a layer's class may have been replaced by a library's subclass, as by torch's parametrize.
@@ -159,12 +160,30 @@ class TrainingState:
             yield
             self.inconsistent = False
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_optimizer_mode(self, *, training: bool) -> None:
+        """Call ``train()`` or ``eval()`` of the optimisers that have them: schedule-free ones change the weights then.
+
+        Once at each change, because both round. So nothing goes back to training mode before the next step.
+        """
+        if training != self.optimizers_train:
+            with self.exclude_snapshots():
+                for optimizer in self.optimizers:
+                    getattr(optimizer, "train" if training else "eval", lambda: None)()
+                self.optimizers_train = training
+
     def prepare_inputs(self, inputs: Leaves) -> Leaves:
         return prepare_inputs(inputs, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model."""
+        """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model.
+
+        Optimisers stay in evaluation mode after the block.
+        """
+        self.set_optimizer_mode(training=False)
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()

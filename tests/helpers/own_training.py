@@ -19,7 +19,7 @@ def two_groups(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
 
 
 class Precise(torch.optim.Optimizer):
-    """SGD on a copy of the weights in fp64: the state has another type than the parameters."""
+    """SGD on a copy of the weights in fp64: the state has other types than the parameters, also in a list."""
 
     def __init__(self, parameters: Any, lr: float, note: object = "a note") -> None:
         super().__init__(parameters, {"lr": lr})
@@ -33,10 +33,12 @@ class Precise(torch.optim.Optimizer):
                     state = self.state[parameter]
                     if not state:
                         count = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-                        state |= {"precise": parameter.double(), "count": count, "note": self.note}
+                        state |= {"precise": [parameter.double(), {"divide by": "1 + i % 3"}], "count": count}
+                        state |= {"note": self.note}
                     state["count"] += 1
-                    state["precise"] -= group["lr"] * parameter.grad.double() / (1 + state["count"] % 3)
-                    parameter.copy_(state["precise"])
+                    precise, how = state["precise"]
+                    precise -= group["lr"] * parameter.grad.double() / eval(how["divide by"], {"i": state["count"]})
+                    parameter.copy_(precise)
 
 
 def precise(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
@@ -57,6 +59,135 @@ class Noisy(torch.optim.SGD):
 
 def noisy(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     return Noisy(model.parameters(), hp.learning_rate)
+
+
+def joined(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
+    """Muon takes matrices alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=hp.learning_rate), torch.optim.AdamW(others, lr=hp.learning_rate / 10)]
+
+
+def sgd_and_adamw(model: nn.Module, hp: Hyperparameters) -> tuple[torch.optim.Optimizer, ...]:
+    first, *others = [*model.parameters()]
+    return torch.optim.SGD([first], lr=0.02, momentum=0.9), torch.optim.AdamW(others, lr=0.01)
+
+
+class Pair(torch.optim.Optimizer):
+    """Two optimisers in one, whose state it does not save unless it is told to."""
+
+    def __init__(self, pair: list[torch.optim.Optimizer], *, saves: bool = False) -> None:
+        super().__init__([group for each in pair for group in each.param_groups], {})
+        self.pair, self.saves = {"of": pair}, saves
+
+    def step(self, closure: None = None) -> None:
+        for each in self.pair["of"]:
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": [each.state_dict() for each in self.pair["of"]]} if self.saves else super().state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for each, values in zip(self.pair["of"], saved["of"], strict=True):
+            each.load_state_dict(values)
+        self.param_groups = [group for each in self.pair["of"] for group in each.param_groups]
+
+
+def pair(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return Pair(joined(model, hp))
+
+
+def saved_pair(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    first, *others = [*model.parameters()]
+    return Pair([Precise([first], hp.learning_rate), torch.optim.AdamW(others, hp.learning_rate)], saves=True)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD as schedulefree does it: trains at points between the average, which is evaluated, and plain SGD's."""
+
+    def __init__(self, parameters: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "training": False, "count": 0})
+
+    def train(self) -> None:
+        self.set_mode(training=True)
+
+    def eval(self) -> None:
+        self.set_mode(training=False)
+
+    @torch.no_grad()
+    def set_mode(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] != training:
+                group["training"] = training
+                for parameter in group["params"]:
+                    if parameter in self.state:
+                        weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+                        parameter.lerp_(self.state[parameter]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            assert group["training"]
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    self.state[parameter]["z"] = parameter.clone()
+                z = self.state[parameter]["z"]
+                parameter.lerp_(z, 1 - 1 / group["beta"])
+                z -= group["lr"] * parameter.grad
+                parameter.lerp_(z, 1 / group["count"])
+                parameter.lerp_(z, 1 - group["beta"])
+
+
+def schedule_free(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return ScheduleFree(model.parameters(), hp.learning_rate)
+
+
+class Shared(torch.optim.SGD):
+    """Has its state on several ranks, as ZeroRedundancyOptimizer does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("Optimizer state has not been consolidated on this rank.")
+
+
+def shared(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return Shared(model.parameters(), hp.learning_rate)
+
+
+def lbfgs(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), hp.learning_rate)
+
+
+class Sharp(torch.optim.SGD):
+    """Refuses to work without a closure, as SAM does."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is None:
+            raise AssertionError("Sharpness Aware Minimization requires closure, but it was not provided")
+
+
+def sharp(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return Sharp(model.parameters(), hp.learning_rate)
+
+
+class Hessian(torch.optim.SGD):
+    """Differentiates the gradients, as AdaHessian does."""
+
+    def step(self, closure: Any = None) -> None:
+        (parameter, *_) = self.param_groups[0]["params"]
+        torch.autograd.grad(parameter.grad, parameter, torch.ones_like(parameter))
+
+
+def hessian(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return Hessian(model.parameters(), hp.learning_rate)
+
+
+def twice(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD([*model.parameters()][-1:], 0.1)]
+
+
+def named(model: nn.Module, hp: Hyperparameters) -> dict[str, torch.optim.Optimizer]:
+    return {"sgd": torch.optim.SGD(model.parameters(), 0.1)}
 
 
 def not_saved(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:

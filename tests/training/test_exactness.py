@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import own_training
 import pytest
 import torch
 from cli import HELPERS
@@ -35,7 +36,7 @@ BASE = replace(BASE, validation_fraction=0.93)  # 105 of the 1,500 training samp
 # of 1 in three parts (of which two are empty on all ranks).
 SIZES = {"small_cnn": ((32, 1), (13, 3)), "user_models:batch_norm": ((32, 1), (26, 1), (30, 3), (13, 3))}
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
-MakeOptimizer = Callable[[nn.Module, Hyperparameters], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module, Hyperparameters], Any]  # one, or several in a tuple
 
 
 def cosine(step: int) -> float:
@@ -68,6 +69,12 @@ def make_sgd(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     return SGD(parameters, lr=hp.learning_rate, **options)
 
 
+def make_schedule_free(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    optimizer = own_training.ScheduleFree(model.parameters(), hp.learning_rate)
+    optimizer.train()
+    return optimizer
+
+
 class Case(NamedTuple):
     """A run, and how one would write its optimiser and schedule by hand."""
 
@@ -93,6 +100,10 @@ CASES = {
     "sgd": Case(NO_DECAY, decayed_matrices(SGD, momentum=0.9, nesterov=True, weight_decay=0.0)),
     # AdamW divides the gradient of the convolution's bias, which is rounding alone before BatchNorm, by 1e-8.
     "adamw": Case(replace(NO_DECAY, optimizer="adamw"), decayed_matrices(ADAMW, weight_decay=0.0), tolerance=1e-8),
+    "two optimisers": Case(
+        replace(COSINE, optimizer="own_training:sgd_and_adamw", grad_clip_norm=0.3), own_training.sgd_and_adamw
+    ),
+    "schedule-free": Case(replace(COSINE, optimizer="own_training:schedule_free"), make_schedule_free),
     "frozen but the head": Case(replace(COSINE, freeze="0,1"), frozen=(0, 1)),
 }
 RUNS = [(name, each) for name in CASES for each in STRATEGIES[: None if name in ALL_STRATEGIES else 1]]
@@ -129,17 +140,22 @@ def plain_loop(case: Case, data: Path) -> tuple[list[float], list[dict[str, Tens
     assert len(samples) == 105
     for number in case.frozen:
         model[number].requires_grad_(False).eval()
-    optimizer, losses, states = case.optimizer(model, hp), [], []
-    rates = [group["lr"] for group in optimizer.param_groups]
+    made, losses, states = case.optimizer(model, hp), [], []
+    optimizers = made if isinstance(made, tuple) else (made,)
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     for step, batch in enumerate(first_batches(hp, samples)):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * case.factor(step)
-        optimizer.zero_grad()
+        model.zero_grad()
         parts = [part for part in np.array_split(batch, hp.accumulation_steps) if len(part)]
         sums = [functional.cross_entropy(model(images[part]), labels[part], reduction="sum") for part in parts]
         loss = sum(sums) / len(batch)
         loss.backward()
-        optimizer.step()
+        if hp.grad_clip_norm > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip_norm)
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(loss.item())
         states.append({key: value.clone() for key, value in model.state_dict().items()})
     return losses, states

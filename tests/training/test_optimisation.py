@@ -6,14 +6,20 @@ from pathlib import Path
 import own_training
 import pytest
 import torch
+from plain_loop import arrays_in_fp64
 from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten
 from training_runs import Train, cut_off, notes, records_of, resumed_steps, train_in, weights
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.models import zoo
 from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.order import sampling
+from flyte_ddp.training import train as training
 from flyte_ddp.training.diagnosis import LossWatch
+from flyte_ddp.training.optimizer_state import load_optimizer_state
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -22,7 +28,10 @@ BASE = replace(BASE, learning_rate=0.01)
 SMALL = replace(BASE, max_steps=8, num_ranks=1, epochs=2, precision="fp32", keep="ema", ema_decay=0.5)
 
 
-@pytest.mark.parametrize(("optimizer", "at"), [("precise", 6), ("two_groups", 1)])
+RESUMED = [("precise", 6), ("two_groups", 1), ("joined", 1), ("saved_pair", 6), ("schedule_free", 6)]
+
+
+@pytest.mark.parametrize(("optimizer", "at"), RESUMED)
 def test_state_and_groups_survive_a_resume_bit_for_bit(
     train: Train, tmp_path: Path, digits: Path, optimizer: str, at: int
 ) -> None:
@@ -35,6 +44,60 @@ def test_state_and_groups_survive_a_resume_bit_for_bit(
     assert resumed_steps(result) == [0, at]
     rates = [[record["learning_rate"] for record in records_of(run, "train")] for run in (result, expected)]
     assert rates[0] == rates[1]
+
+
+def test_values_at_any_depth_are_loaded_as_they_were_saved() -> None:
+    """torch's own method casts tensors in lists and dicts to the parameter's type, and loses texts."""
+    parameter = nn.Parameter(torch.zeros(2))
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+    values = {"list": [third, "text", (third.half(), 3)], "dict": {"of": {"count": torch.tensor(2**40)}}, "top": third}
+    saving, loading = (torch.optim.SGD([parameter], lr) for lr in (0.1, 0.2))
+    saving.state[parameter] = values
+    load_optimizer_state(loading, saving.state_dict())
+    (found, form), (wanted, same_form) = (tree_flatten(each) for each in (loading.state[parameter], values))
+    assert form == same_form
+    for value, other in zip(found, wanted, strict=True):
+        assert value.dtype == other.dtype if isinstance(other, torch.Tensor) else type(value) is type(other)
+        assert value == other
+    assert loading.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.slow
+def test_schedule_free_weights_are_reported_and_saved_as_eval_has_them(train: Train, digits: Path) -> None:
+    """As in a loop of one process, which calls train() and eval() around each evaluation."""
+    hp = replace(SMALL, model="user_models:linear", optimizer="own_training:schedule_free", precision="fp64")
+    hp = replace(hp, keep="last", max_steps=0, num_ranks=2, schedule="constant")
+    result = train(hp)
+    (images, labels), tests = (arrays_in_fp64(digits, split) for split in ("train", "test"))
+    samples, _ = sampling.split_indices(len(labels), hp.validation_fraction, hp.seed)
+    torch.manual_seed(hp.seed)
+    model = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, (0.5,), (0.5,))).double()
+    optimizer, expected = own_training.ScheduleFree(model.parameters(), hp.learning_rate), []
+    for epoch in range(hp.epochs):
+        optimizer.train()
+        for batch in sampling.ListedOrder(samples, hp.seed).batches(epoch, hp.batch_size):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+        optimizer.eval()
+        expected.append(functional.cross_entropy(model(tests[0]), tests[1]).item())
+    assert [record["test_loss"] for record in records_of(result, "evaluation")] == pytest.approx(expected, abs=1e-9)
+    for name, value in weights(result).items():
+        torch.testing.assert_close(value.double(), model.state_dict()[name], rtol=0, atol=1e-6)
+
+
+def test_a_run_that_fails_in_an_evaluation_evaluates_the_same_schedule_free_weights_again(
+    train: Train, tmp_path: Path, digits: Path
+) -> None:
+    hp = replace(SMALL, optimizer="own_training:schedule_free", keep="last")
+    expected = train_in(tmp_path / "undisturbed", hp, digits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(training, "gather_columns")
+        with pytest.raises(RankError, match="NameError"):
+            train(hp)
+    result = train(hp)
+    assert resumed_steps(result)[-1] > 0
+    assert result.model.read_bytes() == expected.model.read_bytes()
 
 
 @pytest.mark.slow
@@ -51,6 +114,13 @@ def test_an_optimiser_that_draws_draws_the_same_on_all_ranks(train: Train) -> No
     [
         ({"optimizer": "forgetful"}, r"parameter 3\.bias is in none of its groups.*set freeze='3\.bias'"),
         ({"optimizer": "not_saved"}, r"keeps a Fraction in state\[0\]\['note'\]: torch.load\(weights_only=True\)"),
+        ({"optimizer": "pair"}, r"its attribute pair \(Muon\) has state .* no checkpoint would have it; .* as a list"),
+        ({"optimizer": "twice"}, r"parameter 3\.bias is in two optimisers; leave it in one"),
+        ({"optimizer": "named"}, r"returned dict; return an optimiser, .* or a list"),
+        ({"optimizer": "shared"}, r"its state_dict\(\) fails, .* \(Optimizer state has not been consolidated"),
+        ({"optimizer": "lbfgs"}, "its step.. fails, as it is called without arguments.*missing.*'closure'"),
+        ({"optimizer": "sharp"}, "its step.. fails.*requires closure.*in a loop of your own"),
+        ({"optimizer": "hessian"}, "its step.. fails.*without create_graph.*does not have a grad_fn"),
         ({"schedule": "nan_in_step_7"}, "returned nan for step 7 of 8: must be a finite number of at least 0"),
         ({"schedule": "counting"}, "returned .* and then .* for step 0 of 8: must be a function of the two"),
     ],

@@ -1,0 +1,102 @@
+"""What optimisers keep between steps: that checkpoints have all of it, and that a resume gives the same values back."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.zoo import find_refused_value
+
+
+def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
+    """Raise UserError if the state after a step holds what no checkpoint would have, or what no load would take."""
+    try:
+        saved = optimizer.state_dict()
+    except (NotImplementedError, RuntimeError) as error:  # of optimisers that share out their state over the ranks
+        raise UserError(
+            f"optimizer={spec!r}: its state_dict() fails, so that no checkpoint would have its state "
+            f"({error or type(error).__name__}); take an optimiser that each rank holds whole"
+        ) from error
+    places = {leaf.data_ptr() for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)}
+    for name, inner in list_inner_optimizers(optimizer):
+        kept = (leaf for leaf in tree_leaves([*inner.state.values()]) if isinstance(leaf, Tensor) and leaf.numel())
+        if any(leaf.data_ptr() not in places for leaf in kept):
+            raise UserError(
+                f"optimizer={spec!r}: its attribute {name} ({type(inner).__name__}) has state that its state_dict() "
+                "leaves out, so that no checkpoint would have it; return the optimisers themselves, as a list"
+            )
+    parts = {**saved}  # an optimiser may have other parts than torch's two
+    for number, values in parts.pop("state", {}).items():
+        items = values.items() if isinstance(values, Mapping) else [("", values)]
+        parts |= {f"state[{number}][{key!r}]": value for key, value in items}
+    for number, group in enumerate(parts.pop("param_groups", [])):
+        parts |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
+    if found := find_refused_value(parts):
+        key, value = found
+        raise UserError(
+            f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}: torch.load(weights_only=True) refuses it, "
+            "and could read no checkpoint; keep only tensors, numbers, text, and dicts and lists of them there"
+        )
+
+
+def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
+    """Yield the optimisers in the attributes of one, at any depth, each once and with the attribute's name."""
+    seen = {id(optimizer)}
+    waiting = [("", optimizer)]
+    while waiting:
+        path, holder = waiting.pop()
+        for name, value in vars(holder).items():
+            for inner in () if name == "state" else tree_leaves(value):
+                if isinstance(inner, Optimizer) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    waiting.append((f"{path}{name}.", inner))
+                    yield path + name, inner
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load a ``state_dict`` into an optimiser, with the types that its values have there.
+
+    torch's own method casts tensors to the parameter's type, also those in lists and dicts, and loses texts. Optimisers
+    in attributes are loaded as the optimiser's ``load_state_dict`` says, and keep their types, too.
+    """
+    with ExitStack() as hooks:
+        for each in (optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))):
+            with suppress(AttributeError):  # one that wraps another may not have called torch's constructor
+                restorer = TypeRestorer()
+                before = each.register_load_state_dict_pre_hook(restorer.keep)
+                hooks.callback(before.remove)
+                hooks.callback(each.register_load_state_dict_post_hook(restorer.restore).remove)
+        optimizer.load_state_dict(saved)
+
+
+class TypeRestorer:
+    """Hooks of an optimiser's ``load_state_dict`` that undo torch's casts."""
+
+    saved: dict[str, Any]
+
+    def keep(self, _: Optimizer, saved: dict[str, Any]) -> None:
+        self.saved = saved
+
+    def restore(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in self.saved["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in self.saved["state"]:
+                state = restore_value(self.saved["state"][number], optimizer.state[parameter])
+                optimizer.state[parameter] = state
+
+
+def restore_value(saved: Any, loaded: Any) -> Any:
+    """Return a saved value with its tensors on the devices of those in ``loaded``, which torch has made of it."""
+    if isinstance(saved, Tensor):
+        return saved.to(loaded.device)
+    if type(saved) in (dict, OrderedDict):
+        return type(saved)((key, restore_value(value, loaded[key])) for key, value in saved.items())
+    if type(saved) in (list, tuple):
+        return type(saved)(restore_value(*pair) for pair in zip(saved, loaded, strict=True))
+    return saved
