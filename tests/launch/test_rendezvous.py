@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -100,6 +100,58 @@ def test_many_strangers_keep_no_agent_away_and_hold_few_threads(meeting: Meeting
     came.join()
     assert threading.active_count() < connection.MOST_UNPROVED + 20
     assert is_turned_away(crowd[0]), "before its ten seconds are over"
+
+
+def test_strangers_whose_threads_end_slowly_are_few_at_a_time(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: a connection that was shut counts until its thread has ended."""
+    there, most, ending = set[socket.socket](), list[int](), threading.Event()
+
+    @contextmanager
+    def end_slowly(connected: socket.socket, *_: object) -> Iterator[None]:
+        there.add(connected)
+        most.append(len(there))
+        connected.recv(1)  # until the connection is shut
+        ending.wait()
+        there.remove(connected)
+        raise EOFError
+        yield
+
+    monkeypatch.setattr(connection, "authenticated_pipe", end_slowly)
+    monkeypatch.setattr(connection, "CROWD_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "MOST_UNPROVED", 4)
+    crowd = meeting.strangers(8)
+    for stranger in crowd[:4]:
+        assert is_turned_away(stranger)
+    crowd[4].settimeout(0.5)
+    with pytest.raises(TimeoutError):  # nobody has time for it yet
+        crowd[4].recv(1)
+    ending.set()
+    assert max(most) == 4
+
+
+def test_strangers_are_turned_away_when_the_meeting_is_over(tmp_path: Path) -> None:
+    """So that no thread waits for them for ever."""
+    work = Work("", None, Request(1), tmp_path, IDENTITY, Settings())
+    with ExitStack() as stack:
+        with open_rendezvous(work, "127.0.0.1") as found:
+            [silent] = Meeting(found, stack).strangers(1)
+            assert silent.recv(1)
+        silent.settimeout(connection.HELLO_SECONDS)
+        assert is_turned_away(silent)
+
+
+def test_an_agent_reads_its_library_before_it_takes_the_launchers_time(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where strangers are many, an agent has a second, and a slow disk takes longer."""
+    order = list[str]()
+    connect, digest = socket.create_connection, connection.package_digest
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: (order.append("connect"), connect(*a, **k))[1])
+    monkeypatch.setattr(connection, "package_digest", lambda: (order.append("read"), digest())[1])
+    meeting.agent(0)
+    assert order[:2] == ["read", "connect"]
 
 
 def test_strangers_at_the_limit_of_threads_do_not_end_the_accepting(

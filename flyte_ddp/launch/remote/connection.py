@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -73,6 +73,7 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
     Tries each of the ticket's addresses for up to 20 s; if all fail, raises the last one's error.
     """
     failure: Exception = OSError("the launcher has no address")
+    code = package_digest()  # takes long on a slow disk, and the launcher waits a second where strangers are many
     for host in ticket.hosts:
         try:
             with socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS) as connected:
@@ -83,7 +84,7 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
                     shut_after(connected, CONNECT_SECONDS),
                     authenticated_pipe(connected, ticket.key, AGENT) as pipe,
                 ):
-                    pipe.send({**hello, "code": package_digest()})
+                    pipe.send({**hello, "code": code})
                     return pipe  # which stays open after the block
         except (OSError, EOFError, AuthenticationError) as error:
             failure = error
@@ -126,14 +127,14 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
     While there are MOST_UNPROVED connections without a proof, others wait for up to CROWD_SECONDS.
     """
     arrived, over = queue.SimpleQueue[WorkerConnection](), threading.Event()
-    unproved: dict[socket.socket, float] = {}  # since when
+    unproved: dict[socket.socket, float] = {}  # since when, until the connection's thread ends
 
     def queue_if_authenticated(connected: socket.socket) -> None:
-        with (
-            suppress(OSError, EOFError, AuthenticationError),
-            connected,
-            authenticated_pipe(connected, key, LAUNCHER) as pipe,
-        ):
+        with ExitStack() as at_end:
+            at_end.callback(unproved.pop, connected, None)
+            at_end.enter_context(suppress(OSError, EOFError, AuthenticationError))
+            at_end.enter_context(connected)
+            pipe = at_end.enter_context(authenticated_pipe(connected, key, LAUNCHER))
             hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
             unproved.pop(connected, None)
             # Another build's hello may have more values, or fewer: gather_agents compares ``code``.
@@ -143,10 +144,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
 
     def accept() -> None:
         while not over.is_set():
-            patience = CROWD_SECONDS if len(unproved) >= MOST_UNPROVED else HELLO_SECONDS
-            for known, begin in [*unproved.items()]:
-                if (known.fileno() < 0 or time.monotonic() > begin + patience) and unproved.pop(known, 0.0):
-                    shut_connection(known)
+            shut_late(unproved)
             if len(unproved) >= MOST_UNPROVED:
                 time.sleep(POLL_SECONDS)
                 continue
@@ -158,6 +156,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             except OSError:  # it is over, nobody is there, the peer has gone again, or too many files are open
                 time.sleep(POLL_SECONDS)
             except RuntimeError:  # the limit of threads is reached
+                unproved.pop(connected)
                 connected.close()
 
     server.settimeout(WAIT_SECONDS)  # where shutting the server down does not end accept()
@@ -169,9 +168,19 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
         over.set()
         shut_connection(server)
         accepting.join()
+        for known in [*unproved]:
+            shut_connection(known)
         with suppress(queue.Empty):
             while True:
                 arrived.get_nowait().pipe.close()
+
+
+def shut_late(unproved: dict[socket.socket, float]) -> None:
+    """End the connections without a proof whose time is over, which is shorter if they are many."""
+    patience = CROWD_SECONDS if len(unproved) >= MOST_UNPROVED else HELLO_SECONDS
+    for connected, begin in [*unproved.items()]:
+        if time.monotonic() > begin + patience:
+            shut_connection(connected)
 
 
 @contextmanager
