@@ -71,41 +71,37 @@ class ShardCache:
         """Raise UserError for a digest unlike the index's; record a match, to check once; wait for other checkers."""
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
-        mark = self.mark_of(path, f"{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}", wanted)
-        if not wanted or mark.exists():
+        mark, version = self.mark_of(path, wanted), f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+        if not wanted or is_marked(mark, version):
             return
         with ExitStack() as stack:
             with suppress(OSError):  # without a writable cache, each process verifies the shard each time
                 stack.enter_context(self.hold_lock(mark.name))
-            if not mark.exists():  # another process may have verified the shard while this one waited
+            if not is_marked(mark, version):  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
                     found = hash_file(file, kind)
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
                     raise UserError(f"shard {shard.url}: {problem}, {fix}")
-                set_mark(mark)
+                set_mark(mark, version)
 
-    def mark_of(self, path: Path, version: str, digest: str) -> Path:
-        """Return the path of the file that exists if this version of a shard's file was found to have the digest."""
-        return self.folder / "verified" / name_digest(f"{path}\n{version}\n{digest}")
-
-    def mark_of_cached(self, path: Path, status: os.stat_result, shard: Shard) -> Path:
-        # Not ctime, which changes with the time of the last use.
-        return self.mark_of(path, f"{status.st_size}\n{status.st_mtime_ns}\n{status.st_ino}", shard.digest[1])
+    def mark_of(self, path: Path, digest: str) -> Path:
+        """Return the path of the file that holds the version of a shard's file that was found to have the digest."""
+        return self.folder / "verified" / name_digest(f"{path}\n{digest}")
 
     def is_unaltered(self, path: Path, file: BinaryIO, shard: Shard) -> bool:
         """Return whether a cached shard has size and digest of the index; hash the file once for each change."""
         status, (kind, wanted) = os.fstat(file.fileno()), shard.digest
         if shard.size not in (-1, status.st_size):
             return False
-        mark = self.mark_of_cached(path, status, shard)
-        if not wanted or mark.exists():
+        mark, version = self.mark_of(path, wanted), cached_version(status)
+        if not wanted or is_marked(mark, version):
             return True
         found = hash_file(file, kind)
         file.seek(0)
         if found == wanted:
-            set_mark(mark)
+            set_mark(mark, version)
         return found == wanted
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
@@ -159,7 +155,7 @@ class ShardCache:
                 fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
                 mark_as_used(file.fileno())
                 if shard.digest[1]:
-                    set_mark(self.mark_of_cached(path, os.fstat(file.fileno()), shard))
+                    set_mark(self.mark_of(path, shard.digest[1]), cached_version(os.fstat(file.fileno())))
                 with self.hold_lock("room"):  # a process that sums up the files must not miss this one or see it twice
                     part.rename(path)
                 return file
@@ -277,10 +273,21 @@ def hash_file(file: Any, kind: str) -> str:
     return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
 
 
-def set_mark(mark: Path) -> None:
+def cached_version(status: os.stat_result) -> str:
+    # Not ctime, which changes with the time of the last use.
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
+
+
+def is_marked(mark: Path, version: str) -> bool:
+    with suppress(OSError):
+        return mark.read_bytes() == version.encode()
+    return False
+
+
+def set_mark(mark: Path, version: str) -> None:
     with suppress(OSError):  # the cache may be read-only
         mark.parent.mkdir(exist_ok=True)
-        mark.touch()
+        mark.write_text(version)
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:

@@ -113,6 +113,15 @@ def test_an_altered_copy_is_fetched_again(
     assert [content_of(ShardCache(tmp_path), shard) for _ in range(2)] == [blob(0)] * 2
 
 
+def test_shards_that_are_fetched_again_and_again_leave_one_mark_each(server: FileServer, tmp_path: Path) -> None:
+    """As in each epoch of a data set that is larger than the cache."""
+    shards = [serve(server, f"{number}.tar", blob(number)) for number in range(2)]
+    cache = ShardCache(tmp_path, limit=len(blob(0)))
+    assert [content_of(cache, shard) for shard in shards * 3] == [blob(0), blob(1)] * 3
+    assert server.counts == {"0.tar": 3, "1.tar": 3}
+    assert len(list((tmp_path / "verified").iterdir())) == len(shards)
+
+
 def test_a_link_in_the_place_of_a_download_is_not_followed(server: FileServer, tmp_path: Path) -> None:
     shard, cache, other = serve(server, "x.tar", blob(0)), ShardCache(tmp_path / "cache"), tmp_path / "another file"
     other.write_bytes(b"of the user's")
