@@ -57,6 +57,8 @@ def test_an_address_with_a_password_is_refused(use: str, tmp_path: Path) -> None
     "https:/me:hidden@data.example.com/x",
     r"https:\\me:hidden@data.example.com\x",
     "HTTPS://me:hid/den@data.example.com/x",
+    "https:///me:hidden@data.example.com/x",
+    "s3:////key:hid/den@bucket/x",
     "s3://key:hid/den@bucket/x",
     "gs://key:12/den@bucket/x",
     "shards:s3://key:hid/den@bucket/{0..3}.tar",
@@ -77,6 +79,7 @@ def test_secrets_may_have_what_ends_a_servers_name(address: str) -> None:
     "see http://localhost:80, or (s3://bucket/x): both",
     "file.py:make",
     "hdfs:/home/x",
+    "file:///home/a:b@c/x",
 ])  # fmt: skip
 def test_addresses_without_a_secret(address: str) -> None:
     refuse_credentials("data_source", address)

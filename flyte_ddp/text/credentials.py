@@ -5,8 +5,8 @@ import re
 from flyte_ddp.errors import UserError
 
 USER_INFO = re.compile(r"(://)[^/?#\s]*@")
-# The start of an address, also with one slash or with backslashes, and what should be its server or bucket.
-START = re.compile(r"([a-z][a-z0-9+]*):[/\\]{1,2}([^/?#\s\"']*)", re.IGNORECASE)
+# The start of an address, also with too few or too many slashes or with backslashes, and its server or bucket.
+START = re.compile(r"([a-z][a-z0-9+]*):(?:(?<!file:)[/\\]+|[/\\]{1,2})([^/?#\s\"']*)", re.IGNORECASE)
 PORT = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?\W*")  # a server and its port, and what may follow in a text
 BUCKETS = ("s3", "gs", "az")
 
