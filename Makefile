@@ -6,7 +6,7 @@ HP ?= {"num_ranks": 2, "backend": "gloo"}
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-fast lint bench chaos gpu-check cluster-test lock package clean
+.PHONY: help install train test test-all test-fast lint bench libraries chaos gpu-check cluster-test lock package clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ lint: install ## Check style (ruff), types (mypy, strict) and layers (import-lin
 bench: install ## Run the benchmarks; results go to benchmarks/results/
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint requirements-dev.lock --editable '.[bench]'
 	$(BIN)/python -m benchmarks
+
+libraries: install ## Try the recipes of examples/libraries, each with the packages it pins (some: make libraries K="data_lance")
+	.ci/libraries $(K)
 
 chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (a quarter of an hour)
 	$(BIN)/python -m benchmarks chaos
