@@ -30,6 +30,7 @@ def test_packages_of_the_environment_suffice_for_five_recipes_of_data() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("user_models")
+@pytest.mark.filterwarnings("default")  # litdata leaves files open
 @pytest.mark.parametrize("name", DATA)
 def test_data_are_the_same_on_all_ranks_and_after_a_kill(name: str, tmp_path: Path, monkeypatch) -> None:
     """Samples as they were written; results up to rounding on one rank, and bit for bit after a kill in epoch 2."""

@@ -1,4 +1,4 @@
-"""The tables of hyperparameters and of variables in docs/: ``python tests/helpers/document_tables.py`` writes them."""
+"""Tables and recipes of docs/ that files determine: ``python tests/helpers/document_tables.py`` writes them."""
 
 import dataclasses
 import re
@@ -46,9 +46,21 @@ def variable_table() -> str:
     return "\n".join([*lines, "", f"Internal, and not to be set: {internal}.", ""])
 
 
+def library_recipes(kind: str) -> str:
+    """Return what each recipe of a kind (data, model) of examples/libraries says and how it begins, as Markdown."""
+    sections = []
+    for recipe in sorted((ROOT / "examples/libraries").glob(f"{kind}_*.py")):
+        _, told, code = recipe.read_text().split('"""', 2)
+        title, _, text = told.strip().partition("\n\n")
+        code = code.partition("\n\n\ndef write(")[0].strip()
+        sections.append(f"## {title.rstrip('.')}\n\n{text}\n\n```python\n# {recipe.name}\n{code}\n```\n")
+    return "\n".join(sections)
+
+
 PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "docs/hyperparameters.md": hyperparameter_table,
     ROOT / "docs/configuration.md": variable_table,
+    ROOT / "docs/data-libraries.md": lambda: library_recipes("data"),
 }
 
 if __name__ == "__main__":

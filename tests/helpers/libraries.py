@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -48,3 +49,7 @@ def draw_samples(part: str, shape: tuple[int, ...]) -> tuple[NDArray[np.float32]
 def linear(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     """Return a layer that passes points of ``faults``."""
     return Passing(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+
+
+if __name__ == "__main__":
+    print("\n".join(read_pins(Path(sys.argv[1]))))

@@ -1,0 +1,36 @@
+# /// script
+# dependencies = [
+#     "pylance==14.0.2", "lance-namespace==0.13.0", "lance-namespace-urllib3-client==0.13.0", "pyarrow==26.0.1",
+# ]
+# ///
+"""Lance.
+
+Lance has threads, and a forked process lacks them: open the data set in each process, as below. `take` gets rows by
+their place, and a deletion changes places. With a `version` a later writer changes nothing.
+"""
+
+import lance
+import pyarrow as pa
+
+from flyte_ddp import on_demand
+
+
+class Rows:
+    def __init__(self, path):
+        self.rows = lance.dataset(path, version=1)
+
+    def __len__(self):
+        return self.rows.count_rows()
+
+    def __getitem__(self, number):
+        row = self.rows.take([number])
+        return row["inputs"].combine_chunks().flatten().to_numpy(), row["label"][0].as_py()
+
+
+def samples(source):
+    return on_demand(Rows(f"{source}/train.lance"), Rows(f"{source}/test.lance"))
+
+
+def write(folder, part, inputs, labels):
+    rows = pa.FixedSizeListArray.from_arrays(inputs.ravel(), inputs.shape[1])
+    lance.write_dataset(pa.table({"inputs": rows, "label": labels}), folder / f"{part}.lance")

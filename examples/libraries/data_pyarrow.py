@@ -1,0 +1,34 @@
+# /// script
+# dependencies = ["pyarrow==26.0.1"]
+# ///
+"""pyarrow.
+
+A memory-mapped Arrow file is read by sample. Of Parquet the smallest that can be read is a page of a column, so take
+`arrays`, which reads it once. `pyarrow.dataset` promises no order of rows over files: sort by an id.
+"""
+
+import pyarrow as pa
+
+from flyte_ddp import on_demand
+
+
+class Rows:
+    def __init__(self, path):
+        self.rows = pa.ipc.open_file(pa.memory_map(path)).read_all()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows["inputs"][number].values.to_numpy(), self.rows["label"][number].as_py()
+
+
+def samples(source):
+    return on_demand(Rows(f"{source}/train.arrow"), Rows(f"{source}/test.arrow"))
+
+
+def write(folder, part, inputs, labels):
+    rows = pa.FixedSizeListArray.from_arrays(inputs.ravel(), inputs.shape[1])
+    table = pa.table({"inputs": rows, "label": labels})
+    with pa.ipc.new_file(folder / f"{part}.arrow", table.schema) as file:
+        file.write_table(table)

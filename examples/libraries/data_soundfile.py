@@ -1,0 +1,41 @@
+# /// script
+# dependencies = ["soundfile==0.14.0"]
+# ///
+"""soundfile.
+
+Arrays are [frames, channels], and of one channel [frames]: `always_2d=True` makes them alike. Values are -1 to 1 unless
+`dtype="int16"` asks for the stored ones. Rates differ between files: look at the second value. MP3 has padding, so its
+length is not that of the recording. Clips of different lengths want `collate: "padded"`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import soundfile as sf
+
+from flyte_ddp import on_demand
+
+SHAPE = (64, 1)
+
+
+class Clips:
+    def __init__(self, folder):
+        self.paths = sorted(Path(folder).glob("*.flac"))
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, number):
+        clip, rate = sf.read(self.paths[number], dtype="int16", always_2d=True)
+        assert rate == 16_000
+        return clip.astype(np.float32), int(self.paths[number].stem.split("_")[1])
+
+
+def samples(source):
+    return on_demand(Clips(f"{source}/train"), Clips(f"{source}/test"))
+
+
+def write(folder, part, inputs, labels):
+    (folder / part).mkdir()
+    for number, (clip, label) in enumerate(zip(inputs, labels, strict=True)):
+        sf.write(folder / part / f"{number:04}_{label}.flac", clip.astype(np.int16), 16_000)
