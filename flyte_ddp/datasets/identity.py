@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flyte_ddp import storage
@@ -11,6 +12,9 @@ from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
 from flyte_ddp.settings import runs_folder
 
+IGNORE_FILE = ".flyteddpignore"  # of a data folder: names of files, a pattern a line, that are no data
+# What libraries write beside the data while they read: LMDB's lock, Hugging Face's caches, GDAL's statistics.
+WRITTEN_BY_READERS = ("lock.mdb", "cache-*.arrow", "*.aux.xml")
 SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 
 
@@ -48,13 +52,29 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
 def list_data_files(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, but none of the runs folder, of ``__pycache__`` and of hidden folders.
 
-    These change with each run, so that no run would be the same as the one before. Follows links to files only.
+    Nor those that ``WRITTEN_BY_READERS`` and the folder's ``IGNORE_FILE`` name. All these change with each run, so that
+    no run would be the same as the one before. Follows links to files only.
     """
     runs = runs_folder().resolve()
+    ignored = [*WRITTEN_BY_READERS, IGNORE_FILE, *read_ignore_file(folder)]
     for parent, folders, names in os.walk(folder):
         shown = (name for name in folders if name != "__pycache__" and not name.startswith("."))
         folders[:] = [name for name in shown if Path(parent, name).resolve() != runs]
-        yield from (path for path in (Path(parent, name) for name in names) if path.is_file())
+        place = Path(parent).relative_to(folder)
+        for name in names:
+            path = Path(parent, name)
+            # A pattern without a slash is that of a name in any folder, as git has it.
+            named = (name, (place / name).as_posix())
+            if not any(fnmatchcase(named["/" in pattern], pattern) for pattern in ignored) and path.is_file():
+                yield path
+
+
+def read_ignore_file(folder: Path) -> list[str]:
+    try:
+        lines = (folder / IGNORE_FILE).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def digest_lines(lines: Iterable[str]) -> str:

@@ -174,6 +174,22 @@ def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(tmp
     assert content_identity(".") != before, "another folder of that name counts"
 
 
+def test_files_that_readers_write_and_that_the_folder_names_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/data.mdb").write_text("samples")
+    before = content_identity(str(tmp_path))
+    for name in ("lock.mdb", "inner/cache-1f0c.arrow", "inner/scene.tif.aux.xml"):
+        (tmp_path / name).write_text("written by a reader")
+    assert content_identity(str(tmp_path)) == before
+    for name in ("a.idx", "inner/b.idx", "inner/c.log"):
+        (tmp_path / name).write_text("written by another reader")
+    assert content_identity(str(tmp_path)) != before
+    (tmp_path / ".flyteddpignore").write_text("# of a library\n*.idx\n\ninner/*.log\n")
+    assert content_identity(str(tmp_path)) == before
+    (tmp_path / "c.log").write_text("in another folder")
+    assert content_identity(str(tmp_path)) != before
+
+
 def test_the_identity_of_files_and_folders_on_a_web_server(server: FileServer) -> None:
     server.tagged = False
     server.files = {"data.zip": b"content"}
