@@ -52,10 +52,11 @@ class OnDemandSet(StoredSet):
         if not isinstance(found, OnDemand):
             raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
         lengths = len(found.train), len(found.test)
-        if lengths != (self.train_samples, self.test_samples):
-            before = f"{self.train_samples} and {self.test_samples} samples"
-            change = f"has {lengths[0]} and {lengths[1]} samples now, and had {before} when it was prepared"
-            raise UserError(f"dataset={self.name!r}: {change}; it must not change")
+        before = self.train_samples, self.test_samples
+        if lengths != before:
+            told = f"{before[0]} and {before[1]} samples"
+            change = f"has {lengths[0]} and {lengths[1]} samples now, and had {told} when it was prepared"
+            raise UserError(f"dataset={self.name!r}: {change}; {explain_change(before, lengths)}")
         return found
 
     def describe_content(self) -> dict[str, Any]:
@@ -63,6 +64,17 @@ class OnDemandSet(StoredSet):
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, which each process makes for itself
         return OnDemandSet, tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def explain_change(before: tuple[int, int], now: tuple[int, int]) -> str:
+    """Return what to do about other lengths of a set than before, in a rank or elsewhere."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    shares = [{length // ranks, -(-length // ranks)} for length in before]
+    if ranks > 1 and all(length in share for length, share in zip(now, shares, strict=True)):
+        return f"its len() divides by the {ranks} ranks, but each must see all samples: read by number, without ranks"
+    return "it must not change"
 
 
 def call_seeded(function: Callable[[str], Any], source: str) -> Any:

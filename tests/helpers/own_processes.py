@@ -1,5 +1,6 @@
 """Data sets of users whose callables and items start processes, named in tests as ``own_processes:...``."""
 
+import math
 import multiprocessing
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from flyte_ddp import on_demand, run_training
 from flyte_ddp.config import Hyperparameters
@@ -79,6 +81,23 @@ def starting(source: str) -> OnDemand:
     use = Path(source).name
     USES[use]()
     return on_demand(Starting(use, 16), Starting(use, 8), classes="ab")
+
+
+class Dividing:
+    """A set that gives each rank a share of its samples, as litdata's StreamingDataset does."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return math.ceil(self.samples / (dist.get_world_size() if dist.is_initialized() else 1))
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        return np.float32([number, 1]), number % 2
+
+
+def dividing(source: str) -> OnDemand:
+    return on_demand(Dividing(17), Dividing(8), classes="ab")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli import HELPERS
+from training_runs import train_in
 
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import UserError
 from flyte_ddp.machine import process
 
 REPEATED = [
@@ -32,6 +37,16 @@ def test_a_data_set_may_start_processes(use: str, num_ranks: int, tmp_path: Path
     ended = subprocess.run(command, check=False, cwd=HELPERS, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run" / "model.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_models")
+def test_a_set_that_divides_by_the_ranks_is_refused_by_its_cause(tmp_path: Path) -> None:
+    hp = Hyperparameters(dataset="own_processes:dividing", model="window_tasks:linear", epochs=1, batch_size=8)
+    data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+    change = "has 9 and 4 samples now, and had 17 and 8 samples when it was prepared"
+    with pytest.raises(UserError, match=f"{change}; its len() divides by the 2 ranks, but each".replace("()", r"\(\)")):
+        train_in(tmp_path / "run", replace(hp, num_ranks=2), data)
 
 
 def test_a_signal_that_comes_while_a_process_is_forked_is_not_lost() -> None:
