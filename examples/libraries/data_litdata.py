@@ -3,8 +3,8 @@
 # ///
 """litdata.
 
-`StreamingDataset` looks for a process group by itself: in a rank its `len()` is that of the rank's share, which is
-refused. `Cache` reads the same chunks by number, without ranks.
+`StreamingDataset` looks for a process group by itself: in a rank its `len()` is the rank's share, and is refused.
+`Cache` reads the same chunks by number, without ranks.
 """
 
 from litdata.streaming import Cache

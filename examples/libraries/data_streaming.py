@@ -7,9 +7,8 @@
 # ///
 """mosaicml-streaming.
 
-`StreamingDataset` takes names in shared memory and waits for the other ranks, which it finds by variables that our
-ranks do not have: two of them take the same name. `LocalDataset` reads the same folder by number, without ranks. Both
-want the data on a disk.
+`StreamingDataset` divides by ranks, and takes the first free name in shared memory, which processes that start together
+can both find free. `LocalDataset` reads the same folder by number, without ranks and shared names.
 """
 
 from streaming.base import LocalDataset, MDSWriter
