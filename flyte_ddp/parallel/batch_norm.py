@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import gather_numbers, sum_over_ranks
 from flyte_ddp.parallel.node_memory import NodeGather
 from flyte_ddp.parallel.training_pass import TrainingPass
 
-KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # a subclass with its own forward may compute anything
+KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 Gather = Callable[[Tensor], Tensor]  # takes this rank's numbers, fp64 [n]; returns all ranks' as [ranks, n]
 
@@ -47,18 +48,32 @@ class Exchange(NamedTuple):
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Give a model's BatchNorm layers a ``forward`` with all ranks' statistics. Collective, as is each forward."""
     # The forward of a scripted module, or one that a user has set, is no method of these classes, and stays.
-    forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
-    norms = [layer for layer, forward in forwards.items() if getattr(forward, "__func__", None) in KNOWN_FORWARDS]
+    norms = [
+        layer
+        for layer in model.modules()
+        if can_be_synchronised(layer)
+        and getattr(getattr(layer, "forward", None), "__func__", None) is type(layer).forward
+    ]
     if not norms:
         return
     # For each channel two numbers; and the count of samples and the layer's place, which gather_from_ranks adds.
     most = max(2 * cast("int", layer.num_features) + 2 for layer in norms)
     gather: Gather = NodeGather(most) if on_one_machine else gather_numbers
     for number, layer in enumerate(norms):
-        if isinstance(layer, nn.SyncBatchNorm):
+        if isinstance(layer, nn.SyncBatchNorm):  # with torch's own forward
             layer.__class__ = RankedBatchNorm  # type: ignore[assignment]
         forward = make_forward(Exchange(gather, this_pass, number))
         layer.forward = MethodType(forward, layer)
+
+
+def can_be_synchronised(layer: nn.Module) -> bool:
+    """Return whether the forward of a BatchNorm layer's class is torch's, or calls ``batch_norm`` or torch's."""
+    forward = type(layer).forward
+    if forward in KNOWN_FORWARDS:
+        return True
+    names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+    normalises = "batch_norm" in names or {"super", "forward"} <= names
+    return normalises and isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 class RankedBatchNorm(_BatchNorm):
@@ -69,20 +84,64 @@ class RankedBatchNorm(_BatchNorm):
             raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
 
 
+class Statistics(NamedTuple):
+    """What a layer keeps of all batches, if anything, and how."""
+
+    mean: Tensor | None
+    variance: Tensor | None
+    momentum: float
+    eps: float
+
+
 def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
-    """Return a ``forward`` for BatchNorm layers over all ranks' samples, marked by its attribute ``over_ranks``."""
+    """Return a ``forward`` for BatchNorm layers over all ranks' samples, marked by its attribute ``over_ranks``.
+
+    The mark goes when the layer's own class has computed anything else.
+    """
 
     # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
     def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
         """Return the values [N, C, ...] normalised for each channel; N may differ between ranks."""
-        if not layer.training:
-            normalised: Tensor = type(layer).forward(layer, values)
+        own = type(layer).forward
+        if not layer.training or not forward.over_ranks:  # type: ignore[attr-defined]
+            normalised: Tensor = own(layer, values)
+            return normalised
+        if own not in KNOWN_FORWARDS:
+            with NormaliseOverRanks(len(values), exchange) as mode:
+                normalised = own(layer, values)
+            forward.over_ranks = mode.has_normalised  # type: ignore[attr-defined]
             return normalised
         layer._check_input_dim(values)  # type: ignore[no-untyped-call]
-        return GlobalNormalisation.apply(values, layer.weight, layer.bias, layer, exchange)  # type: ignore[no-any-return]
+        kept = Statistics(None, None, 0.0, layer.eps)
+        if layer.track_running_stats:
+            layer.num_batches_tracked += 1  # type: ignore[operator,assignment]
+            momentum = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked.item()  # type: ignore[union-attr]
+            kept = Statistics(layer.running_mean, layer.running_var, momentum, layer.eps)
+        return GlobalNormalisation.apply(values, layer.weight, layer.bias, kept, exchange)  # type: ignore[no-any-return]
 
     forward.over_ranks = True  # type: ignore[attr-defined]
     return forward
+
+
+class NormaliseOverRanks(TorchFunctionMode):
+    """Makes ``functional.batch_norm`` of all samples of a layer's input use the statistics of all ranks."""
+
+    def __init__(self, samples: int, exchange: Exchange) -> None:
+        super().__init__()
+        self.samples, self.exchange, self.has_normalised = samples, exchange, False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, or replace it."""
+        del types
+        kwargs = kwargs or {}
+        if function is functional.batch_norm and kwargs["training"] and len(args[0]) == self.samples:
+            self.has_normalised = True
+            values, mean, variance = args
+            kept = Statistics(mean, variance, kwargs["momentum"], kwargs["eps"])
+            return GlobalNormalisation.apply(values, kwargs["weight"], kwargs["bias"], kept, self.exchange)
+        return function(*args, **kwargs)
 
 
 def is_synchronised(layer: nn.Module) -> bool:
@@ -98,7 +157,7 @@ class GlobalNormalisation(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, exchange: Exchange
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Statistics, exchange: Exchange
     ) -> Tensor:
         """Normalise by all ranks' statistics, and update the layer's running ones; ValueError for a single value."""
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
@@ -110,19 +169,17 @@ class GlobalNormalisation(torch.autograd.Function):
             )
         # Before save_for_backward, at which torch.utils.checkpoint stops a block that it runs again: as with torch's
         # layers, both runs update the statistics.
-        if layer.track_running_stats:
-            layer.num_batches_tracked += 1
-            momentum = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked.item()
-            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+        if kept.mean is not None and kept.variance is not None:
+            kept.mean.lerp_(mean.to(kept.mean.dtype), kept.momentum)
             unbiased = variance * (count / (count - 1))
-            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+            kept.variance.lerp_(unbiased.to(kept.variance.dtype), kept.momentum)
         precision = torch.promote_types(values.dtype, torch.float32)
         moments = mean.to(precision), variance.to(precision)
         ctx.save_for_backward(values, weight, *moments, count)
-        ctx.exchange, ctx.eps = exchange, layer.eps
+        ctx.exchange, ctx.eps = exchange, kept.eps
         if not values.numel():
             return values.clone()
-        return functional.batch_norm(values, *moments, weight, bias, training=False, eps=layer.eps)
+        return functional.batch_norm(values, *moments, weight, bias, training=False, eps=kept.eps)
 
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
@@ -180,8 +237,8 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
     """Return whether, on several ranks, a BatchNorm layer normalises by its own rank's samples."""
-    known = KNOWN_FORWARDS if synchronised else ()  # which synchronise_batch_norm replaces on several ranks
-    return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
+    layers = per_rank_norm_layers(model)  # on one rank none is replaced, and all of them are here
+    return any(not synchronised or "forward" in vars(layer) or not can_be_synchronised(layer) for layer in layers)
 
 
 @contextmanager

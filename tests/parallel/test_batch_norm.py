@@ -9,11 +9,41 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn import functional
 
-from flyte_ddp.parallel.batch_norm import is_synchronised, mean_running_statistics, synchronise_batch_norm
+from flyte_ddp.parallel.batch_norm import (
+    has_unsynchronised_batch_norm,
+    is_synchronised,
+    mean_running_statistics,
+    synchronise_batch_norm,
+)
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
+
+
+class Activated(nn.BatchNorm2d):
+    """Computes more than torch's, as layers of models do."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return functional.leaky_relu(super().forward(values.mul(2)), 0.1)
+
+
+class Spelled(nn.BatchNorm2d):
+    """Has torch's lines in its own forward, as timm's BatchNormAct2d."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(self.training)
+        kept = self.running_mean, self.running_var, self.weight, self.bias
+        return functional.batch_norm(values, *kept, self.training, self.momentum, self.eps).sigmoid()
+
+
+class Halves(nn.BatchNorm2d):
+    """Normalises the first and the second half of its samples by themselves."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        first, second = values.chunk(2)
+        return torch.cat((super().forward(first), super().forward(second)))
 
 
 def frozen_weight() -> nn.Module:
@@ -30,6 +60,8 @@ LAYERS = {
     "no bias": lambda: nn.BatchNorm2d(3, bias=False, dtype=torch.float64),
     "frozen weight": frozen_weight,
     "no running statistics": lambda: nn.BatchNorm2d(3, track_running_stats=False, dtype=torch.float64),
+    "calls torch's forward": lambda: Activated(3, dtype=torch.float64),
+    "calls torch's function": lambda: Spelled(3, dtype=torch.float64),
     "torch's SyncBatchNorm": lambda: nn.SyncBatchNorm(3, dtype=torch.float64),
 }
 
@@ -145,3 +177,13 @@ def test_a_model_keeps_its_state_its_classes_and_its_other_layers() -> None:
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     assert type(loaded[1]) is nn.BatchNorm2d
     assert not is_synchronised(loaded[1])
+
+
+def test_a_layer_that_normalises_parts_of_its_input_is_not_said_to_be_synchronised() -> None:
+    model = nn.Sequential(Halves(2), nn.BatchNorm2d(2))
+    assert has_unsynchronised_batch_norm(nn.Sequential(nn.Flatten(), Halves(2)), synchronised=False)
+    synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
+    values = torch.randn(4, 2, 3, 3) + 5
+    torch.testing.assert_close(model[0](values), Halves(2)(values))
+    assert [is_synchronised(layer) for layer in model] == [False, True]
+    assert has_unsynchronised_batch_norm(model, synchronised=True)
