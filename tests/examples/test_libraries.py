@@ -1,5 +1,8 @@
 """The recipes of examples/libraries: here those whose packages are installed, by `make libraries` all of them."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +12,7 @@ import libraries
 import numpy as np
 import pytest
 import torch
+from cli import HELPERS
 from training_runs import losses, resumed_steps, train_in, weights
 
 from flyte_ddp import RankError, fetch
@@ -63,3 +67,19 @@ def test_data_are_the_same_on_all_ranks_and_after_a_kill(name: str, tmp_path: Pa
     assert 0 < resumed_steps(killed)[-1] <= 9
     found = weights(killed)
     assert all(torch.equal(value, found[key]) for key, value in weights(two).items())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", libraries.find_recipes("model"))
+def test_models_are_the_same_on_all_ranks_after_a_kill_and_in_files(name: str, tmp_path: Path) -> None:
+    """Equal up to rounding on two ranks, and bit for bit after a kill; exported unless the recipe says it is not."""
+    recipe = libraries.FOLDER / f"{name}.py"
+    command = [sys.executable, HELPERS / "model_library.py", recipe, tmp_path]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["difference"] < 1e-9
+    assert found["same_bits"]
+    assert 0 < found["resumed"] <= 5
+    assert not [note for note in found["notes"] if "number of ranks" in note]
+    assert found["exported"] == ("not exported" not in recipe.read_text()), found["reason"]

@@ -1,5 +1,6 @@
-"""Tables and recipes of docs/ that files determine: ``python tests/helpers/document_tables.py`` writes them."""
+"""What docs/ has of the code, tables and recipes: ``python tests/helpers/document_tables.py`` writes them."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Callable
@@ -46,10 +47,10 @@ def variable_table() -> str:
     return "\n".join([*lines, "", f"Internal, and not to be set: {internal}.", ""])
 
 
-def library_recipes(kind: str) -> str:
-    """Return what each recipe of a kind (data, model) of examples/libraries says and how it begins, as Markdown."""
+def data_recipes() -> str:
+    """Return what each recipe for a data library says and how it begins, as Markdown."""
     sections = []
-    for recipe in sorted((ROOT / "examples/libraries").glob(f"{kind}_*.py")):
+    for recipe in sorted((ROOT / "examples/libraries").glob("data_*.py")):
         _, told, code = recipe.read_text().split('"""', 2)
         title, _, text = told.strip().partition("\n\n")
         code = code.partition("\n\n\ndef write(")[0].strip()
@@ -57,10 +58,26 @@ def library_recipes(kind: str) -> str:
     return "\n".join(sections)
 
 
+def model_recipes() -> str:
+    """Return each recipe for a library of models, as Markdown: its docstring, with the code after the command."""
+    sections = []
+    for recipe in sorted((ROOT / "examples/libraries").glob("model_*.py")):
+        text = recipe.read_text()
+        docstring = ast.get_docstring(ast.parse(text)) or ""
+        title, command, *remarks = docstring.split("\n\n")
+        name, _, what = title.partition(": ")
+        code = text.split('"""', 2)[2].partition("\n# What it is tried with.\n")[0]
+        parts = [f"## {name}", f"{what[0].upper()}{what[1:]}", f"```\n{command}\n```"]
+        link = f"[{recipe.name}](../examples/libraries/{recipe.name})"
+        sections += [*parts, *remarks, f"{link}:", f"```python\n{re.sub('  # noqa.*', '', code).strip()}\n```"]
+    return "\n\n".join(sections) + "\n"
+
+
 PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "docs/hyperparameters.md": hyperparameter_table,
     ROOT / "docs/configuration.md": variable_table,
-    ROOT / "docs/data-libraries.md": lambda: library_recipes("data"),
+    ROOT / "docs/data-libraries.md": data_recipes,
+    ROOT / "docs/model-libraries.md": model_recipes,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+# /// script
+# dependencies = ["pytorch-optimizer==4.1.0"]
+# ///
+"""pytorch-optimizer: one of its optimisers by name.
+
+pyflyte run workflows/training.py training_wf --hp '{
+    "dataset": "digits", "optimizer": "examples.libraries.model_pytorch_optimizer:make_optimizer",
+    "schedule": "cosine", "learning_rate": 0.003, "batch_size": 32, "max_steps": 8}'
+
+Optimisers that call a closure (`sam`, `lbfgs`, ...), or need `create_graph`, are for a loop of your own. The
+library's schedulers and losses are not needed: a schedule is the hyperparameter, and a loss must not reduce.
+"""
+
+import torch
+from pytorch_optimizer import load_optimizer
+from torch import nn
+
+from flyte_ddp import Hyperparameters
+
+
+def make_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = load_optimizer("kron")(model.parameters(), lr=hp.learning_rate)
+    return optimizer
