@@ -19,6 +19,8 @@ pyflyte run workflows/training.py training_wf --hp '{
 With `padded` the mask is the last positional argument, and the second argument of `TransformerWrapper` is
 `return_embeddings`. Inputs in a dict come by name: call them `x`, and the mask comes as `mask`. `attn_dropout`
 depends on the number of ranks.
+
+The model is not exported: torch's exporter finds that its code fixes the number of samples.
 """
 
 from typing import Any
