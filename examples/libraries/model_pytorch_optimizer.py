@@ -9,6 +9,8 @@ pyflyte run workflows/training.py training_wf --hp '{
 
 Optimisers that call a closure (`sam`, `lbfgs`, ...), or need `create_graph`, are for a loop of your own. The
 library's schedulers and losses are not needed: a schedule is the hyperparameter, and a loss must not reduce.
+
+Kron and SOAP decompose a matrix for each side of a weight, which may take longer than the rest of a step.
 """
 
 import torch
@@ -19,5 +21,5 @@ from flyte_ddp import Hyperparameters
 
 
 def make_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = load_optimizer("kron")(model.parameters(), lr=hp.learning_rate)
+    optimizer: torch.optim.Optimizer = load_optimizer("adan")(model.parameters(), lr=hp.learning_rate)
     return optimizer
