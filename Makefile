@@ -53,7 +53,6 @@ lint: install ## Check style (ruff), types (mypy, strict) and layers (import-lin
 	$(BIN)/lint-imports --no-logo
 
 bench: install ## Run the benchmarks; results go to benchmarks/results/
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint requirements-dev.lock --editable '.[bench]'
 	$(BIN)/python -m benchmarks
 
 libraries: install ## Try the recipes of examples/libraries, each with the packages it pins (some: make libraries K="data_lance")

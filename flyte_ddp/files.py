@@ -100,16 +100,13 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
 
 
-def file_version(path: Path) -> tuple[int, int, int, int] | None:
-    """Return inode, mtime (ns), size and ctime (ns), at least one of which differs after a change; None without a file.
-
-    Copying tools set mtime to that of the original, but cannot set ctime.
-    """
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Return inode, time of change (ns) and size, at least one of which differs after a change; None without a file."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size, found.st_ctime_ns
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @contextmanager

@@ -81,7 +81,8 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
 
 def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, digest: str, test_digest: str) -> None:
     of_all = {**FORMAT, "name": data.name, "classes": data.classes, "digest": digest, TEST_DIGEST: test_digest}
-    files = {str(path.relative_to(folder)): path for path in list_files(folder)}
+    own = (folder / DESCRIPTION, folder / VERIFIED)
+    files = {str(path.relative_to(folder)): path for path in list_files(folder) if path not in own}
     digests = {name: file_digest(path) for name, path in files.items()}
     write_json(folder / VERIFIED, {name: file_version(path) for name, path in files.items()})
     write_json(folder / DESCRIPTION, {**of_all, **content, FILES: digests}, indent=1)

@@ -238,10 +238,12 @@ GROWING = arrays(([np.full(length, length) for length in range(1, 4001)], None),
 )
 def test_a_sample_that_never_comes_is_named_with_the_stack(name: str, what: str, monkeypatch) -> None:
     monkeypatch.setattr(waiting, "limit_seconds", 0.5)
-    monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 0.5)
     loader = ItemLoader(Items(set_of(name), "train"), "stacked", 0)
     with closing(LoaderPool([loader], 2)) as pool:
-        assert len(pool.take_result(pool.submit_call(loader.load_items, [1, 2], None))[0]) == 2
+        monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 60.0)  # for both processes to begin
+        for call in [pool.submit_call(loader.load_items, [1, 2], None) for _ in range(2)]:
+            assert len(pool.take_result(call)[0]) == 2
+        monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 60.0 if name == "stuck" else 0.5)
         with pytest.raises(MachineError, match=rf"^{what} has not come within 0.5 s \(FLYTE_DDP_TIMEOUT\)") as caught:
             pool.take_result(pool.submit_call(loader.load_items, [16, 17], None))
     [first, *_] = caught.value.__notes__

@@ -112,7 +112,7 @@ def test_a_checkpoint_of_other_arguments_or_code(run: Run, monkeypatch: pytest.M
     with pytest.raises(UserError, match="belongs to another run: what='save', now 'record'; restore what has changed"):
         run(own_functions.step_back, "record", num_ranks=1)
     monkeypatch.setattr("flyte_ddp.user_code.source.user_source_digest", lambda _: "other")
-    with pytest.raises(UserError, match=r"belongs to another run: other code of .*; restore what has changed, or"):
+    with pytest.raises(UserError, match=r"belongs to another run: other code of .*; else restore what has changed, or"):
         run(own_functions.step_back, "save", num_ranks=1)
 
 
