@@ -7,16 +7,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.samples.leaves import form_of, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.samples.leaves import drop_tensor_parts, form_of, name_leaves, require_numbers, restore_leaves
 
 CATEGORIES = "make whole numbers of them by scikit-learn's OrdinalEncoder, or columns by its OneHotEncoder"
 DAYS = "count days, by .astype('datetime64[D]').astype('int64')"
-FIXES = {"U": CATEGORIES, "M": DAYS}  # of values that are no numbers, by the kind of NumPy's type
+SECONDS = "count seconds, by .astype('timedelta64[s]').astype('int64')"
+LISTS = "give them as an input of their own: inputs may be a dict of arrays"
+FIELDS = "give its fields as a dict, {name: values[name] for name in ...}"
+# Of values that are no numbers, by the kind of NumPy's type.
+FIXES = {"U": CATEGORIES, "M": DAYS, "m": SECONDS, "V": FIELDS, "c": "give .real and .imag as two inputs"}
 OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
+STEPS = 1000  # of float32 in the range of a column of fractions: enough to learn from
+NOISE = 1e-12  # of a column's largest value: a smaller range comes from rounding
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
     """Return ``array``, made of the user's ``given``, as numbers; UserError that names a column of texts or dates."""
+    if not array.ndim and array.dtype.kind == "O":
+        rule = "must be an array, a table, a tensor, or a list of numbers or of arrays"
+        raise UserError(f"{name}: is of the type {type(given).__name__}, and {rule}")
     if array.ndim in (1, 2) and array.dtype.kind == "O":
         array = convert_objects(name, given, array)
     require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))
@@ -31,10 +40,68 @@ def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
             if any(isinstance(value, str) if kind == "U" else hasattr(value, "year") for value in columns[-1]):
                 where = f"{name_column(given, place)} has" if array.ndim == 2 else "has"
                 raise UserError(f"{name}: {where} {what}, and must be numbers; {FIXES[kind]}")
+        if array.ndim == 2 and any(isinstance(value, (list, tuple, np.ndarray)) for value in columns[-1]):
+            raise UserError(f"{name}: {name_column(given, place)} has lists, and must be numbers; {LISTS}")
     try:
         return np.array(columns[0]) if array.ndim == 1 else np.array(columns, dtype=float).T
     except (TypeError, ValueError):  # such as for lists
         return array
+
+
+def unpack_values(name: str, values: Any) -> Any:
+    """Return a leaf in a container that NumPy misreads as an array, a tensor or a list, and others unchanged.
+
+    Raises:
+        UserError: The leaf is a dict, or a table with a column of texts or dates.
+    """
+    if isinstance(values, Mapping):
+        raise UserError(f"{name}: is a {type(values).__name__}; give all arrays in one dict, without dicts inside it")
+    if hasattr(values, "toarray"):  # sparse ones of SciPy and scikit-learn
+        return values.toarray()
+    # NumPy gets dates of a frame of polars as floats, and those of pandas as they are.
+    if column_names(values) is not None and not hasattr(type(values), "iloc") and hasattr(type(values), "__getitem__"):
+        return stack_columns(name, values)
+    if isinstance(values, Sequence) and not isinstance(values, (list, tuple, str, bytes)):
+        return values[:]  # a column of datasets, which NumPy would read item by item
+    return drop_tensor_parts(values)
+
+
+def stack_columns(name: str, table: Any) -> NDArray[Any]:
+    """Return a frame of polars, or a table of pyarrow or datasets, as an array [n, columns]."""
+    if hasattr(table, "with_format"):  # of datasets
+        table = table.with_format("arrow")[:]
+    found = {column: np.asarray(table[column]) for column in column_names(table) or ()}
+    for column, values in found.items():
+        if values.dtype.kind not in "biufO":  # objects are looked at one by one
+            what = {"U": "texts", "M": "dates"}.get(values.dtype.kind, str(values.dtype))
+            fix = FIXES.get(values.dtype.kind, OTHERWISE)
+            raise UserError(f"{name}: column {column!r} has {what}, and must be numbers; {fix}")
+    return np.column_stack([*found.values()]) if found else np.empty((len(table), 0))
+
+
+def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
+    """Raise a UserError if float32 keeps at most half of the different float64 values, as of times and ids.
+
+    Whole numbers count from 2**24 on. Fractions count where float32 has fewer than ``STEPS`` steps in their range, as
+    among many measured numbers some are always equal in float32.
+    """
+    if values.dtype.kind != "f" or values.dtype.itemsize < 8 or not values.size:
+        return
+    table = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values[:, np.newaxis]
+    with np.errstate(invalid="ignore"):  # of inf
+        highest, lowest = np.fmax.reduce(table), np.fmin.reduce(table)
+        largest, spread = np.fmax(abs(highest), abs(lowest)), highest - lowest
+        step = np.spacing(largest.astype(np.float32))
+        coarse = step * STEPS > spread
+        suspicious = (spread > largest * NOISE) & (coarse | (step > 1))
+    for place in np.flatnonzero(suspicious).tolist():
+        known = np.unique(table[:, place])
+        kept = np.unique(known.astype(np.float32))
+        if len(kept) * 2 <= len(known) and (coarse[place] or (known == np.rint(known)).all()):
+            column = f"{name_column(given, place)} has" if values.ndim == 2 else "has"
+            found = f"{len(known):,} different values, and in float32, which floats are kept in, {len(kept):,}"
+            fix = "subtract the smallest before, leave them out, or give whole numbers as int64, in a leaf of their own"
+            raise UserError(f"{name}: {column} {found}; {fix}")
 
 
 def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
@@ -75,7 +142,8 @@ def list_columns(inputs: Any) -> dict[str, list[str]]:
 
     Raises UserError for two columns of one name.
     """
-    found = {key: [*map(str, each.columns)] for key, each in name_leaves(inputs).items() if hasattr(each, "columns")}
+    columns = {key: column_names(each) for key, each in name_leaves(inputs).items()}
+    found = {key: [*map(str, names)] for key, names in columns.items() if names is not None}
     for names in found.values():
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
             raise UserError(f"a frame has two columns {twice[0]!r}: each must have a name of its own; rename one")
@@ -90,17 +158,38 @@ def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) 
     """
 
     def order(key: str, leaf: Any) -> Any:
-        if not hasattr(leaf, "columns") or not expected.get(key):
+        columns = column_names(leaf)
+        if columns is None or not expected.get(key):
             return leaf
-        found, wanted = [*map(str, leaf.columns)], [*expected[key]]
+        found, wanted = [*map(str, columns)], [*expected[key]]
         if sorted(found) != sorted(wanted):
             problem = f"the columns are {', '.join(found)}, and those of training {', '.join(wanted)}"
             raise UserError(f"{name}: {problem}; give the same")
-        given = dict(zip(found, leaf.columns, strict=True))
-        return leaf if found == wanted else leaf[[given[column] for column in wanted]]
+        given = dict(zip(found, columns, strict=True))
+        return leaf if found == wanted else select_columns(leaf, [given[column] for column in wanted])
 
     return restore_leaves(form_of(inputs), {key: order(key, leaf) for key, leaf in name_leaves(inputs).items()})
 
 
+def column_names(frame: Any) -> Sequence[Any] | None:
+    """Return the columns' names of a frame of pandas or polars, or a table of pyarrow or datasets; else None.
+
+    Raises:
+        UserError: The frame has not been computed.
+    """
+    kind = type(frame)
+    if hasattr(kind, "columns") and hasattr(kind, "collect"):
+        raise UserError(f"a {kind.__name__} has no rows yet; give what its collect() returns")
+    # Of the type: a frame of pandas has its columns as attributes, too.
+    return frame.column_names if hasattr(kind, "column_names") else getattr(frame, "columns", None)
+
+
+def select_columns(frame: Any, names: Sequence[Any]) -> Any:
+    if hasattr(type(frame), "column_names"):
+        return (frame.select_columns if hasattr(frame, "select_columns") else frame.select)([*names])
+    return frame[[*names]]
+
+
 def name_column(given: Any, place: int) -> str:
-    return f"column {str(given.columns[place])!r}" if hasattr(given, "columns") else f"column {place}"
+    names = column_names(given)
+    return f"column {place}" if names is None else f"column {str(names[place])!r}"

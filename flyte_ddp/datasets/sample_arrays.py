@@ -20,6 +20,7 @@ from flyte_ddp.samples.leaves import (
     Leaves,
     describe_form,
     form_of,
+    is_tensor,
     name_leaves,
     require_array,
     require_numbers,
@@ -30,6 +31,8 @@ LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
+# Inputs by name that cannot be: the first is a parameter of every module's call, the second the output in ONNX files.
+RESERVED = ("self", "outputs")
 # Types that torch does not compute with, and those that they become.
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
@@ -194,8 +197,9 @@ def arrays(
     rows.
 
     Raises a UserError for leaves that are no numbers or of different numbers of samples, inputs that are NaN or
-    infinite, names that are no Python identifiers, different forms of training and test samples, a ``preprocessing``
-    that cannot be pickled, and class names and weights that :func:`flyte_ddp.image_arrays` refuses.
+    infinite, float64 values that float32 cannot tell apart, names that are reserved or no Python identifiers,
+    different forms of training and test samples, a ``preprocessing`` that cannot be pickled, and class names and
+    weights that :func:`flyte_ddp.image_arrays` refuses.
     """
     for side, given in (("train", train), ("test", test)):
         if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
@@ -221,8 +225,10 @@ def make_arrays(
     test = [columns.order_frames("test_inputs", test[0], listed), *test[1:]]
     for side, given in (("train", train), ("test", test)):
         inputs, targets, named = (*given, None)[:3]
-        parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named)
-        parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets))
+        # Of the training samples alone: new rows, and those of a test, may lie closer together.
+        distinct = side == "train"
+        parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named, distinct=distinct)
+        parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets, distinct=distinct))
         require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
         train_part, test_part = f"train_{kind}", f"test_{kind}"
@@ -238,9 +244,14 @@ def make_arrays(
     return SampleArrays(name, **parts, classes=names, **ids, preprocessing=packed, sample_weights=weights, rows=kept)
 
 
-def convert_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return inputs as arrays or Ragged, and ids as texts; UserError if empty, not finite, or of unequal lengths."""
-    stored, ids = convert_new_inputs(prefix, inputs, given_ids)
+def convert_inputs(
+    prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
+) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return inputs as arrays or Ragged, and ids as texts; UserError if empty, not finite, or of unequal lengths.
+
+    ``distinct`` also refuses values that float32 cannot tell apart.
+    """
+    stored, ids = convert_new_inputs(prefix, inputs, given_ids, distinct=distinct)
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
         leaf_name = f"{prefix}inputs[{key!r}]" if key else f"{prefix}inputs"
@@ -251,10 +262,12 @@ def convert_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, ND
     return stored, ids
 
 
-def convert_new_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+def convert_new_inputs(
+    prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
+) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return what :func:`convert_inputs` does, also for inputs that are NaN or infinite."""
     name = f"{prefix}inputs"
-    stored = convert_leaves(name, inputs)
+    stored = convert_leaves(name, inputs, distinct=distinct)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
     ids = None if given_ids is None else np.array([*map(convert_id, given_ids)])
@@ -264,53 +277,71 @@ def convert_new_inputs(prefix: str, inputs: Any, given_ids: Any) -> tuple[Leaves
 
 def convert_id(given: Any) -> str:
     """Return an id as a text. A whole float is written as a whole number, as pandas makes floats of ids with a gap."""
+    given = given.item() if is_tensor(given) else given
     if isinstance(given, bytes):
         return given.decode(errors="backslashreplace")
     whole = isinstance(given, (float, np.floating)) and given.is_integer()
     return str(int(given)) if whole else str(given)
 
 
-def convert_leaves(name: str, leaves: Any) -> Leaves:
+def convert_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
-        if not leaves:
+        if not name_leaves(leaves):
             raise UserError(f"{name}: has no array; give at least one")
-        named = {key: convert_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
+        named = {
+            key: convert_leaf(f"{name}[{key!r}]", leaf, distinct=distinct) for key, leaf in name_leaves(leaves).items()
+        }
         return restore_leaves(form_of(leaves), named)
-    return None if leaves is None else convert_leaf(name, leaves)
+    return None if leaves is None else convert_leaf(name, leaves, distinct=distinct)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
-    for key in leaves if form_of(leaves) == "dict" else ():
+    for key in name_leaves(leaves) if form_of(leaves) == "dict" else ():
         if not isinstance(key, str) or not key.isidentifier():
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
+        if key in RESERVED and name.endswith("inputs"):
+            raise UserError(f"{name}: the name {key!r} is reserved; rename it, in the model's forward as well")
 
 
-def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
-    values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
+def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any] | Ragged:
+    values = columns.unpack_values(name, given)
     try:
         array = require_array(name, values)
     except UserError:
+        if hasattr(values, "to_list"):  # awkward's, of samples of different lengths
+            return convert_leaf(name, values.to_list(), distinct=distinct)
         if not isinstance(values, list):
             raise
         # A list of arrays of different shapes.
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
-        return convert_ragged(name, samples)
-    array = columns.convert_columns(name, values, array)
+        return convert_ragged(name, samples, distinct=distinct)
+    is_column = array.ndim == 1 and array.dtype == object and not isinstance(values, list)
+    if is_column and all(isinstance(sample, (list, np.ndarray)) for sample in array):  # of lists
+        return convert_leaf(name, [*array], distinct=distinct)
+    array = columns.convert_columns(name, given, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
-    return np.ascontiguousarray(convert_values(name, array))
+    stored = np.ascontiguousarray(convert_values(name, array))
+    if distinct:
+        columns.require_distinct(name, given, array)
+    return stored
 
 
-def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
-    for place, sample in enumerate(samples):
+def convert_ragged(name: str, samples: Sequence[NDArray[Any]], *, distinct: bool = False) -> Ragged:
+    # An empty list is an array of floats [0], and must not make floats of the others' whole numbers.
+    filled = {place: sample for place, sample in enumerate(samples) if sample.shape != (0,)} or {0: samples[0]}
+    first, expected = next((place, sample.shape) for place, sample in filled.items())
+    for place, sample in filled.items():
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
-        if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
-            problem = f"sample {place} has shape {list(sample.shape)} and sample 0 has {list(samples[0].shape)}"
+        if not sample.ndim or sample.shape[1:] != expected[1:]:
+            problem = f"sample {place} has shape {list(sample.shape)} and sample {first} has {list(expected)}"
             raise UserError(f"{name}: {problem}; only the first dimension may differ")
-    # An empty list is an array of floats, and must not make floats of the others' whole numbers.
-    values = np.concatenate([sample for sample in samples if len(sample)] or samples)
-    return Ragged(convert_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
+    values = np.concatenate([*filled.values()])
+    stored = convert_values(name, values)
+    if distinct:
+        columns.require_distinct(name, None, values)
+    return Ragged(stored, np.cumsum([*map(len, samples)], dtype=np.int64))
 
 
 def convert_values(name: str, values: NDArray[Any]) -> NDArray[Any]:

@@ -47,6 +47,8 @@ def write_onnx(
         outputs: Mapping[str, Tensor] = module(example)
         if not outputs:
             raise NotExportedError("its outputs hold no tensor of floats by name")
+        if both := example.keys() & outputs.keys():
+            raise NotExportedError(f"an input and an output are both called {min(both)!r}; rename the output")
         try:
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         except Exception:  # code such as len(images), which makes a number of a size, needs strict=True

@@ -118,7 +118,7 @@ class ItemLoader:
         # Lists become tuples, and other mappings, such as a tokenizer's, dicts, in which tree_leaves() finds tensors.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
         inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in returned)
-        if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
+        if not any(hasattr(value, "to") for value in tree_leaves(inputs)):  # tensors, or torch-geometric's batches
             raise UserError(f"{own} returned inputs without a tensor for {where}; return what the model gets")
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(samples),):
             rule = f"must have a row for each of the {len(samples)} samples; leave none out"

@@ -133,7 +133,9 @@ class ItemBatches(WorkerSource):
     def put_on_device(self, value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = torch.from_numpy(value)
-        return copy_to_device(value, self.device) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return copy_to_device(value, self.device)
+        return value.to(self.device) if hasattr(value, "to") else value  # such as torch-geometric's batches
 
 
 def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[Any], names: Sequence[str]) -> None:

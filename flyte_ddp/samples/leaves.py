@@ -24,7 +24,7 @@ def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
 
 def name_leaves(leaves: Leaves) -> dict[str, Any]:
     """Return each leaf by its name: its key in a dict, its place in a tuple ("0", "1"), or "" for a single leaf."""
-    if hasattr(leaves, "shape"):  # arrays first: to ask for a Mapping takes longer than all else here
+    if hasattr(leaves, "__array__"):  # arrays first: to ask for a Mapping takes longer than all else here
         return {"": leaves}
     if isinstance(leaves, Mapping):
         return dict(leaves)
@@ -59,19 +59,19 @@ def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> 
 def describe_form(leaves: Leaves) -> str:
     form = form_of(leaves)
     if form == "dict":
-        return f"a dict with {', '.join(map(str, leaves)) or 'nothing'}"
+        return f"a dict with {', '.join(map(str, name_leaves(leaves))) or 'nothing'}"
     return {"none": "None", "leaf": "one array"}.get(form) or f"a tuple of {len(leaves)}"
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
     """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked values, or 2**63 and more.
 
-    Tensors lose their gradients. bfloat16, which NumPy lacks, becomes float32.
+    Tensors lose their gradients. Floats that NumPy lacks, such as bfloat16, become float32.
     """
     refuse_masked(name, values)
     try:
         array = np.asarray(drop_tensor_parts(values))
-        if array.dtype.name == "bfloat16":  # of the package ml_dtypes
+        if array.dtype.kind == "V" and "float" in array.dtype.name:  # of the package ml_dtypes
             array = array.astype(np.float32)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
@@ -81,13 +81,23 @@ def require_array(name: str, values: Any) -> NDArray[Any]:
 
 
 def drop_tensor_parts(values: Any) -> Any:
-    """Return tensors, also those in a list, without gradients, and those of bfloat16 as float32."""
+    """Return tensors, also in a list, in a form for NumPy: dense, without gradients, small floats as float32.
+
+    A nested tensor becomes a list of tensors.
+    """
     if isinstance(values, list):
-        return [drop_tensor_parts(each) for each in values] if values and hasattr(values[0], "detach") else values
-    if not hasattr(values, "detach"):
+        return [drop_tensor_parts(each) for each in values] if values and is_tensor(values[0]) else values
+    if not is_tensor(values):
         return values
     values = values.detach()
-    return values.float() if str(values.dtype) == "torch.bfloat16" else values
+    if values.is_nested:
+        return [*values.unbind()]
+    small = values.is_floating_point() and values.element_size() <= 2  # also bfloat16 and those of 8 bits
+    return (values.float() if small else values).to_dense()
+
+
+def is_tensor(values: Any) -> bool:
+    return hasattr(values, "detach") and hasattr(values, "element_size")
 
 
 def refuse_masked(name: str, values: Any) -> None:

@@ -72,6 +72,7 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
         (leaf_models.Branching, r"^Unsupported: Data-dependent branching$"),
         (leaf_models.PerSample, r"You marked n as dynamic but your code specialized it to be a constant \(7\)"),
         (leaf_models.Nested, r"^its outputs hold no tensor of floats by name$"),
+        (leaf_models.SameName, r"^an input and an output are both called 'inputs'; rename the output$"),
     ],
 )
 def test_what_cannot_be_exported_is_told(tmp_path: Path, capfd: Any, model: type[nn.Module], reason: str) -> None:

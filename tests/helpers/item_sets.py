@@ -153,6 +153,20 @@ def collate_texts(samples: Samples) -> Any:
     return "inputs", torch.zeros(len(samples))
 
 
+class Graphs:
+    """A batch as torch-geometric's: no tensor, and moved by ``to``."""
+
+    def __init__(self, nodes: torch.Tensor, device: Any = None) -> None:
+        self.nodes, self.device = nodes, device
+
+    def to(self, device: Any) -> "Graphs":
+        return Graphs(self.nodes, device)
+
+
+def collate_graphs(samples: Samples) -> Any:
+    return Graphs(torch.ones(len(samples))), torch.zeros(len(samples))
+
+
 def leave_one_out(samples: Samples) -> Any:
     inputs, targets = collate(samples)
     return inputs, targets[1:]

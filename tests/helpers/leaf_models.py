@@ -93,6 +93,13 @@ class Nested(Mlp):
         return {"all": [super().forward(inputs)]}
 
 
+class SameName(Mlp):
+    """Returns a tensor with the name of its input."""
+
+    def forward(self, inputs: Tensor) -> Leaves:
+        return {"inputs": super().forward(inputs)}
+
+
 def save_untrained(
     folder: Path, model: type[nn.Module], data: ItemSet, *, objective: str = "classification", collate: str = "stacked"
 ) -> tuple[nn.Module, tuple[Path, Path]]:

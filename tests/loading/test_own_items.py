@@ -264,7 +264,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoaderPool]:
             "failing": loader_of("padded", data=set_of("failing")),
             "changing": loader_of("padded", data=set_of("changing")),
             "growing": ItemLoader(Items(GROWING, "train"), "padded", 0, masked=""),
-            **{name: loader_of(name) for name in ("collate", *MISTAKES)},
+            **{name: loader_of(name) for name in ("collate", "collate_graphs", *MISTAKES)},
         }
         made = LoaderPool([*loaders.values()], 2)
         made.named = loaders  # type: ignore[attr-defined]
@@ -308,6 +308,14 @@ def test_texts_and_nothing_pass_through_an_own_collate(pool: LoaderPool) -> None
         *("int64", "float", "other", "other", "float")
     ]
     assert facts.targets == TargetSpec(np.dtype(np.int64), ())
+
+
+@pytest.mark.slow
+def test_batches_of_own_classes_are_moved_to_the_device(pool: LoaderPool) -> None:
+    for source in both_ways(pool, "collate_graphs"):
+        inputs, _, _ = source.load_batch(np.array([4, 2]), 0)
+        assert (type(inputs).__name__, inputs.device) == ("Graphs", source.device)
+        assert inputs.nodes.tolist() == [1, 1]
 
 
 @pytest.mark.slow
