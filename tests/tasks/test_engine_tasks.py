@@ -55,7 +55,6 @@ def check_recorded_pod(spec: dict[str, Any], shared_memory: str = "") -> dict[st
     assert spec["terminationGracePeriodSeconds"] == TEMPLATE["terminationGracePeriodSeconds"]
     assert container["imagePullPolicy"] == TEMPLATE["containers"][0]["imagePullPolicy"]
     assert spec["securityContext"] == packaged.RESTRICTED_POD
-    assert spec["automountServiceAccountToken"] is False
     assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
     if shared_memory:
         [volume] = spec["volumes"]
