@@ -40,6 +40,7 @@ KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
 TICKET = "flyte-ddp ticket"  # key in Elastic's store
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
+NEVER_SECONDS = 1_000_000
 Value = TypeVar("Value")
 Prepare = Callable[[Work], Work]  # adapts rank 0's work to this host, such as by fetching the data
 
@@ -87,7 +88,8 @@ def launch(work: Work, *, retries: int = 0) -> None:
             nproc_per_node=work.world.num_ranks,
             rdzv_backend="c10d",
             rdzv_endpoint=f"{logs}/store",
-            rdzv_configs={"store_type": "file"},
+            # No other host asks for signs of life, and after a stop torch would look for the file for minutes.
+            rdzv_configs={"store_type": "file", "keep_alive_interval": NEVER_SECONDS},
             run_id=secrets.token_hex(8),
             local_addr=LOOPBACK,
             max_restarts=retries,
