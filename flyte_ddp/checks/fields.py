@@ -144,11 +144,7 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
         raise UserError(f"{field.name}={short_repr(value)}: must be {must}")
     value = kind(value)
     if kind is str:
-        if "\0" in value:
-            raise UserError(
-                f"{field.name}={short_repr(value)}: must not have the character NUL, which no path may have"
-            )
-        refuse_credentials(field.name, value)
+        refuse_unfit_text(field.name, value)
     choices = rule["choices"]
     if choices is not None and value not in choices and not (rule["own"] and ":" in value):
         raise unknown_name_error(field.name, value, [*choices, OWN_CODE] if rule["own"] else choices)

@@ -72,7 +72,8 @@ def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
 
 def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
     """Raise a UserError for values that are not the same in the leaf's type."""
-    if dtype.kind != "f" and values.size and not (values == values.astype(dtype)).all():
+    always_same = dtype.kind == "f" or values.dtype.kind == "b" or (dtype.kind == "i" and values.dtype.kind in "iu")
+    if not always_same and values.size and not (values == values.astype(dtype)).all():
         found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
         problem = f"have {found}, and those of the samples looked at first are {known or 'whole numbers'}"
         raise UserError(f"{what} {problem}; give all samples one type, such as np.float32(values)")

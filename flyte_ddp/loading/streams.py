@@ -29,6 +29,7 @@ from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine import process
 from flyte_ddp.machine.device_copy import copy_to_device
+from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
 from flyte_ddp.shards.dataset import ShardReader
 
@@ -80,7 +81,8 @@ class StreamImages(BatchSource):
         """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
         A call with the same ``samples`` as the last one returns the last batch again. The first call starts the
-        workers. Waits for the workers without a timeout; raises a worker's UserError; any error ends the workers.
+        workers. Raises a worker's UserError, and MachineError for a batch that does not come within FLYTE_DDP_TIMEOUT.
+        Any error ends the workers.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -90,9 +92,10 @@ class StreamImages(BatchSource):
             images = torch.empty(len(samples), *self.stream.loader.sizes[0], dtype=torch.uint8)
             labels = torch.empty(len(samples), dtype=torch.int64)
             try:
-                for place in range(len(samples)):
-                    pixels, labels[place] = next(self.samples)
-                    images[place] = torch.from_numpy(pixels)
+                with limit_wait("a batch of the stream"):
+                    for place in range(len(samples)):
+                        pixels, labels[place] = next(self.samples)
+                        images[place] = torch.from_numpy(pixels)
             except BaseException as error:
                 # Release the DataLoader, which the traceback's frames hold: only then its workers end and their shared
                 # semaphores are removed. This process may end by os._exit, which releases nothing.

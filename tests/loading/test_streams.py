@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing
 import tarfile
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.datasets.prepared import refuse_too_few_shards
-from flyte_ddp.errors import RankLostError, UserError
+from flyte_ddp.errors import MachineError, RankLostError, UserError
 from flyte_ddp.loading.encoded import BadSamples, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
+from flyte_ddp.machine import waiting
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
@@ -167,6 +169,14 @@ def test_samples_that_cannot_be_used_are_one_error(tmp_path: Path, workers: int,
     assert caught.tb is not None
     assert not multiprocessing.active_children()
     images.close()
+
+
+def test_a_batch_that_never_comes_is_an_error(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "limit_seconds", 0.2)
+    images = StreamImages(options_of(shards), torch.device("cpu"))
+    images.samples = (threading.Event().wait() for _ in range(9))  # type: ignore[assignment]
+    with pytest.raises(MachineError, match=r"^a batch of the stream has not come within 0.2 s \(FLYTE_DDP_TIMEOUT\)"):
+        images.load_batch(np.arange(3), 0)
 
 
 def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_by_ranks(
