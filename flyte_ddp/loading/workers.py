@@ -34,7 +34,7 @@ from flyte_ddp.loading.loader_process import END, NAME, STARTED, Call, run_loade
 from flyte_ddp.loading.own_samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine import waiting
-from flyte_ddp.machine.process import spawn_context
+from flyte_ddp.machine.process import read_stack, spawn_context
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
@@ -42,7 +42,7 @@ THREADS = "decoder"  # how the threads' names begin
 POSSIBLE = sys.platform == "linux"
 GRACE_SECONDS = 5.0  # that a process has more time than its own limit for a sample
 MOST_SECONDS = 2e6  # that poll() can wait
-MOST_STACK_BYTES = 100_000
+NO_STACK = "(a loader process that does not say where it is)"
 END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
@@ -169,8 +169,9 @@ class LoaderPool:
             raise self.late_error()
 
     def late_error(self) -> MachineError:
-        """Return an error with the stacks of the processes that are loading."""
-        stacks = [read_stack(worker) for worker in self.workers.values() if worker.tasks]
+        """Return an error with the stacks of the processes that are loading, whose pipes take no answers any more."""
+        loading = [worker for worker in self.workers.values() if worker.tasks]
+        stacks = [(worker.pid and read_stack(worker.pid, worker.pipe, END_SECONDS)) or NO_STACK for worker in loading]
         return waiting.late_error("what loader processes load", "\n".join(stacks))
 
     def take_memory(self) -> BatchMemory:
@@ -243,16 +244,6 @@ class LoaderThreads:
     def close(self) -> None:
         """Stop the threads; does not wait for those that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def read_stack(worker: Worker) -> str:
-    """Let a loader process write its stack into its pipe, which takes no answer any more, and return the stack."""
-    if worker.pid is not None:
-        with suppress(OSError):
-            os.kill(worker.pid, signal.SIGUSR1)
-            if worker.pipe.poll(END_SECONDS):
-                return os.read(worker.pipe.fileno(), MOST_STACK_BYTES).decode(errors="replace")
-    return "(a loader process that does not say where it is)"
 
 
 ImagePool = LoaderPool | LoaderThreads

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # from glibc's mall
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that ask a run to stop
 KILL_SECONDS = 5.0  # how long to wait for killed processes; one that is blocked in the kernel stays
 POLL_SECONDS = 0.005
+STACK_PAUSE_SECONDS = 0.5  # between two lines of a stack, at most
 
 
 def prctl(option: int, argument: Any) -> None:
@@ -255,6 +257,21 @@ def list_helper_pids() -> set[int]:
             if pid == tracker or (compiler in words and any(b"/torch/_inductor/" in word for word in words)):
                 found.add(pid)
     return found
+
+
+def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
+    """Return the stack that a process writes to the pipe on SIGUSR1; empty if none begins to come within ``seconds``.
+
+    The process has called ``faulthandler.register``, which writes line by line.
+    """
+    stack = b""
+    with suppress(OSError):  # the process has ended
+        os.kill(pid, signal.SIGUSR1)
+        while pipe.poll(STACK_PAUSE_SECONDS if stack else seconds):
+            if not (lines := os.read(pipe.fileno(), 1 << 16)):
+                break
+            stack += lines
+    return stack.decode(errors="replace").strip()
 
 
 def count_out_of_memory_kills() -> int:

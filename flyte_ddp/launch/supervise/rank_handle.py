@@ -1,12 +1,9 @@
 """Ranks as their launcher sees them, and those that are children of this process."""
 
 import math
-import os
 import pickle
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 from flyte_ddp.launch.supervise.link import PipeEnd, RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.rank_process import start_rank
-from flyte_ddp.machine.process import count_out_of_memory_kills, spawn_context
+from flyte_ddp.machine.process import count_out_of_memory_kills, read_stack, spawn_context
 
 READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
 JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the kernel (NFS, a GPU's driver) does not
@@ -133,16 +130,7 @@ class ProcessHandle(RankHandle):
 
     def read_stack(self) -> str:
         number = self.pid or self.process.pid
-        if self.poll_exit() or number is None:
-            return ""
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGUSR1)
-        stack, deadline = b"", time.monotonic() + STACK_SECONDS
-        while self.stacks.poll(0.1 if stack else max(0.0, deadline - time.monotonic())):
-            if not (chunk := os.read(self.stacks.fileno(), 1 << 16)):
-                break
-            stack += chunk
-        return stack.decode(errors="replace").strip()
+        return "" if self.poll_exit() or number is None else read_stack(number, self.stacks, STACK_SECONDS)
 
     def kill(self) -> None:
         self.process.kill()
