@@ -111,7 +111,8 @@ def require_samples(set_name: str, samples: Any) -> int:
         if not hasattr(samples, method):
             raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
     try:
-        length = len(samples)
+        with limit_wait(f"{set_name}: len() of a {kind}"):
+            length = len(samples)
     except (TypeError, ValueError) as error:
         raise UserError(f"{set_name}: len() of a {kind} fails ({error}); it must be the number of samples") from error
     if not length:

@@ -29,6 +29,7 @@ from flyte_ddp.loading.own_samples import (
     seed_for,
 )
 from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.models.inputs import InputSpec, LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Order
@@ -106,10 +107,11 @@ class ItemLoader:
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return these samples as one collated batch, augmented for an ``epoch`` of training, not for None."""
         names = [f"{self.items.side} sample {sample}" for sample in self.items.name_samples(samples) or samples]
-        loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
-        if self.own_collate is not None:
-            return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
-        return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked, types=self.types)
+        with limit_wait(f"a batch of {self.items.side} samples"):
+            loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
+            if self.own_collate is not None:
+                return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
+            return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked, types=self.types)
 
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str

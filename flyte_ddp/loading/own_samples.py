@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import OwnCodeError, UserError
+from flyte_ddp.errors import MachineError, OwnCodeError, UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.parallel.training_pass import Generators
@@ -85,12 +86,13 @@ def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequ
     """Call ``loads``, and write their images and targets into a batch's memory, from the place ``first`` on."""
     targets, names = layout.view_targets(memory), []
     shapes = set[tuple[int, ...]]()
-    for place, load in enumerate(loads, first):
-        image, targets[place], name = load()
-        shapes.add(image.shape)
-        start = place * layout.image_bytes
-        copy_image(image, memory[start : start + image.size].reshape(image.shape))
-        names.append(name)
+    with limit_wait("a picture"):
+        for place, load in enumerate(loads, first):
+            image, targets[place], name = load()
+            shapes.add(image.shape)
+            start = place * layout.image_bytes
+            copy_image(image, memory[start : start + image.size].reshape(image.shape))
+            names.append(name)
     return Loaded(names, common_shape(shapes))
 
 
@@ -163,10 +165,19 @@ class OwnFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Return the pair that the user's function returns; UserError for another result, OwnCodeError for an error."""
+        """Return the pair that the user's function returns.
+
+        Raises:
+            UserError: The function returns no pair.
+            OwnCodeError: The function fails.
+            MachineError: The function does not return within FLYTE_DDP_TIMEOUT.
+        """
         function = self.load()
         try:
-            returned = function(*arguments)
+            with limit_wait(f"{self} on {where}"):
+                returned = function(*arguments)
+        except MachineError:
+            raise
         except Exception as error:
             raise OwnCodeError(f"{self} on {where}: {type(error).__name__}: {error}") from error
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:

@@ -2,37 +2,68 @@
 
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
 
 from flyte_ddp.errors import MachineError
-from flyte_ddp.machine.process import signal_handlers
+from flyte_ddp.machine.process import signal_handlers, undone_in_forks
 
 limit_seconds = 600.0  # FLYTE_DDP_TIMEOUT, where a launcher or a rank has set it
+
+
+@dataclass
+class Wait:
+    """A block that is limited."""
+
+    what: str
+    start: float  # by time.monotonic()
+
+
+waits: list[Wait] = []  # of this process, which the timer limits; the innermost is the last
 
 
 @contextmanager
 def limit_wait(what: str) -> Iterator[None]:
     """Raise a MachineError with ``what`` and the stack if the block takes longer than ``limit_seconds``.
 
-    Has no limit outside the main thread, where a system timer (SIGALRM) runs already, and in C code that never returns.
+    Within another block, which costs a tenth, the inner block has a time of its own, and the outer block's time then
+    begins again. Has no limit outside the main thread, where a system timer (SIGALRM) of other code runs, and in C code
+    that never returns.
     """
-
-    def raise_late(_: int, frame: FrameType | None) -> NoReturn:
-        raise late_error(what, "".join(traceback.format_stack(frame)))
-
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_REAL)[0]:
+    if threading.current_thread() is not threading.main_thread():
         yield
-        return
-    with signal_handlers({signal.SIGALRM: raise_late}):
-        signal.setitimer(signal.ITIMER_REAL, limit_seconds)
+    elif waits:
+        waits.append(Wait(what, time.monotonic()))
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            del waits[-1:]
+            if waits:  # else this is a fork
+                waits[-1].start = time.monotonic()
+    elif signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+    else:
+        waits.append(Wait(what, time.monotonic()))
+        with undone_in_forks(waits.clear), signal_handlers({signal.SIGALRM: check_wait}):
+            signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)  # again, for code that catches the error
+            try:
+                yield
+            finally:
+                waits.clear()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def check_wait(_: int, frame: FrameType | None) -> None:
+    """Raise a MachineError if the innermost wait has taken too long. Set the timer again otherwise."""
+    wait = waits[-1]
+    left = wait.start + limit_seconds - time.monotonic()
+    if left <= 0:
+        raise late_error(wait.what, "".join(traceback.format_stack(frame)))
+    signal.setitimer(signal.ITIMER_REAL, left, limit_seconds)
 
 
 def late_error(what: str, stack: str) -> MachineError:

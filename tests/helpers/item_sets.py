@@ -90,6 +90,10 @@ class Stuck(Numbers):
         return [1.0, 2.0], number % 3
 
 
+def wait_for_ever(*_: Any) -> None:
+    threading.Event().wait()
+
+
 def stuck(source: str) -> OnDemand:
     return on_demand(Stuck([[0]] * 40), Stuck([[0]] * 9), classes="abc")
 
