@@ -4,6 +4,7 @@ The console draws a form from a JSON schema of an older draft than flytekit writ
 these transformers add such a schema to flytekit's.
 """
 
+import copy
 import dataclasses
 import sys
 from typing import Any
@@ -28,12 +29,16 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         super().__init__()
         self.form = form
         TypeTransformer.__init__(self, name=form.__name__, t=form)
+        self.literal_type: LiteralType | None = None
 
     def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
-        found = super().get_literal_type(t)
-        # pyflyte's help would print all of it; set_up_command() prints columns.
-        found.metadata = {} if "--help" in sys.argv else found.metadata | form_metadata(self.form())
-        return found
+        """Return a new object for each call. Flytekit asks many times, and the schema takes 60 ms."""
+        if self.literal_type is None:
+            self.literal_type = super().get_literal_type(t)
+            # pyflyte's help would print all of it; set_up_command() prints columns.
+            is_help = "--help" in sys.argv
+            self.literal_type.metadata = {} if is_help else self.literal_type.metadata | form_metadata(self.form())
+        return copy.copy(self.literal_type)
 
     def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
         if literal_type.metadata and self.form.__name__ in literal_type.metadata.get("definitions", {}):
