@@ -43,6 +43,7 @@ POSSIBLE = sys.platform == "linux"
 GRACE_SECONDS = 5.0  # that a process has more time than its own limit for a sample
 MOST_SECONDS = 2e6  # that poll() can wait
 NO_STACK = "(a loader process that does not say where it is)"
+NOT_STARTED = "(a loader process that has not started yet)"
 END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
@@ -171,7 +172,10 @@ class LoaderPool:
     def late_error(self) -> MachineError:
         """Return an error with the stacks of the processes that are loading, whose pipes take no answers any more."""
         loading = [worker for worker in self.workers.values() if worker.tasks]
-        stacks = [(worker.pid and read_stack(worker.pid, worker.pipe, END_SECONDS)) or NO_STACK for worker in loading]
+        stacks = [
+            (read_stack(worker.pid, worker.pipe, END_SECONDS) or NO_STACK) if worker.pid else NOT_STARTED
+            for worker in loading
+        ]
         return waiting.late_error("what loader processes load", "\n".join(stacks))
 
     def take_memory(self) -> BatchMemory:

@@ -254,6 +254,15 @@ def test_a_sample_that_never_comes_is_named_with_the_stack(name: str, what: str,
             loader.load_items([17], None)
 
 
+def test_a_loader_process_that_has_not_started_in_time_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(waiting, "limit_seconds", 0.0)
+    monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 0.0)
+    loader = ItemLoader(Items(set_of("stuck"), "train"), "stacked", 0)
+    with closing(LoaderPool([loader], 1)) as pool, pytest.raises(MachineError) as caught:
+        pool.take_result(pool.submit_call(loader.load_items, [1, 2], None))
+    assert caught.value.__notes__ == ["It is at:\n(a loader process that has not started yet)"]
+
+
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoaderPool]:
     """Two processes for the tests below, which must not end them."""
