@@ -27,7 +27,7 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.samples.leaves import Leaves, form_of, group_leaves, refuse_masked, require_array, restore_leaves
 from flyte_ddp.samples.pictures import require_pixels
 from flyte_ddp.settings import read_number
-from flyte_ddp.user_code.callables import load_callable
+from flyte_ddp.user_code.callables import load_callable, require_parameters
 from flyte_ddp.user_code.source import user_source_digest
 
 SETS = ("training set", "test set")
@@ -51,6 +51,7 @@ class CustomSet:
         function = load_callable(self.spec)
         if isinstance(function, type) and issubclass(function, Table):
             function = partial(load_table, self.spec, function)
+        require_parameters(f"dataset={self.spec!r}", function, "data_source")
         result = call_seeded(function, source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):

@@ -22,7 +22,7 @@ from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, 
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import join_first
-from flyte_ddp.user_code.callables import load_callable
+from flyte_ddp.user_code.callables import load_callable, require_parameters
 
 ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves, or pictures
 PreparedSet: TypeAlias = ItemSet | EncodedSet
@@ -85,7 +85,9 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
         return order
     assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
     if ":" in sampling:
-        return choose_by_function(order, sampling, load_callable(sampling))
+        function = load_callable(sampling)
+        require_parameters(f"sampling={sampling!r}", function, "samples", "seed", "epoch")
+        return choose_by_function(order, sampling, function)
     if sampling == "weighted":
         weights = getattr(data, "sample_weights", None)
         if weights is None:

@@ -18,7 +18,7 @@ from flyte_ddp import catalog
 from flyte_ddp.checks.fields import short_repr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_code.callables import load_callable
+from flyte_ddp.user_code.callables import load_callable, require_parameters
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
@@ -81,7 +81,9 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 
 def make_own_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
     """Return what the user's callable makes; UserError unless each trainable parameter is in exactly one optimiser."""
-    made = load_callable(hp.optimizer)(model, hp)
+    function = load_callable(hp.optimizer)
+    require_parameters(f"optimizer={hp.optimizer!r}", function, "model", "hp")
+    made = function(model, hp)
     optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
     known: set[nn.Parameter] = set()
     for optimizer in optimizers:
@@ -145,6 +147,7 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """
     if ":" in kind:
         factor = load_callable(kind)
+        require_parameters(f"schedule={kind!r}", factor, "step", "total_steps")
         for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
             first, again = (require_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
             if first != again:

@@ -61,6 +61,16 @@ def require_options(
         raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
 
 
+def require_parameters(what: str, function: Callable[..., Any], *names: str) -> None:
+    """Raise UserError if a callable does not take as many arguments by position as there are names."""
+    try:
+        inspect.signature(function).bind(*names)
+    except ValueError:
+        pass  # a built-in callable without a signature
+    except TypeError as error:
+        raise UserError(f"{what}: {error}; give it the parameters ({', '.join(names)})") from None
+
+
 def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the arguments whose names a callable's parameters have; all of them if it takes any keyword."""
     parameters = inspect.signature(function).parameters

@@ -5,11 +5,19 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from image_folders import write_files
 
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.custom import CustomSet
+from flyte_ddp.datasets.prepared import order_training
 from flyte_ddp.errors import UserError
+from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
+from flyte_ddp.progress import Progress
+from flyte_ddp.training.optimisation import make_own_optimizers, make_schedule
 from flyte_ddp.user_code.callables import load_callable
 from flyte_ddp.user_code.source import find_user_sources, user_source_digest
 
@@ -207,3 +215,22 @@ def test_neither_pythons_own_nor_torch_nor_this_library_is_read(project: Path, m
     text = "import torch, torchvision, flyte_ddp.datasets, numpy, os, sys, json, sndhdr\n"
     (project / "users_top.py").write_text(text)
     assert [name for name, *_ in find_user_sources(USERS_TOP)] == ["users_top.py", "sndhdr.py"]
+
+
+def test_an_own_function_with_other_parameters_is_refused_before_it_is_called(project: Path) -> None:
+    write_sources(project, {"users_functions.py": "def bare():\n    pass\ndef three(a, b, c):\n    pass\n"})
+    weights = torch.nn.Linear(1, 1)
+    for setting, given, refuse in (
+        ("dataset", "data_source", lambda spec: CustomSet(spec).load("", project, Progress("off"))),
+        ("optimizer", "model, hp", lambda spec: make_own_optimizers(weights, Hyperparameters(optimizer=spec))),
+        ("schedule", "step, total_steps", lambda spec: make_schedule(spec, 0, 10)),
+    ):
+        for name, said in ("bare", "too many positional arguments"), ("three", "missing a required argument: '"):
+            spec = f"users_functions:{name}"
+            with pytest.raises(UserError) as caught:
+                refuse(spec)
+            assert str(caught.value).startswith(f"{setting}='{spec}': {said}")
+            assert str(caught.value).endswith(f"; give it the parameters ({given})")
+    order = ListedOrder(np.arange(10), 0)
+    with pytest.raises(UserError, match=r"^sampling='users_functions:bare': .*\(samples, seed, epoch\)$"):
+        order_training(None, order, "users_functions:bare")
