@@ -40,10 +40,10 @@ from flyte_ddp.order.sampling import Indices
 
 THREADS = "decoder"  # how the threads' names begin
 POSSIBLE = sys.platform == "linux"
+START_SECONDS = 300.0  # for processes to start, and import torch, on a busy machine
 GRACE_SECONDS = 5.0  # that a process has more time than its own limit for a sample
 MOST_SECONDS = 2e6  # that poll() can wait
 NO_STACK = "(a loader process that does not say where it is)"
-NOT_STARTED = "(a loader process that has not started yet)"
 END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
@@ -151,9 +151,7 @@ class LoaderPool:
 
     def receive(self, *, wait: bool) -> None:
         """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
-        # The process itself gives up first, unless its code never returns to Python.
-        limit = min(waiting.limit_seconds + GRACE_SECONDS, MOST_SECONDS)
-        while ready := self.poll.poll(limit * 1000 * wait):
+        while ready := self.poll.poll(self.answer_seconds() * 1000 * wait):
             for descriptor, _ in ready:
                 worker = self.workers[descriptor]
                 try:
@@ -169,14 +167,19 @@ class LoaderPool:
         if wait:
             raise self.late_error()
 
+    def answer_seconds(self) -> float:
+        """Return how long the next answer may take: more than a process gives itself, and more than a start takes."""
+        starting = any(worker.tasks and worker.pid is None for worker in self.workers.values())
+        limit = waiting.limit_seconds + GRACE_SECONDS
+        return min(max(limit, START_SECONDS) if starting else limit, MOST_SECONDS)
+
     def late_error(self) -> MachineError:
         """Return an error with the stacks of the processes that are loading, whose pipes take no answers any more."""
         loading = [worker for worker in self.workers.values() if worker.tasks]
-        stacks = [
-            (read_stack(worker.pid, worker.pipe, END_SECONDS) or NO_STACK) if worker.pid else NOT_STARTED
-            for worker in loading
-        ]
-        return waiting.late_error("what loader processes load", "\n".join(stacks))
+        if any(worker.pid is None for worker in loading):
+            return MachineError(f"a loader process has not started within {START_SECONDS:g} s")
+        stacks = [worker.pid and read_stack(worker.pid, worker.pipe, END_SECONDS) for worker in loading]
+        return waiting.late_error("what loader processes load", "\n".join(stack or NO_STACK for stack in stacks))
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
