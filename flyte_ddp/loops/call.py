@@ -55,6 +55,8 @@ def describe_call(
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         rule = "is an async function, and ranks call ordinary ones; call asyncio.run(...) in one"
         raise UserError(f"{name}: {rule}")
+    if inspect.isgeneratorfunction(function):
+        raise UserError(f"{name}: is a generator function, of which ranks would run nothing; return a list, or record")
     try:
         signature = inspect.signature(function)
         unfilled = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments

@@ -107,6 +107,8 @@ def run_call(
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
     launch = launch or choose_launcher(request)
+    if checkpoint.is_named_to_go_on(folder) and checkpoint.newest_step(folder) == 0:
+        raise UserError(f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to go on from; unset it")
     with hold_run_folder(folder):
         prepare_run_folder(folder)
         identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
@@ -114,8 +116,6 @@ def run_call(
             rewind_run(folder, identity, settings, folder.name) as found,
             wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True),
         ):
-            if found is None and checkpoint.is_named_to_go_on(folder):
-                raise UserError(f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to go on from; unset it")
             launch(
                 Work(
                     function="flyte_ddp.loops.in_rank:run_function",

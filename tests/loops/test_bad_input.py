@@ -1,6 +1,7 @@
 """Each mistake of a user is a sentence with what to do, within seconds; nothing stays."""
 
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def test_async_functions_are_refused(run: Run) -> None:
         pass
 
     with pytest.raises(UserError, match=r"train: is an async function, and ranks call ordinary ones; call asyncio.run"):
+        run(train)
+
+
+def test_generator_functions_are_refused(run: Run) -> None:
+    def train() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(UserError, match=r"train: is a generator function, of which ranks would run nothing; return a "):
         run(train)
 
 

@@ -64,6 +64,9 @@ def test_after_a_mistake_in_the_outputs_mended_code_goes_on_from_the_saves(run: 
     assert (start["resumed_after_step"], start["resumed_from_other_code"]) == (2, True)
     again = run("measure", FLYTE_DDP_GO_ON=name)
     assert f"{name} has no save to go on from; unset it" in again.output
+    other = f"{name.rpartition('-')[0]}-another"
+    assert f"{other} has no save to go on from; unset it" in run("measure", FLYTE_DDP_GO_ON=other).output
+    assert not (checkpoints.parents[1] / other).exists()
     assert (
         f"FLYTE_DDP_GO_ON={name} is of another task or other inputs"
         in run("square", "--value", "3", FLYTE_DDP_GO_ON=name).output
