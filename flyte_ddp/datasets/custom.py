@@ -16,6 +16,7 @@ from flyte_ddp.datasets.on_demand_set import (
     OnDemandSet,
     call_seeded,
     get_own_item,
+    refuse_stream,
     require_samples,
     split_item,
 )
@@ -60,6 +61,8 @@ class CustomSet:
             content = [*map(str, samples), *result.classes, *([] if weights is None else map(str, weights.tolist()))]
             digest = digest_lines([self.fingerprint(source), *content])
             pictures = has_images("training set", result.train)
+            for name, side in zip(SETS, (result.train, result.test), strict=True):
+                refuse_stream(f"dataset={self.spec!r}: the {name}", side)  # which some sets open at the first item
             return OnDemandSet(self.spec, source, *samples, result.classes, digest, weights, pictures), called
         return arrays_from_result(self.spec, result, progress), called
 

@@ -120,6 +120,32 @@ def require_samples(set_name: str, samples: Any) -> int:
     return length
 
 
+def unwrap(samples: Any) -> list[Any]:
+    """Return a map-style set, and those that it wraps as its attribute ``dataset``, as torch's Subset does."""
+    found = list[Any]()
+    # An attribute ``dataset`` may also be something else, such as a file that is open.
+    while all(hasattr(type(samples), method) for method in MAP_STYLE) and all(samples is not each for each in found):
+        found.append(samples)
+        samples = getattr(samples, "dataset", None)
+    return found
+
+
+def refuse_stream(set_name: str, samples: Any) -> None:
+    """Raise UserError for a set that is a map-style IterableDataset of torch, or has one as an attribute.
+
+    Such sets divide their samples by the ranks, and some wait for all ranks (mosaicml-streaming, litdata).
+    """
+    from torch.utils.data import IterableDataset
+
+    for wrapped in unwrap(samples):
+        for part in (wrapped, *getattr(wrapped, "__dict__", {}).values()):
+            if isinstance(part, IterableDataset) and unwrap(part):
+                problem = f"reads a {type(part).__name__}, an IterableDataset of torch, which divides samples by ranks"
+                fix = "read by number, such as by mosaicml-streaming's LocalDataset or litdata's Cache"
+                rule = "a set on demand must have all samples in each rank"
+                raise UserError(f"{set_name} {problem}; {rule}: {fix} (docs/data-libraries.md)")
+
+
 def get_own_item(where: str, samples: Any, number: int) -> Any:
     """Return ``samples[number]``; OwnCodeError, which begins with ``where``, for an exception of the user's code.
 

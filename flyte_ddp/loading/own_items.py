@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.datasets.custom import convert_sample
-from flyte_ddp.datasets.on_demand_set import MAP_STYLE, OnDemandSet, get_own_item, split_item
+from flyte_ddp.datasets.on_demand_set import OnDemandSet, get_own_item, split_item, unwrap
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
@@ -60,13 +60,7 @@ class Items:
         """The user's map-style data set, and its transforms that must be seeded; made at the first use."""
         assert isinstance(self.data, OnDemandSet)
         samples = getattr(self.data.sets, self.side)
-        wrapped, seeded = samples, list[Any]()
-        seen = list[Any]()
-        # An attribute ``dataset`` may also be something else, such as a file that is open.
-        while all(hasattr(type(wrapped), method) for method in MAP_STYLE) and all(wrapped is not each for each in seen):
-            seen.append(wrapped)
-            seeded += find_seeded_transforms(wrapped, "__getitem__")
-            wrapped = getattr(wrapped, "dataset", None)  # of torch's Subset
+        seeded = [each for wrapped in unwrap(samples) for each in find_seeded_transforms(wrapped, "__getitem__")]
         return samples, seeded
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:

@@ -12,7 +12,7 @@ from image_folders import pixels_of
 from PIL import Image
 
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
-from flyte_ddp.datasets.custom import arrays_from_result
+from flyte_ddp.datasets.custom import CustomSet, arrays_from_result
 from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import OwnCodeError, UserError
 from flyte_ddp.progress import Progress
@@ -119,6 +119,26 @@ def test_arrays_can_be_returned() -> None:
     assert (made.name, made.classes) == ("own:data", ("one",))
     with pytest.raises(UserError, match="returned NoneType; must return arrays"):
         arrays_from_result("own:data", None, Progress("off"))
+
+
+def load_set(name: str, source: Path) -> Any:
+    source.touch()
+    return CustomSet(f"streams:{name}").load(str(source), source.parent, Progress("off"))[0]
+
+
+@pytest.mark.parametrize("kind", ["stream", "holding", "opening", "subset"])
+def test_a_stream_is_refused_as_a_set_on_demand_wherever_it_is_held(kind: str, tmp_path: Path) -> None:
+    """Before there are ranks, in which mosaicml-streaming's takes one name twice, and the length of litdata's changes."""
+    problem = "the training set reads a Stream, an IterableDataset of torch, which divides samples by ranks; .*by number"
+    with pytest.raises(UserError, match=f"^dataset='streams:samples': {problem}") as caught:
+        load_set("samples", tmp_path / kind)
+    assert len(caught.value.message) < 300
+
+
+def test_the_items_of_a_stream_are_a_set_on_demand_and_a_stream_to_test_is_refused(tmp_path: Path) -> None:
+    assert load_set("samples", tmp_path / "collected").train_samples == 8
+    with pytest.raises(UserError, match="the test set reads a Stream"):
+        load_set("tested", tmp_path / "holding")
 
 
 def test_the_fingerprint_changes_with_code_name_and_content_and_imports_nothing(module: Path, tmp_path: Path) -> None:
