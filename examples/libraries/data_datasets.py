@@ -3,9 +3,9 @@
 # ///
 """datasets (Hugging Face).
 
-`with_format("numpy")` returns arrays, and without it items are lists. `map`, `filter` and `sort` write `cache-*.arrow`
-beside the data. They change nothing of the identity, but each process would do the work: do it before, and
-`save_to_disk` the result.
+`with_format("numpy")` returns arrays, and without it items are lists. `map`, `filter`, `sort` and `shuffle` write
+`cache-*.arrow` beside the data. These files change nothing of the identity, and later processes read them. A machine
+that has none does the work again: do it before, and `save_to_disk` the result.
 """
 
 from datasets import Dataset, load_from_disk

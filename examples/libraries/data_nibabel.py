@@ -3,8 +3,9 @@
 # ///
 """nibabel.
 
-`get_fdata()` keeps each volume in its image, as float64: `np.asarray(image.dataobj)` keeps nothing. Axes are those of
-the scanner: `as_closest_canonical` makes them alike. Sort what `glob` finds, which is in the order of the disk.
+`get_fdata()` returns float64 and keeps it in the image: `np.asarray(image.dataobj, np.float32)` does neither. Axes are
+those of the scanner: `as_closest_canonical` makes them alike. Sort what `glob` finds, which is in the order of the
+disk.
 """
 
 from pathlib import Path

@@ -4,8 +4,8 @@
 """pydicom.
 
 `pixel_array` has the stored numbers: `apply_rescale` makes Hounsfield units of them, and scanners differ in the
-factors. Slices of a series are in the order of `InstanceNumber`, not of their files' names. Compressed pixels need
-`pylibjpeg` or `gdcm` in the image, too.
+factors. Slices of a series are in the order of `InstanceNumber`, not of their files' names. Lossless JPEG, JPEG-LS and
+HTJ2K need `pylibjpeg` with its plugins in the image, too. Pillow decodes other JPEG.
 """
 
 from pathlib import Path

@@ -3,9 +3,9 @@
 # ///
 """rasterio.
 
-An open file is fit for one process and one thread: open it where it is read, as below. `statistics()` and overviews
-write `.aux.xml` and `.ovr` beside the file: give GDAL_PAM_ENABLED=NO. Missing pixels have the number `nodata`;
-`read(masked=True)` returns a masked array, which is refused, so fill it.
+An open file is fit for one process and one thread: open it where it is read, as below. `statistics()` writes `.aux.xml`
+beside the file unless GDAL_PAM_ENABLED is NO. Missing pixels have the number `nodata`. `read(masked=True)` returns a
+masked array, which is refused, so fill it.
 """
 
 from pathlib import Path

@@ -4,8 +4,8 @@
 """soundfile.
 
 Arrays are [frames, channels], and of one channel [frames]: `always_2d=True` makes them alike. Values are -1 to 1 unless
-`dtype="int16"` asks for the stored ones. Rates differ between files: look at the second value. MP3 has padding, so its
-length is not that of the recording. Clips of different lengths want `collate: "padded"`.
+`dtype="int16"` asks for the stored ones. Rates differ between files: look at the second value. Clips of different
+lengths want `collate: "padded"`.
 """
 
 from pathlib import Path

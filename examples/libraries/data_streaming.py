@@ -7,8 +7,9 @@
 # ///
 """mosaicml-streaming.
 
-`StreamingDataset` divides by ranks, and takes the first free name in shared memory, which processes that start together
-can both find free. `LocalDataset` reads the same folder by number, without ranks and shared names.
+`StreamingDataset` is a stream, and is refused as a set on demand. In ranks its constructor waits for all ranks, and two
+processes that start together can take the same name in shared memory. `LocalDataset` reads the same folder by number,
+without ranks and shared names.
 """
 
 from streaming.base import LocalDataset, MDSWriter

@@ -121,7 +121,7 @@ def require_samples(set_name: str, samples: Any) -> int:
 
 
 def unwrap(samples: Any) -> list[Any]:
-    """Return a map-style set, and those that it wraps as its attribute ``dataset``, as torch's Subset does."""
+    """Return a map-style set and all sets below by attributes ``dataset``, such as those of torch's Subset."""
     found = list[Any]()
     # An attribute ``dataset`` may also be something else, such as a file that is open.
     while all(hasattr(type(samples), method) for method in MAP_STYLE) and all(samples is not each for each in found):
@@ -131,9 +131,9 @@ def unwrap(samples: Any) -> list[Any]:
 
 
 def refuse_stream(set_name: str, samples: Any) -> None:
-    """Raise UserError for a set that is a map-style IterableDataset of torch, or has one as an attribute.
+    """Raise UserError for a set that is a map-style IterableDataset of torch, or has an attribute of that type.
 
-    Such sets divide their samples by the ranks, and some wait for all ranks (mosaicml-streaming, litdata).
+    The streams of mosaicml-streaming and litdata are of that type, and divide samples by ranks.
     """
     from torch.utils.data import IterableDataset
 

@@ -128,8 +128,8 @@ def load_set(name: str, source: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["stream", "holding", "opening", "subset"])
 def test_a_stream_is_refused_as_a_set_on_demand_wherever_it_is_held(kind: str, tmp_path: Path) -> None:
-    """Before there are ranks, in which mosaicml-streaming's takes one name twice, and the length of litdata's changes."""
-    problem = "the training set reads a Stream, an IterableDataset of torch, which divides samples by ranks; .*by number"
+    """In ranks mosaicml-streaming's would take one name twice, and the length of litdata's would change."""
+    problem = "the training set reads a Stream, an IterableDataset of torch, which divides samples by ranks; .*number"
     with pytest.raises(UserError, match=f"^dataset='streams:samples': {problem}") as caught:
         load_set("samples", tmp_path / kind)
     assert len(caught.value.message) < 300

@@ -47,7 +47,7 @@ class Holding(Opening):
 
 
 class Collected(list[Any]):
-    """A list of all that a stream has, which is beside it."""
+    """A list of all items of a stream, with the stream as an attribute."""
 
     def __init__(self) -> None:
         self.stream = Numbers()
