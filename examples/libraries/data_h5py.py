@@ -3,9 +3,9 @@
 # ///
 """h5py.
 
-An open file is shared with forked processes, and their reads mix. The set is made in each process that reads, so open
-the file there, as below. HDF5 locks a file while it is open to be written: close it before a training begins. A sample
-of a compressed data set costs its whole chunk, so store chunks of one sample.
+The set is made in each process that reads: open the file there, as below, and no open file is shared with forks. HDF5
+locks a file while it is open to be written: close it before a training begins. A sample of a compressed data set costs
+its whole chunk, so store chunks of one sample.
 """
 
 import h5py
