@@ -4,8 +4,9 @@
 """polars.
 
 The order of rows decides which sample is which, and `group_by`, `unique` and joins may return another order in each
-call: sort, or give `maintain_order=True`, to a join `maintain_order="left"`. `collect()` a LazyFrame before `arrays`.
-Polars' threads and forked processes do not go together, so take `arrays`, which reads once, and not `on_demand`.
+call: sort, or give `maintain_order=True`, to a join `maintain_order="left"`. A LazyFrame has no rows yet, and `arrays`
+refuses it: give what `collect()` returns. Polars' threads and forked processes do not go together, so take `arrays`,
+which reads once, and not `on_demand`.
 """
 
 import polars as pl
