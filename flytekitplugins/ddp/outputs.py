@@ -4,17 +4,18 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flyte_ddp.checks.fields import short_repr
 from flyte_ddp.errors import UserError
 from flytekitplugins.ddp.inputs import Remote
 
-PLAIN = (bool, int, float, str, datetime, timedelta)
+PLAIN = (bool, int, float, str, datetime, timedelta, date)
 LARGEST_EXACT = 2**53  # of whole numbers as floats
+LARGEST_INT = 2**63  # Flyte's whole numbers are below
 
 
 def refuse_unwritable_types(types: Mapping[str, Any]) -> None:
@@ -56,10 +57,12 @@ def convert_value(value: Any, kind: Any, where: str) -> Any:
     origin, kinds = get_origin(kind) or kind, get_args(kind)
     if origin is Annotated:
         return value if kinds[0] is dict else convert_value(value, kinds[0], where)  # flytekit may pickle such a dict
+    if origin is Literal:
+        return to_plain(value)
     convert: Callable[[Any, Any, str], Any] = lambda value, *_: value  # noqa: E731
     if origin in (Union, UnionType):
         convert = convert_to_member
-    elif kind is dict:
+    elif origin in (dict, list, tuple) and not kinds:
         convert = to_plain_parts
     elif kind in PLAIN:
         convert = convert_plain
@@ -67,7 +70,7 @@ def convert_value(value: Any, kind: Any, where: str) -> Any:
         convert = convert_container
     elif isinstance(value, Remote) or (isinstance(kind, type) and issubclass(kind, Remote)):
         convert = require_file
-    elif isinstance(kind, type) and isinstance(value, kind) and list_parts(value):
+    elif kind in type(value).__mro__ and list_parts(value):  # isinstance() refuses Any and others
         convert = convert_parts
     return convert(value, kind, where)
 
@@ -76,17 +79,22 @@ def convert_plain(value: Any, kind: type, where: str) -> Any:
     value = to_plain(value)
     if kind is float and type(value) is int and abs(value) <= LARGEST_EXACT:
         value = float(value)
+    if kind is date and type(value) is datetime and value.time() == time():
+        value = value.date()
     if type(value) is not kind:
         raise misfit_error(value, kind, where)
+    if isinstance(value, int) and not -LARGEST_INT <= value < LARGEST_INT:
+        raise UserError(f"output {where} is {value}: Flyte's int is below 2**63; declare float, or str")
     return value
 
 
 def convert_parts(value: Any, kind: type, where: str) -> Any:
     """Return a copy of a NamedTuple or a dataclass's instance, with all fields in their types."""
     hints = get_type_hints(kind, include_extras=True)
-    parts = {
-        name: convert_value(getattr(value, name), hints.get(name), f"{where}.{name}") for name in list_parts(value)
-    }
+    parts = {}
+    for name in list_parts(value):
+        part = convert_value(getattr(value, name), hints.get(name), f"{where}.{name}")
+        parts[name] = part if isinstance(value, tuple) else to_plain_parts(part)  # also those declared as Any
     if isinstance(value, tuple):
         return type(value)(**parts)
     converted = copy.copy(value)
@@ -117,8 +125,7 @@ def convert_to_member(value: Any, kind: Any, where: str) -> Any:
         value = to_plain(value)
 
     def is_other(member: Any) -> bool:
-        origin = get_origin(member) or member
-        return not (isinstance(origin, type) and isinstance(value, origin))
+        return (get_origin(member) or member) not in type(value).__mro__
 
     for member in sorted(members, key=is_other):
         if member is type(None) and value is not None:
@@ -153,9 +160,12 @@ def to_plain(value: Any) -> Any:
 
 
 def to_plain_parts(value: Any, *_: Any) -> Any:
+    """Return the parts of a value that is written as JSON: arrays as lists, also those with a single number."""
+    if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
+        return value.tolist()
     if isinstance(value, Mapping):
         return {to_plain(key): to_plain_parts(each) for key, each in value.items()}
-    return [*map(to_plain_parts, value)] if type(value) in (list, tuple) else to_plain(value)
+    return type(value)(map(to_plain_parts, value)) if type(value) in (list, tuple, set) else to_plain(value)
 
 
 def list_parts(value: Any) -> list[str]:

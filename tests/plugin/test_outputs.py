@@ -1,10 +1,12 @@
 """What a task's body returns: as the declared types at any depth, or refused by name; types that cannot be."""
 
 import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -36,6 +38,16 @@ class Outer:
     named: Named = field(default_factory=lambda: Named(0.0))
 
 
+@dataclass
+class Loose:
+    """Fields whose parts have no declared type, or one of an abstract class."""
+
+    bare: list  # type: ignore[type-arg]
+    any_value: Any
+    numbers: Sequence[float]
+    by_name: Mapping[str, Any]
+
+
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC).replace(tzinfo=None)
 HALF = np.float32(0.5)
 
@@ -57,7 +69,13 @@ HALF = np.float32(0.5)
         (1, str | float, 1.0),
         ({"a": [HALF]}, dict[str, float] | dict[str, list[float]], {"a": [0.5]}),
         ({"acc": HALF, np.str_("loss"): torch.tensor(0.25)}, dict[str, float], {"acc": 0.5, "loss": 0.25}),
-        ({"acc": {"top": (HALF, 1)}}, dict, {"acc": {"top": [0.5, 1]}}),
+        ({"acc": {"top": (HALF, 1)}}, dict, {"acc": {"top": (0.5, 1)}}),
+        ({"of_classes": np.array([HALF]), "all": torch.ones(2)}, dict, {"of_classes": [0.5], "all": [1.0, 1.0]}),
+        ({"acc": HALF}, typing.Dict, {"acc": 0.5}),  # noqa: UP006 (as users write)
+        ({"acc": [HALF]}, dict[str, Any], {"acc": [HALF]}),
+        (Loose([HALF], {"a": HALF}, (HALF,), {"a": [HALF]}), Loose, Loose([0.5], {"a": 0.5}, (0.5,), {"a": [0.5]})),
+        (np.str_("sgd"), Literal["sgd", "adam"], "sgd"),
+        (np.datetime64("2026-01-02"), date, NOON.date()),
         ((np.float64(0.5), torch.tensor(0.25), 1), list[float], [0.5, 0.25, 1.0]),
         (np.array([[1, 2], [3, 4]]), list[list[int]], [[1, 2], [3, 4]]),
         (torch.tensor([0.5, 0.25], dtype=torch.bfloat16), list[float], [0.5, 0.25]),
@@ -99,6 +117,8 @@ def test_several_outputs_and_none() -> None:
         (3.0, int, "output o0 is 3.0, of type float, and the task declares int"),
         (2**53 + 1, float, "output o0 is 9007199254740993, of type int"),
         (True, float, "output o0 is True, of type bool"),
+        (np.uint64(2**63), int, "output o0 is 9223372036854775808: Flyte's int is below 2[*][*]63"),
+        (NOON, date, "output o0 is datetime.datetime.*, and the task declares date"),
         (torch.ones(2), float, r"output o0 is tensor\(\[1., 1.\]\), of type Tensor"),
         ({"a": [1.0, None]}, dict[str, list[float]], r"output o0\['a'\]\[1\] is None"),
         ({1: 1.0}, dict[str, float], "output o0, a key, is 1, of type int, and the task declares str"),
