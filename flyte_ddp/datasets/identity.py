@@ -74,7 +74,16 @@ def read_ignore_file(folder: Path) -> list[str]:
         lines = (folder / IGNORE_FILE).read_text().splitlines()
     except FileNotFoundError:
         return []
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise UserError(f"{folder / IGNORE_FILE}: is no file of text in UTF-8 ({error}); write it again") from None
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    for pattern in patterns:
+        if pattern[0] in "!/" or pattern[-1] == "/":
+            rule = "is no pattern of names of files"
+            raise UserError(
+                f"{folder / IGNORE_FILE}: {pattern!r} {rule}; write index/* for a folder, and no ! or first /"
+            )
+    return patterns
 
 
 def digest_lines(lines: Iterable[str]) -> str:

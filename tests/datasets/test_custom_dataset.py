@@ -259,3 +259,12 @@ def test_a_length_that_is_none(length: float, said: str) -> None:
 
     with pytest.raises(UserError, match=rf"training set: len\(\) of a Set fails \(.*{said}.*\); it must be the number"):
         arrays_from_result("a:b", (Set(KeyError()), Set(KeyError())), Progress("off"))
+
+
+@pytest.mark.parametrize("line", [b"index/", b"/a.idx", b"!a.idx", b"\xff"])
+def test_a_line_of_the_ignore_file_that_would_do_nothing_is_refused(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / ".flyteddpignore").write_bytes(line)
+    with pytest.raises(
+        UserError, match=r"[.]flyteddpignore: ('.*' is no pattern of names of files|is no file of text)"
+    ):
+        content_identity(str(tmp_path))
