@@ -87,6 +87,7 @@ def kill_descendants_and_exit(*_: object) -> NoReturn:
 
 def run_loader_process(pipe: Connection) -> None:
     """Receive the pickled loaders, then calls; send the result or error of each call, until the rank ends."""
+    process.restore_start_method()
     process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can do its last steps
     multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
     faulthandler.register(signal.SIGUSR1, file=pipe.fileno(), all_threads=False)  # for a rank that waits too long

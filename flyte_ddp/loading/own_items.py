@@ -207,12 +207,9 @@ def describe_items(
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))
-    types: Types = {
-        (kind, name): BATCH_TYPES[trained.get(name, leaf).dtype if kind == "inputs" else leaf.dtype]
-        for kind, spec in (("inputs", inputs), ("targets", targets))
-        for name, leaf in spec.leaves
-        if leaf.dtype in BATCH_TYPES
-    }
+    dtypes = {("inputs", name): trained.get(name, leaf).dtype for name, leaf in inputs.leaves}
+    dtypes |= {("targets", name): leaf.dtype for name, leaf in targets.leaves}
+    types: Types = {place: BATCH_TYPES[dtype] for place, dtype in dtypes.items() if dtype in BATCH_TYPES}
     return ItemFacts(inputs, spec_of_single_target(targets), masked if collate == PADDED else None, types)
 
 

@@ -5,6 +5,7 @@ only, where a process can adopt orphans and ``/proc`` lists each process's paren
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import re
@@ -125,6 +126,14 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
+def restore_start_method() -> None:
+    """Have user code's processes start as on this platform by default, and not by spawn, as this process did.
+
+    A spawned process imports torch anew, and gets functions and data by pickling.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
 def ignore_signals(numbers: Collection[signal.Signals]) -> None:
     """Ignore signals in this process from now on, and unblock them, but not in the processes that it starts.
 
@@ -185,9 +194,11 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
     Spares Python's and torch's helpers. Kills adopted orphans only in the main thread of a process that had no other
-    children: only there is it known who started them.
+    children: only there is it known who started them. Terminates multiprocessing's pools first, because a pool whose
+    workers were killed starts others, and waits for ever when this process ends.
     """
     before = list_children(os.getpid(), ended=True)
+    pools = find_pools()
     in_main = threading.current_thread() is threading.main_thread()
     # The last call, if it comes to that, switches adoption on; it returns whether it was on before.
     adopts = in_main and not list_children(os.getpid()) - list_helper_pids() and not become_subreaper()
@@ -196,9 +207,18 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     finally:
         # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
+            for pool in set(find_pools()) - set(pools):
+                pool.terminate()
             kill_process_trees(lambda: list_children_of_this_thread() - before - list_helper_pids())
         if adopts:
             become_subreaper(False)
+
+
+def find_pools() -> list[Any]:
+    """Return the multiprocessing.Pools of processes that this process holds."""
+    if (module := sys.modules.get("multiprocessing.pool")) is None:
+        return []
+    return [each for each in gc.get_objects() if type(each) is module.Pool]
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:

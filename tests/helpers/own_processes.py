@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from flyte_ddp import on_demand, run_training
 from flyte_ddp.config import Hyperparameters
@@ -19,6 +20,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.on_demand_set import OnDemand
 from flyte_ddp.settings import Settings
 
+open_pools: list[Any] = []  # which nobody closes
 DEFAULTS = [signal.SIG_DFL, signal.default_int_handler, signal.SIG_DFL, set()]
 
 
@@ -29,9 +31,14 @@ def find_signals(_: int = 0) -> list[Any]:
 
 
 def use_pool() -> None:
-    context = multiprocessing.get_context("fork")
-    with context.Pool(2) as pool:  # whose end is Pool.terminate()
+    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
+    with multiprocessing.Pool(2) as pool:  # whose end is Pool.terminate()
         assert pool.map(find_signals, range(4)) == [DEFAULTS] * 4
+
+
+def use_open_pool() -> None:
+    open_pools.append(multiprocessing.Pool(1))
+    assert open_pools[-1].map(find_signals, [0]) == [DEFAULTS]
 
 
 def use_executor() -> None:
@@ -42,6 +49,10 @@ def use_executor() -> None:
 def use_spawn() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(find_signals, [0]) == [DEFAULTS]
+
+
+def use_dataloader() -> None:
+    assert len([*DataLoader(range(4), num_workers=2)]) == 4  # type: ignore[arg-type]
 
 
 def use_subprocess() -> None:
@@ -58,7 +69,8 @@ def use_joblib() -> None:
 
 
 USES = {
-    use.__name__.removeprefix("use_"): use for use in (use_pool, use_executor, use_spawn, use_subprocess, use_joblib)
+    use.__name__.removeprefix("use_"): use
+    for use in (use_pool, use_open_pool, use_executor, use_spawn, use_dataloader, use_subprocess, use_joblib)
 }
 
 

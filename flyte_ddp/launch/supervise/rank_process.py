@@ -22,6 +22,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     Call it with SIGTERM and SIGINT blocked; it unblocks them. SIGUSR1 writes the stack to ``stacks``, even in C code.
     """
     process.die_with_parent()
+    process.restore_start_method()
     process.set_process_name(f"rank {info.rank}")
     # Silences DDP's warning that all parameters were used; the `ddp` strategy makes it look for unused ones.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
