@@ -13,7 +13,8 @@ Losses need `reduction="none"`, and have a value for each sample and class. Rand
 their own, which nobody seeds: set its state from NumPy's generator, which is seeded for each sample. Results
 are `MetaTensor`: return arrays.
 
-A 3D mask is no target of `segmentation`, so the objective has its own measure.
+A 3D mask is no target of `segmentation`, so the objective has its own measure, and `answers` says what a table of
+predictions has of a volume.
 """
 
 from typing import Any
@@ -48,6 +49,12 @@ class Dice(Objective):
 
     def measure(self, columns: Any) -> dict[str, float]:
         return {"dice": columns["dice"].nanmean().item()}
+
+    def answers(self, outputs: Tensor) -> dict[str, list[int]]:
+        return {"voxels": outputs.argmax(1).flatten(1).sum(1).tolist()}
+
+    def truths(self, targets: Tensor) -> dict[str, list[float]]:
+        return {"truth_voxels": targets.flatten(1).sum(1).tolist()}
 
 
 def flip(volume: Any, mask: Any) -> tuple[Any, Any]:
