@@ -31,13 +31,16 @@ def limit_wait(what: str) -> Iterator[None]:
     """Raise a MachineError with ``what`` and the stack if the block takes longer than ``limit_seconds``.
 
     Within another block, which costs a tenth, the inner block has a time of its own, and the outer block's time then
-    begins again. Has no limit outside the main thread, where a system timer (SIGALRM) of other code runs, and in C code
-    that never returns.
+    begins again. Has no limit outside the main thread, in C code that never returns, and where other code uses the
+    system timer (SIGALRM), before the block or within. Code that catches the error is interrupted again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
     elif waits:
         waits.append(Wait(what, time.monotonic()))
+        if not signal.getitimer(signal.ITIMER_REAL)[0] and signal.getsignal(signal.SIGALRM) is check_wait:
+            # Code within the outer block has used the timer.
+            signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.work import Work
-from flyte_ddp.training.optimizer_state import load_optimizer_state
+from flyte_ddp.training.optimizer_state import load_attributes, load_optimizer_state, read_attributes
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -28,6 +28,8 @@ def load_training_state(state: TrainingState, recorder: Recorder, found: checkpo
         state.average.load_state_dict(values["average"])
     for optimizer, saved in zip(state.optimizers, values["optimizers"], strict=True):
         load_optimizer_state(optimizer, saved)
+    for optimizer, attributes in zip(state.optimizers, values["optimizer_attributes"], strict=True):
+        load_attributes(optimizer, attributes)
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
     state.clock.add_earlier(values["seconds"], total=values["total_seconds"])
@@ -72,6 +74,7 @@ class Checkpointer(CheckpointWriter):
                 "buffers": state.buffers.state_dict(),
                 "average": state.average.state_dict() if state.average else None,
                 "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+                "optimizer_attributes": [read_attributes(optimizer) for optimizer in state.optimizers],
                 "optimizers_train": state.optimizers_train,
                 "saw_non_finite": state.loss_watch.saw_non_finite,
                 "draws": state.this_pass.model_draws,

@@ -45,17 +45,39 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
 
 
 def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimisers in the attributes of one, at any depth, each once and with the attribute's name."""
+    """Yield the optimisers in an optimiser's attributes and in their attributes, each once and with its name."""
     seen = {id(optimizer)}
     waiting = [("", optimizer)]
     while waiting:
         path, holder = waiting.pop()
         for name, value in vars(holder).items():
             for inner in () if name == "state" else tree_leaves(value):
-                if isinstance(inner, Optimizer) and id(inner) not in seen:
+                is_optimizer = isinstance(inner, Optimizer)
+                is_helper = isinstance(holder, Optimizer) and hasattr(inner, "__dict__") and not callable(inner)
+                if (is_optimizer or (is_helper and not isinstance(inner, Tensor))) and id(inner) not in seen:
                     seen.add(id(inner))
                     waiting.append((f"{path}{name}.", inner))
-                    yield path + name, inner
+                    if is_optimizer:
+                        yield path + name, inner
+
+
+def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the attributes that are numbers, truth values or tensors, of an optimiser and of its inner optimisers.
+
+    No ``state_dict`` has them, and an optimiser may count its steps there.
+    """
+    kinds = (bool, int, float, Tensor)
+    holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
+    return [{name: value for name, value in vars(holder).items() if type(value) in kinds} for holder in holders]
+
+
+def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Set the attributes that :func:`read_attributes` has returned. Tensors stay on the optimiser's devices."""
+    holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
+    for holder, values in zip(holders, saved, strict=True):
+        for name, value in values.items():
+            now = vars(holder).get(name)
+            vars(holder)[name] = value.to(now.device) if isinstance(now, Tensor) else value
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:

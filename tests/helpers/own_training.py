@@ -1,6 +1,7 @@
 """Optimisers, schedules and orders such as users bring, named in tests as ``own_training:...``."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,41 @@ class Precise(torch.optim.Optimizer):
 def precise(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     first, *others = [*model.parameters()]
     return Precise([{"params": [first], "lr": hp.learning_rate / 3}, {"params": others}], hp.learning_rate)
+
+
+class Counting(torch.optim.SGD):
+    """Takes smaller steps from step to step, by numbers that no state_dict has."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.steps, self.factor = 0, torch.ones((), dtype=torch.float64)
+
+    def step(self, closure: None = None) -> None:
+        self.steps, self.factor = self.steps + 1, self.factor * 0.9
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad *= self.factor.item() / self.steps
+        super().step()
+
+
+def counting_steps(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    first, *others = [*model.parameters()]
+    return Pair([Counting([first], hp.learning_rate), Counting(others, hp.learning_rate)], saves=True)
+
+
+class Helped(torch.optim.SGD):
+    """Keeps another optimiser in an object of its own."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.helper = SimpleNamespace(inner=torch.optim.AdamW(parameters, lr))
+
+    def step(self, closure: None = None) -> None:
+        self.helper.inner.step()
+
+
+def helped(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return Helped([*model.parameters()], hp.learning_rate)
 
 
 class Noisy(torch.optim.SGD):

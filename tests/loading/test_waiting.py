@@ -105,6 +105,21 @@ def test_a_timer_of_the_users_own_goes_on() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+def test_the_sample_after_one_that_uses_the_timer_is_limited() -> None:
+    def load() -> None:
+        with limit_wait("a batch"):
+            with limit_wait("sample 1"):
+                before = signal.signal(signal.SIGALRM, lambda *_: None)
+                signal.setitimer(signal.ITIMER_REAL, 60)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+            with limit_wait("sample 2"):
+                wait()
+
+    with pytest.raises(MachineError, match=r"^sample 2 has not come"):
+        load()
+
+
 def test_a_length_that_never_comes_is_an_error() -> None:
     class Endless(list):  # type: ignore[type-arg]
         def __len__(self) -> int:

@@ -28,7 +28,14 @@ BASE = replace(BASE, learning_rate=0.01)
 SMALL = replace(BASE, max_steps=8, num_ranks=1, epochs=2, precision="fp32", keep="ema", ema_decay=0.5)
 
 
-RESUMED = [("precise", 6), ("two_groups", 1), ("joined", 1), ("saved_pair", 6), ("schedule_free", 6)]
+RESUMED = [
+    ("precise", 6),
+    ("two_groups", 1),
+    ("joined", 1),
+    ("saved_pair", 6),
+    ("schedule_free", 6),
+    ("counting_steps", 6),
+]
 
 
 @pytest.mark.parametrize(("optimizer", "at"), RESUMED)
@@ -115,6 +122,10 @@ def test_an_optimiser_that_draws_draws_the_same_on_all_ranks(train: Train) -> No
         ({"optimizer": "forgetful"}, r"parameter 3\.bias is in none of its groups.*set freeze='3\.bias'"),
         ({"optimizer": "not_saved"}, r"keeps a Fraction in state\[0\]\['note'\]: torch.load\(weights_only=True\)"),
         ({"optimizer": "pair"}, r"its attribute pair \(Muon\) has state .* no checkpoint would have it; .* as a list"),
+        (
+            {"optimizer": "helped"},
+            r"its attribute helper\.inner \(AdamW\) has state that its state_dict\(\) leaves out",
+        ),
         ({"optimizer": "twice"}, r"parameter 3\.bias is in two optimisers; leave it in one"),
         ({"optimizer": "named"}, r"returned dict; return an optimiser, .* or a list"),
         ({"optimizer": "shared"}, r"its state_dict\(\) fails, .* \(Optimizer state has not been consolidated"),
