@@ -32,6 +32,16 @@ import os, pathlib
 [rank] = [comm.parent for comm in pathlib.Path("/proc").glob("[0-9]*/comm") if comm.read_text().strip() == "rank 1"]
 os.kill(int(rank.name), 9)
 """
+PRINT_GRADIENT = f"""
+import sys, torch
+from torch import distributed
+rank, address = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", init_method=f"tcp://{{address}}:{PORT}", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+model(torch.tensor([[1.0 + 2 * rank]])).sum().backward()
+distributed.destroy_process_group()
+print(model.module.weight.grad.item())
+"""
 INVERTED_DIGITS = """
 from sklearn.datasets import load_digits
 from flyte_ddp import image_arrays
@@ -284,7 +294,7 @@ def test_podsecurity_restricted(restricted: Cluster, root: str, tmp_path: Path) 
 
 
 def run_pod(cluster: Cluster, name: str, namespace: str, *command: str) -> None:
-    """Start a pod with the image, also where PodSecurity "restricted" is enforced, and wait until it is ready."""
+    """Start a pod with the image, also where PodSecurity "restricted" is enforced, and wait until it has started."""
     where = ("--namespace", namespace)
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {"name": name, "image": cluster.image, "command": command, "securityContext": confined}
@@ -293,55 +303,68 @@ def run_pod(cluster: Cluster, name: str, namespace: str, *command: str) -> None:
     overrides = {"spec": {"containers": [container], "securityContext": pod}}
     run = ("run", name, "--image", cluster.image, "--restart", "Never", "--overrides", json.dumps(overrides))
     cluster.kubectl(*where, *run)
-    ready = "{.status.containerStatuses[0].ready}"
-    cluster.wait_until(
-        lambda: cluster.kubectl(*where, "get", "pod", name, "-o", f"jsonpath={ready}").stdout == "true", name
-    )
+    phase = (*where, "get", "pod", name, "-o", "jsonpath={.status.phase}")
+    cluster.wait_until(lambda: cluster.kubectl(*phase).stdout in ("Running", "Succeeded"), name)
 
 
 @pytest.fixture
-def neighbours(kubectl: Cluster) -> Iterator[tuple[Cluster, str]]:
-    """Yield the cluster and the address of a pod that listens, beside it a neighbour, and a stranger elsewhere."""
+def stranger(kubectl: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield a namespace with a pod that stands for strangers, and the address of a rank that waits for another one."""
     other = f"{kubectl.version}-elsewhere"
     try:
         if kubectl.kubectl("create", "namespace", other, check=False).returncode != 0:
             pytest.skip("kubectl may not make a namespace")
-        run_pod(kubectl, "listener", kubectl.namespace, "python", "-m", "http.server", str(PORT))
-        run_pod(kubectl, "neighbour", kubectl.namespace, "sleep", "infinity")
         run_pod(kubectl, "stranger", other, "sleep", "infinity")
-        yield kubectl, kubectl.kubectl("get", "pod", "listener", "-o", "jsonpath={.status.podIP}").stdout
+        run_pod(kubectl, "rank-0", kubectl.namespace, "python", "-c", PRINT_GRADIENT, "0", "0.0.0.0")
+        yield other, kubectl.kubectl("get", "pod", "rank-0", "-o", "jsonpath={.status.podIP}").stdout
     finally:
-        kubectl.kubectl("delete", "pod", "listener", "neighbour", "--ignore-not-found", "--wait=false", check=False)
+        kubectl.kubectl("delete", "pod", "rank-0", "rank-1", "--ignore-not-found", "--now", check=False)
         kubectl.kubectl("delete", "namespace", other, "--ignore-not-found", "--wait=false", check=False)
 
 
-def test_a_stranger_does_not_reach_pods_behind_the_network_policy(neighbours: tuple[Cluster, str]) -> None:
-    """First without the policy, under which a neighbour still connects and a training still succeeds."""
-    cluster, address = neighbours
+def test_a_stranger_does_not_reach_ranks_behind_the_network_policy(
+    kubectl: Cluster, stranger: tuple[str, str], tmp_path: Path
+) -> None:
+    """First without a policy, then with one that admits nobody, with the stranger among the operators, and as it is."""
+    other, address = stranger
     connect = f"import socket; socket.create_connection(({address!r}, {PORT}), 3)"
 
     def connects(pod: str, namespace: str) -> bool:
         command = ("--namespace", namespace, "exec", pod, "--", "python", "-c", connect)
-        return cluster.kubectl(*command, check=False).returncode == 0
+        return kubectl.kubectl(*command, check=False).returncode == 0
 
-    stranger = ("stranger", f"{cluster.version}-elsewhere")
-    cluster.wait_until(lambda: connects("neighbour", cluster.namespace), "the listener's port")
-    if not connects(*stranger):
+    def apply(*operators: str, **spec: Any) -> None:
+        policy = yaml.safe_load((ROOT / "deploy/network-policy.yaml").read_text())
+        policy["metadata"]["name"] = kubectl.version  # so that one which is already there stays
+        _, admitted = policy["spec"]["ingress"][0]["from"]
+        admitted["namespaceSelector"]["matchExpressions"][0]["values"] += operators
+        policy["spec"].update(spec)
+        (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+        kubectl.kubectl("apply", "--filename", str(tmp_path / "policy.yaml"))
+
+    kubectl.wait_until(lambda: connects("rank-0", kubectl.namespace), "the port of rank 0")
+    if not connects("stranger", other):
         pytest.skip("a network policy of this cluster's own keeps strangers out")
-    policy = ("--filename", str(ROOT / "deploy/network-policy.yaml"))
-    already_there = cluster.kubectl("get", *policy, check=False).returncode == 0
-    cluster.kubectl("apply", *policy)
     try:
+        apply(podSelector={}, policyTypes=["Ingress"], ingress=[])
         deadline = time.monotonic() + 60
-        while connects(*stranger):
+        while connects("stranger", other):
             if time.monotonic() > deadline:
                 pytest.skip("this cluster's network does not enforce network policies")
             time.sleep(1)
-        assert connects("neighbour", cluster.namespace)
-        cluster.wait_for_success(cluster.launch_training(**SHORT, seed=unused_seed(cluster)))
+        apply(other)
+        kubectl.wait_until(lambda: connects("stranger", other), "a connection from an operator", 60)
+        apply()
+        kubectl.wait_until(lambda: not connects("stranger", other), "the refusal of a stranger", 60)
+        run_pod(kubectl, "rank-1", kubectl.namespace, "python", "-c", PRINT_GRADIENT, "1", address)
+        ranks = ("rank-0", "rank-1")
+        kubectl.wait_until(
+            lambda: [kubectl.kubectl("logs", rank).stdout[-4:] for rank in ranks] == ["2.0\n"] * 2,
+            "both ranks' gradient",
+        )
+        kubectl.wait_for_success(kubectl.launch_training(**SHORT, seed=unused_seed(kubectl)))
     finally:
-        if not already_there:
-            cluster.kubectl("delete", *policy)
+        kubectl.kubectl("delete", "networkpolicy", kubectl.version, "--ignore-not-found")
 
 
 @pytest.mark.parametrize(
