@@ -132,11 +132,11 @@ class Target:
 
 def checkpoint_header(folder: Path) -> Target:
     path = kept_checkpoints.write(folder / "a.ckpt", 3, b"metrics\n")
-    header, rest = path.read_bytes()[checkpoint.DIGEST_LINE :].split(b"\n", 1)
+    with path.open("rb") as file:
+        header, _ = checkpoint.read_head(file, with_metrics=False)
 
     def case(chance: random.Random) -> None:
-        content = dump(change_json(json.loads(header), chance)) + b"\n" + rest
-        path.write_bytes(f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+        kept_checkpoints.write_head(path, dump(change_json(header, chance)) + b"\nmetrics\n")
         found = checkpoint.read_checkpoint(path)
         assert found is not None
         found.describe_resumption()

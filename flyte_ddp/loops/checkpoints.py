@@ -10,7 +10,7 @@ import torch
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.device_copy import copy_to_cpu, map_leaves
 from flyte_ddp.models.zoo import find_refused_value
-from flyte_ddp.runs.checkpoint import Checkpoint, Identity, read_saved_state
+from flyte_ddp.runs.checkpoint import Checkpoint, Identity, load_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -79,7 +79,7 @@ class Checkpoints(CheckpointWriter):
         self.wait_until_written()
         if self.newest is None:
             return None
-        state: dict[str, Any] = torch.load(read_saved_state(self.newest), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load_state(self.newest)
         return state
 
 

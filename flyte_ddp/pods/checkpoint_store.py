@@ -189,10 +189,10 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify a checkpoint, upload it in one try, and keep this execution's 2 newest; FileNotFoundError if none."""
+        """Upload a checkpoint in one try, and keep this execution's 2 newest checkpoints; FileNotFoundError if none."""
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
-            header = checkpoint.read_checkpoint(this)
+            header = checkpoint.read_checkpoint(this, quickly=True)  # the next attempt verifies
             assert header is not None
             storage.write_file(self.new_file_address(SAVED, header.step, header.epoch, header.time), this)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)

@@ -1,30 +1,38 @@
 """Checkpoints on disk: two files, written in turn, so that one good file is left whatever happens to the other.
 
-A file holds its SHA-256, a header (a line of JSON), the metrics so far, and the state that torch saved.
+A file is an archive of torch.save, a dict of two entries: ``head`` has a line of JSON and the metrics so far as uint8,
+``state`` has what was saved. The archive's comment holds the SHA-256 of the file without the comment.
 """
 
 import hashlib
-import io
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self, get_origin, get_type_hints
+from typing import Any, BinaryIO, Self, get_origin, get_type_hints
 
 from flyte_ddp import results
 from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.errors import UserError, print_to_stderr
-from flyte_ddp.files import HashingFile, replace_file
+from flyte_ddp.files import HashingFile, file_version, replace_file
 from flyte_ddp.settings import read_text
 
 FOLDER = "checkpoints"  # in the output folder
 SLOTS = ("a.ckpt", "b.ckpt")
-FORMAT = "flyte-ddp-checkpoint/1"
-DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
+FORMAT = "flyte-ddp-checkpoint/2"
+NAME = rb"(flyte-ddp-checkpoint/\d+)"  # of all formats
+HEAD, STATE = "head", "state"  # keys of what torch.save gets
+HEAD_NAME = "archive/data/0"  # of the head in torch's archive
+COMMENT_BYTES = len(f"{FORMAT} {'0' * 64}")
+LENGTH_BYTES = 2  # of the length of a zip archive's comment, which comes before the comment
+CHUNK_BYTES = 1 << 20
+QUICK_BYTES = 1 << 30  # whose SHA-256 takes a second or two
 GO_ON = "FLYTE_DDP_GO_ON"
 LATEST = 253_402_214_400  # the last day of the year 9999, the last of datetime, in seconds since 1970
 FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
@@ -80,8 +88,9 @@ HEADER = {
     "trained_in": [list_form(Arithmetic)],
     "time": float,
     "identity": list_form(Identity),
-    "metrics_bytes": COUNT,
 }
+# Versions of files whose SHA-256 this process has verified.
+verified: set[tuple[int, int, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,6 @@ class Checkpoint:
     time: float  # when it was written, in seconds since 1970
     identity: Identity
     metrics: bytes  # of metrics.jsonl up to this step
-    offset: int = 0  # of the state in the file, in bytes; 0 until it is written
 
     def describe_resumption(self) -> str:
         when = datetime.fromtimestamp(min(max(self.time, 0), LATEST)).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
@@ -107,44 +115,43 @@ def next_slot(folder: Path, newest: Path | None) -> Path:
     return folder / (SLOTS[1] if newest is not None and newest.name == SLOTS[0] else SLOTS[0])
 
 
-def write_checkpoint(checkpoint: Checkpoint, save: Callable[[Any], object]) -> Checkpoint:
+def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkpoint:
     """Write a checkpoint to its path, atomically and flushed to disk; UserError if that fails.
 
-    ``save`` writes the state into a file with only ``write`` and ``flush``. Returns the checkpoint with its offset, and
-    without the metrics.
+    Returns the checkpoint without the metrics.
     """
-    values, metrics = asdict(checkpoint), checkpoint.metrics
-    described = {name: values[name] for name in ("epoch", "step", "trained_in", "time", "identity")}
-    header = json.dumps({**described, "metrics_bytes": len(metrics)}).encode() + b"\n"
+    import torch
+
+    values = asdict(checkpoint)
+    header = {name: values[name] for name in ("epoch", "step", "trained_in", "time", "identity")}
+    head = bytearray(json.dumps(header).encode() + b"\n" + checkpoint.metrics)
     with replace_file(checkpoint.path) as file:
-        file.write(b" " * DIGEST_LINE)  # is overwritten when the digest is known
         hashing = HashingFile(file)
-        hashing.write(header)
-        hashing.write(metrics)
-        save(hashing)
-        file.seek(0)
-        file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
-    return replace(checkpoint, metrics=b"", offset=DIGEST_LINE + len(header) + len(metrics))
+        # The head comes first, where read_head() finds it.
+        torch.save({HEAD: torch.frombuffer(head, dtype=torch.uint8), STATE: state}, hashing)  # type: ignore[arg-type]
+        comment = f"{FORMAT} {hashing.sha256.hexdigest()}".encode()
+        file.seek(-LENGTH_BYTES, os.SEEK_END)
+        file.write(len(comment).to_bytes(LENGTH_BYTES, "little") + comment)
+    return replace(checkpoint, metrics=b"")
 
 
-def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
-    """Return a file's Checkpoint, or None without a file; check the SHA-256 if ``verify``; raise UnreadableError."""
+def read_checkpoint(path: Path, *, quickly: bool = False) -> Checkpoint | None:
+    """Return the Checkpoint of a file, or None without a file.
+
+    The SHA-256 of each version of a file is checked once in a process. ``quickly`` leaves out the metrics, and the
+    SHA-256 of a file that has more than QUICK_BYTES. Raises UnreadableError.
+    """
     try:
         with path.open("rb") as file:
-            digest_line = file.read(DIGEST_LINE)
-            its_format = digest_line.partition(b" ")[0].decode(errors="replace")
-            if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
-                raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
-            intact = f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode() if verify else digest_line
-            if its_format != FORMAT or digest_line != intact:
-                raise UnreadableError("damaged: its content does not match its SHA-256")
-            file.seek(DIGEST_LINE)
-            header = parse_json(file.readline())
+            version = file_version(path)
+            if version not in verified and not (quickly and version and version[2] > QUICK_BYTES):
+                verify_digest(file)
+                verified.update({version} if version else ())
+            header, metrics = read_head(file, with_metrics=not quickly)
             require_form(header, HEADER, "header")
-            header["metrics"] = file.read(header.pop("metrics_bytes"))
             header["identity"] = Identity(**header["identity"])
             header["trained_in"] = tuple(Arithmetic(**entry) for entry in header["trained_in"])
-            return Checkpoint(path, **header, offset=file.tell())
+            return Checkpoint(path, **header, metrics=metrics)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -153,13 +160,66 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
         raise UnreadableError("its header is another release's") from error
 
 
-def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest readable checkpoint or None, and faults of bad ones by path; verify SHA-256 if ``whole``."""
+def verify_digest(file: BinaryIO) -> None:
+    """Raise UnreadableError for a file of another format, and for a file that does not match its SHA-256."""
+    start = file.read(len(FORMAT))
+    left = max(0, file.seek(0, os.SEEK_END) - COMMENT_BYTES - LENGTH_BYTES)
+    file.seek(0)
+    sha256 = hashlib.sha256()
+    while chunk := file.read(min(left, CHUNK_BYTES)):
+        sha256.update(chunk)
+        left -= len(chunk)
+    sha256.update(bytes(LENGTH_BYTES))  # of an archive without a comment
+    end = file.read()
+    # The first format was no archive, and began with its name.
+    named = re.match(NAME, start) or re.search(NAME + rb" [0-9a-f]{64}\Z", end)
+    if named and named[1] != FORMAT.encode():
+        raise UnreadableError(f"its format is {named[1].decode()}, and this release reads {FORMAT}")
+    if end != COMMENT_BYTES.to_bytes(LENGTH_BYTES, "little") + f"{FORMAT} {sha256.hexdigest()}".encode():
+        raise UnreadableError("damaged: its content does not match its SHA-256")
+
+
+def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], bytes]:
+    """Return the header and, unless left out, the metrics of a checkpoint, without torch.
+
+    Raises UnreadableError for an archive that has been cut off, and ValueError for a head of another form.
+
+
+    torch.save numbers tensors from 0 in the order of the values, and does not compress them. Raises
+    UnreadableError for an archive that has been cut off, and ValueError for an archive without such a head.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open(HEAD_NAME) as head:
+            if len(archive.comment) != COMMENT_BYTES:
+                raise UnreadableError("damaged: its end is missing")
+            if archive.getinfo(HEAD_NAME).compress_type != zipfile.ZIP_STORED:
+                raise ValueError("its head is compressed")
+            return parse_json(head.readline()), head.read() if with_metrics else b""
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise UnreadableError(f"damaged: {error}") from error
+
+
+def load_state(checkpoint: Checkpoint) -> Any:
+    """Return the saved state, on the CPU.
+
+    Tensors are mapped from the file: the ranks of a host share them in memory, and what keeps one keeps the file's
+    place on the disk.
+    """
+    import torch
+
+    return torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)[STATE]
+
+
+def verify_checkpoints(folder: Path, *, quickly: bool = False) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the newest readable checkpoint or None, and the faults of unreadable checkpoints by path.
+
+    ``quickly`` is that of :func:`read_checkpoint`.
+    """
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
         try:
-            found = read_checkpoint(folder / name, verify=whole)
+            found = read_checkpoint(folder / name, quickly=quickly)
         except UnreadableError as reason:
             unreadable[folder / name] = str(reason)
         else:
@@ -171,16 +231,10 @@ def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint 
 
 def newest_step(output_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
-    found, unreadable = verify_checkpoints(output_folder / FOLDER, whole=False)  # a run that is to end has little time
+    found, unreadable = verify_checkpoints(output_folder / FOLDER, quickly=True)  # a run that is to end has little time
     if found is not None:
         return found.step
     return None if unreadable else 0
-
-
-def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
-    with checkpoint.path.open("rb") as file:
-        file.seek(checkpoint.offset)
-        return io.BytesIO(file.read())
 
 
 def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
@@ -125,4 +123,4 @@ class CheckpointWriter:
         newest = self.newest.path if self.newest else None
         path = checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest)
         new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
-        self.newest = checkpoint.write_checkpoint(new, lambda file: torch.save(snapshot.values, file))
+        self.newest = checkpoint.write_checkpoint(new, snapshot.values)

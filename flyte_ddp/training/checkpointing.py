@@ -18,9 +18,13 @@ from flyte_ddp.training.optimizer_state import load_attributes, load_optimizer_s
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
+LARGE = ("model", "average", "optimizers")  # parts of a saved state that are copied when they are loaded
+
 
 def load_training_state(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
-    values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
+    values = checkpoint.load_state(found)
+    # Else a value that a rank keeps would keep the file in use, from which it is mapped.
+    values |= copy_to_cpu({name: value for name, value in values.items() if name not in LARGE})
     state.set_optimizer_mode(training=values["optimizers_train"])  # while there is no state that it would change
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])

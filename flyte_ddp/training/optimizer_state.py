@@ -116,7 +116,7 @@ class TypeRestorer:
 def restore_value(saved: Any, loaded: Any) -> Any:
     """Return a saved value with its tensors on the devices of those in ``loaded``, which torch has made of it."""
     if isinstance(saved, Tensor):
-        return saved.to(loaded.device)
+        return saved.to(loaded.device, copy=True)  # the checkpoint is mapped from its file
     if type(saved) in (dict, OrderedDict):
         return type(saved)((key, restore_value(value, loaded[key])) for key, value in saved.items())
     if type(saved) in (list, tuple):

@@ -1,15 +1,18 @@
 """Write and list checkpoints in a blob store, as attempts of executions do."""
 
+import hashlib
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from s3_server import S3Server, s3_server
 
 from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_run_file
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.checkpoint import SLOTS, Arithmetic, Checkpoint, Identity
+from flyte_ddp.runs.checkpoint import COMMENT_BYTES, FORMAT, HEAD, SLOTS, Arithmetic, Checkpoint, Identity
 from flyte_ddp.storage import transfer
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
@@ -20,8 +23,16 @@ def write(path: Path, step: int, metrics: bytes = b"") -> Path:
     """Write a checkpoint such as training does; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = Checkpoint(path, 0, step, (ARITHMETIC,), time.time(), IDENTITY, metrics)
-    checkpoint.write_checkpoint(new, lambda file: file.write(str(step).encode()))
+    checkpoint.write_checkpoint(new, {"step": step})
     return path
+
+
+def write_head(path: Path, head: bytes) -> None:
+    """Write an intact checkpoint with another head, without a state."""
+    content = io.BytesIO()
+    torch.save({HEAD: torch.frombuffer(bytearray(head), dtype=torch.uint8)}, content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    path.write_bytes(content.getvalue()[:-2] + bytes([COMMENT_BYTES, 0]) + f"{FORMAT} {digest}".encode())
 
 
 def begun(store: CheckpointStore, folder: Path) -> int:

@@ -183,7 +183,7 @@ def test_files_are_whole_whenever_all_is_killed(tmp_path: Path) -> None:
 def newest_state(folder: Path) -> tuple[int, dict[str, Any]]:
     found = checkpoint.verify_checkpoints(folder / "checkpoints")[0]
     assert found is not None
-    return found.step, torch.load(checkpoint.read_saved_state(found), weights_only=True)
+    return found.step, checkpoint.load_state(found)
 
 
 def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

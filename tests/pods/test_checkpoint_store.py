@@ -36,8 +36,8 @@ def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
 def test_a_newer_checkpoint_is_not_sent_by_an_older_ones_name(store: CheckpointStore, tmp_path, monkeypatch) -> None:
     path, read = write(tmp_path / "a.ckpt", 5), checkpoint.read_checkpoint
 
-    def replace_when_read(found: Path) -> Checkpoint | None:
-        header = read(found)
+    def replace_when_read(found: Path, *, quickly: bool) -> Checkpoint | None:
+        header = read(found, quickly=quickly)
         write(path, 7)
         return header
 
@@ -76,14 +76,14 @@ def cut(path: Path) -> None:
 
 
 def make_newer(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/2 "))
+    path.write_bytes(path.read_bytes().replace(b"checkpoint/2 ", b"checkpoint/3 "))
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (cut, "damaged: its content does not match its SHA-256"),
-        (make_newer, "its format is flyte-ddp-checkpoint/2, and this release reads flyte-ddp-checkpoint/1"),
+        (make_newer, "its format is flyte-ddp-checkpoint/3, and this release reads flyte-ddp-checkpoint/2"),
     ],
 )
 def test_an_unreadable_checkpoint_is_reported_and_does_not_count_as_none(

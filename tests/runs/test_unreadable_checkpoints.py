@@ -1,6 +1,5 @@
 """Checkpoints that are there and cannot be read end a run before it has changed anything; one of two is enough."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kept_checkpoints import IDENTITY, write
+from kept_checkpoints import IDENTITY, write, write_head
 from training_runs import QUIET
 
 from flyte_ddp import results
@@ -51,10 +50,10 @@ def flip_a_bit(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def add_a_field(content: bytes) -> bytes:
-    header, rest = content[checkpoint.DIGEST_LINE :].split(b"\n", 1)
-    content = json.dumps({**json.loads(header), "phase": "full"}).encode() + b"\n" + rest
-    return f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content
+def add_a_field(path: Path) -> None:
+    with path.open("rb") as file:
+        header, metrics = checkpoint.read_head(file, with_metrics=True)
+    write_head(path, json.dumps({**header, "phase": "full"}).encode() + b"\n" + metrics)
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -72,11 +71,13 @@ def put_on_a_bad_disk(path: Path) -> None:
 
 cut = rewriting(lambda content: content[:-1])
 DAMAGED = "damaged: its content does not match its SHA-256"
-OTHER_FORMAT = "its format is flyte-ddp-checkpoint/12, and this release reads flyte-ddp-checkpoint/1"
+OTHER_FORMAT = "its format is flyte-ddp-checkpoint/12, and this release reads flyte-ddp-checkpoint/2"
+FIRST_FORMAT = OTHER_FORMAT.replace("/12", "/1")
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit": (rewriting(flip_a_bit), DAMAGED),
-    "newer": (rewriting(lambda content: content.replace(b"/1 ", b"/12 ", 1)), OTHER_FORMAT),
-    "newer, of the same format": (rewriting(add_a_field), "its header is another release's"),
+    "newer": (rewriting(lambda content: content.replace(b"/2 ", b"/12 ", 1)), OTHER_FORMAT),
+    "of the first release": (lambda path: path.write_bytes(b"flyte-ddp-checkpoint/1 0\n"), FIRST_FORMAT),
+    "newer, of the same format": (add_a_field, "its header is another release's"),
     "on a bad disk": (put_on_a_bad_disk, "Input/output error"),
     "another user's": (lambda path: path.chmod(0), "Permission denied"),
 }
@@ -141,12 +142,20 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     assert "no checkpoint yet" not in error.format_message()
 
 
-def test_the_newest_step_is_known_without_reading_states(work: Path) -> None:
-    """Gigabytes, in the seconds that a run has to end."""
-    for name in SLOTS:
-        os.truncate(work / FOLDER / name, 1 << 33)
+def test_the_newest_step_is_that_which_the_next_run_goes_on_from(work: Path) -> None:
     assert checkpoint.newest_step(work) == 2
+    rewrite(work / FOLDER / SLOTS[1], flip_a_bit)
+    assert checkpoint.newest_step(work) == 1
     (work / FOLDER / SLOTS[1]).write_bytes(b"not a checkpoint")
+    assert checkpoint.newest_step(work) == 1
+
+
+def test_the_newest_step_of_large_checkpoints_is_known_at_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes take longer to verify than a run that is asked to end has."""
+    monkeypatch.setattr(checkpoint, "QUICK_BYTES", 100)
+    monkeypatch.setattr(checkpoint, "verify_digest", None)
+    assert checkpoint.newest_step(work) == 2
+    cut(work / FOLDER / SLOTS[1])
     assert checkpoint.newest_step(work) == 1
 
 

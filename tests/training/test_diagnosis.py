@@ -93,7 +93,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
     assert len(caught.value.message.splitlines()) == 1
     found = saved(tmp_path / "run")
     assert 14 <= found.step < BAD_STEP
-    weights = torch.load(checkpoint.read_saved_state(found), weights_only=True)["model"]
+    weights = checkpoint.load_state(found)["model"]
     assert all(bool(value.isfinite().all()) for value in weights.values())
     with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
         train(hp)

@@ -134,9 +134,29 @@ def test_a_step_that_failed_half_way_is_not_saved(train: Train, monkeypatch, und
     assert figures(retried) == figures(expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["ema", "best"])
+def test_training_keeps_no_checkpoint_in_use(train: Train, monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
+    """Tensors that are mapped from a checkpoint would keep its place on the disk when newer ones replace it."""
+    hp = replace(BASE, num_ranks=1, keep=keep)
+    mapped, update = list[bool](), TrainingState.update_average
+
+    def fail_in_step_20(state: TrainingState) -> None:
+        mapped.append(".ckpt" in Path("/proc/self/maps").read_text())
+        if len(mapped) == 20:
+            raise MemoryError
+        update(state)
+
+    monkeypatch.setattr(TrainingState, "update_average", fail_in_step_20)
+    with pytest.raises(RankError, match="MemoryError"):
+        train(hp)
+    assert resumed_steps(train(hp)) == [0, 14]
+    assert mapped == [False] * (20 + 14)
+
+
 def write(path: Path, step: int) -> None:
     new = Checkpoint(path, 0, step, (PLAIN,), 0.0, OWN, b"metrics\n")
-    checkpoint.write_checkpoint(new, lambda file: torch.save({"step": step}, file))
+    checkpoint.write_checkpoint(new, {"step": step})
 
 
 @pytest.mark.parametrize(

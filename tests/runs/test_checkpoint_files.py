@@ -1,0 +1,76 @@
+"""Checkpoints as files: what others can do with them, and what loading one costs."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from kept_checkpoints import ARITHMETIC, IDENTITY
+
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint
+
+STATE = {"model": {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(3, dtype=torch.bfloat16)}, "step": 7}
+MEBIBYTE = 1 << 20
+STATE_BYTES = 64 * MEBIBYTE
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from flyte_ddp.runs import checkpoint
+
+def private_bytes():
+    [line] = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+found = checkpoint.read_checkpoint(Path(sys.argv[1]))
+before = private_bytes()
+state = checkpoint.load_state(found)
+assert float(state["weight"].sum()) == state["weight"].numel()
+print(private_bytes() - before)
+"""
+
+
+def write(path: Path, state: dict[str, object], metrics: bytes = b"") -> Checkpoint:
+    return checkpoint.write_checkpoint(Checkpoint(path, 1, 7, (ARITHMETIC,), 5.0, IDENTITY, metrics), state)
+
+
+def test_a_user_opens_one_by_torch_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a.ckpt", STATE)
+    found = torch.load(tmp_path / "a.ckpt", weights_only=True)["state"]
+    assert found["step"] == 7
+    for name, value in STATE["model"].items():  # type: ignore[attr-defined]
+        assert torch.equal(found["model"][name], value)
+        assert found["model"][name].dtype == value.dtype
+    with zipfile.ZipFile(tmp_path / "a.ckpt") as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("metrics", [b"", b'{"step": 1}\n' * 100_000])
+def test_head_and_state_come_back(tmp_path: Path, metrics: bytes) -> None:
+    written = write(tmp_path / "a.ckpt", STATE, metrics)
+    found = checkpoint.read_checkpoint(tmp_path / "a.ckpt")
+    assert found is not None
+    assert found.metrics == metrics
+    assert written == checkpoint.read_checkpoint(tmp_path / "a.ckpt", quickly=True)
+    assert checkpoint.load_state(found)["step"] == 7
+
+
+def test_a_loaded_state_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    """So all ranks of a host share the page cache's copy."""
+    write(tmp_path / "a.ckpt", {"weight": torch.ones(STATE_BYTES // 4)})
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "a.ckpt")]
+    taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert taken < STATE_BYTES / 8
+
+
+def test_each_version_of_a_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, verify = [], checkpoint.verify_digest
+    monkeypatch.setattr(checkpoint, "verify_digest", lambda file: calls.append(file.name) or verify(file))
+    for _ in range(2):
+        write(tmp_path / "a.ckpt", STATE)
+        for _ in range(3):
+            checkpoint.read_checkpoint(tmp_path / "a.ckpt")
+    assert len(calls) == 2
