@@ -4,17 +4,18 @@ A file is an archive of torch.save, a dict of two entries: ``head`` has a line o
 ``state`` has what was saved. The archive's comment holds the SHA-256 of the file without the comment.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Self, get_origin, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, get_origin, get_type_hints
 
 from flyte_ddp import results
 from flyte_ddp.checks.forms import COUNT, require_form
@@ -36,6 +37,7 @@ QUICK_BYTES = 1 << 30  # whose SHA-256 takes a second or two
 GO_ON = "FLYTE_DDP_GO_ON"
 LATEST = 253_402_214_400  # the last day of the year 9999, the last of datetime, in seconds since 1970
 FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
+Result = TypeVar("Result")
 
 
 class UnreadableError(Exception):
@@ -133,6 +135,25 @@ def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkp
         file.seek(-LENGTH_BYTES, os.SEEK_END)
         file.write(len(comment).to_bytes(LENGTH_BYTES, "little") + comment)
     return replace(checkpoint, metrics=b"")
+
+
+def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
+    """Return ``write()``, which raises a UserError by an OSError; on a full disk remove the older checkpoint first.
+
+    The newest checkpoint stays.
+    """
+    try:
+        return write()
+    except UserError as error:
+        cause, folder = error.__cause__, output_folder / FOLDER
+        newest = verify_checkpoints(folder, quickly=True)[0]
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        older = [folder / name for name in SLOTS if newest is not None and (folder / name) != newest.path]
+        if not is_full or not any(path.exists() for path in older):
+            raise
+        for path in older:
+            path.unlink(missing_ok=True)
+    return write()
 
 
 def read_checkpoint(path: Path, *, quickly: bool = False) -> Checkpoint | None:

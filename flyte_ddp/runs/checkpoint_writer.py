@@ -123,4 +123,6 @@ class CheckpointWriter:
         newest = self.newest.path if self.newest else None
         path = checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest)
         new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
-        self.newest = checkpoint.write_checkpoint(new, snapshot.values)
+        self.newest = checkpoint.write_with_room(
+            self.output_folder, lambda: checkpoint.write_checkpoint(new, snapshot.values)
+        )

@@ -37,7 +37,7 @@ from flyte_ddp.objectives.threshold import with_threshold
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import hide_process_group, rank, wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
-from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity
+from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint, Identity, write_with_room
 from flyte_ddp.runs.run_folder import PREDICTIONS, RUNG
 from flyte_ddp.runs.work import Work
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves
@@ -118,7 +118,9 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     model = state.kept_model()
     model.load_state_dict(state.selection.weights)
     sidecar = describe_model(state, work.identity, recorder.epoch_accuracies)
-    model_path, _ = artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
+    model_path, _ = write_with_room(
+        work.output_folder, lambda: artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
+    )
     verify_saved_model(new_model, model_path, sidecar, state)
     rows, objective = min(state.settings.wandb_table_rows, len(state.test)), state.objective
     if isinstance(objective, Classification):

@@ -1,0 +1,51 @@
+"""A disk that is full of a run's checkpoints costs the older one, and not the run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from mounts import ALONE, need_mounts
+
+# A disk for two checkpoints of 1 MiB and a half.
+RUN = """
+import subprocess, sys
+from pathlib import Path
+import torch
+from flyte_ddp.models.artifacts import save_model
+from flyte_ddp.runs.checkpoint import FOLDER, Identity, verify_checkpoints, write_with_room
+from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
+from flyte_ddp.runs.run_folder import METRICS
+
+folder = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2600k", "none", str(folder)], check=True)
+(folder / METRICS).touch()
+weights = {"weight": torch.ones(1 << 18)}
+writer = CheckpointWriter(folder, Identity({}), None)
+for step in (1, 2, 3, 4):
+    writer.put(Snapshot(0, step, 0, weights))
+    writer.wait_until_written()
+    found, unreadable = verify_checkpoints(folder / FOLDER)
+    print(found.step, [*unreadable], len([*(folder / FOLDER).iterdir()]))
+writer.close()
+write_with_room(folder, lambda: save_model(folder, weights, {}))
+print(sorted(path.name for path in folder.rglob("*.*t")))
+try:
+    write_with_room(folder, lambda: save_model(folder / "another", {"weight": torch.ones(1 << 20)}, {}))
+except Exception as error:
+    print(type(error).__name__, error)
+print(verify_checkpoints(folder / FOLDER)[0].step)
+"""
+
+
+def test_the_older_checkpoint_makes_room(tmp_path: Path) -> None:
+    need_mounts(tmp_path)
+    ended = subprocess.run(
+        [*ALONE, sys.executable, "-c", RUN, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""
+    *steps, files, error, newest = ended.stdout.splitlines()
+    assert steps == ["1 [] 1", "2 [] 2", "3 [] 2", "4 [] 2"]
+    assert files == "['b.ckpt', 'model.pt']"
+    assert error.startswith("UserError")
+    assert "No space left on device; free some space" in error
+    assert newest == "4"
