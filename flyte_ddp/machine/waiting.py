@@ -62,6 +62,8 @@ def limit_wait(what: str) -> Iterator[None]:
 
 def check_wait(_: int, frame: FrameType | None) -> None:
     """Raise a MachineError if the innermost wait has taken too long. Set the timer again otherwise."""
+    if not waits:  # the wait has ended
+        return
     wait = waits[-1]
     left = wait.start + limit_seconds - time.monotonic()
     if left <= 0:
