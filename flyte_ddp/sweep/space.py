@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,20 +213,22 @@ def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | 
     Raises:
         UserError: The hyperparameters' rules refuse all trials.
     """
-    names, refused = [each.name for each in sweep.list_dimensions()], list[UserError]()
-
-    def make_trial(values: Iterable[Any]) -> Hyperparameters | None:
-        try:
-            return set_values(base, dict(zip(names, values, strict=True)))
-        except UserError as error:
-            refused.append(error)
-            return None
-
-    made = draw_with_tpe(sweep, make_trial, told) if sweep.is_adaptive() else [*map(make_trial, draw_evenly(sweep))]
-    trials = [*dict.fromkeys(filter(None, made))]
+    made = draw_with_tpe(sweep, base, told) if sweep.is_adaptive() else make_trials(sweep, base, draw_evenly(sweep))
+    trials = [*dict.fromkeys(each for each in made if isinstance(each, Hyperparameters))]
     if not trials:
-        raise UserError(f"space: its trials do not fit the hyperparameters' rules, the last one: {refused[-1].message}")
+        raise UserError(f"space: its trials do not fit the hyperparameters' rules, the last one: {made[-1]}")
     return trials
+
+
+def make_trials(sweep: Sweep, base: Hyperparameters, points: Iterable[list[Any]]) -> list[Hyperparameters | UserError]:
+    """Return the hyperparameters of each point of a space, or the error of the rules that refuse them."""
+    names, made = [each.name for each in sweep.list_dimensions()], list[Hyperparameters | UserError]()
+    for values in points:
+        try:
+            made.append(set_values(base, dict(zip(names, values, strict=True))))
+        except UserError as error:
+            made.append(error)
+    return made
 
 
 def draw_evenly(sweep: Sweep) -> list[list[Any]]:
@@ -244,30 +246,64 @@ def draw_evenly(sweep: Sweep) -> list[list[Any]]:
 
 
 def draw_with_tpe(
-    sweep: Sweep,
-    make_trial: Callable[[Iterable[Any]], Hyperparameters | None],
-    told: Mapping[Any, float | None],
-) -> list[Hyperparameters | None]:
-    """Draw all trials anew, up to the first nine of which some are not in ``told``."""
-    import optuna
-    from optuna.trial import TrialState
+    sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]
+) -> list[Hyperparameters | UserError]:
+    """Return all trials up to the first nine of which some are not in ``told``."""
+    # The draws are kept only when the wave is whole: an exception in between would change the next trials.
+    draws = LAST_DRAWS.pop((sweep, base), None)
+    if draws is None or not draws.told.items() <= told.items():
+        draws = TpeDraws(sweep, base)
+    draws.go_on(told)
+    LAST_DRAWS.clear()  # the draws of one sweep are enough
+    LAST_DRAWS[sweep, base] = draws
+    return [*draws.made.values()]
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=sweep.seed))
-    made = dict[str, Hyperparameters | None]()  # by the JSON of their values
-    while len(made) < sweep.trials:
-        wave, end = dict[str, Any](), min(sweep.trials, len(made) + WAVE)
-        for trial, values in ask_tpe(sweep, study):
-            if (key := json.dumps(values)) not in made:
-                wave[key], made[key] = trial, make_trial(values)
-            if len(made) == end:
+
+class TpeDraws:
+    """Optuna's study of a sweep, and all trials that the study has drawn."""
+
+    def __init__(self, sweep: Sweep, base: Hyperparameters) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.sweep, self.base = sweep, base
+        self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=sweep.seed))
+        self.made = dict[str, Hyperparameters | UserError]()  # by the JSON of their values
+        self.told = dict[Any, float | None]()  # values of trials of earlier waves
+        self.wave = self.draw_wave()  # Optuna's trials of the last wave by these keys, None for even points
+
+    def go_on(self, told: Mapping[Any, float | None]) -> None:
+        """Draw waves until some of a wave's trials are not in ``told``, or there are enough."""
+        while (
+            self.wave
+            and len(self.made) < self.sweep.trials
+            and all(isinstance(self.made[key], UserError) or self.made[key] in told for key in self.wave)
+        ):
+            self.tell_wave(told)
+            self.wave = self.draw_wave()
+
+    def draw_wave(self) -> dict[str, Any]:
+        wave, end = dict[str, Any](), min(self.sweep.trials, len(self.made) + WAVE)
+        for trial, values in ask_tpe(self.sweep, self.study):
+            if (key := json.dumps(values)) not in self.made:
+                wave[key], [self.made[key]] = trial, make_trials(self.sweep, self.base, [values])
+            if len(self.made) == end:
                 break
-        if not wave or any(made[key] and made[key] not in told for key in wave):
-            break
-        for key in filter(wave.get, wave):
-            value = told.get(made[key])  # None: refused, or failed
-            study.tell(wave[key], value, state=TrialState.FAIL if value is None else None)
-    return [*made.values()]
+        return wave
+
+    def tell_wave(self, told: Mapping[Any, float | None]) -> None:
+        from optuna.trial import TrialState
+
+        for key, trial in self.wave.items():
+            hp = self.made[key]
+            value = None  # refused, or failed
+            if isinstance(hp, Hyperparameters):
+                value = self.told[hp] = told[hp]
+            if trial:
+                self.study.tell(trial, value, state=TrialState.FAIL if value is None else None)
+
+
+LAST_DRAWS = dict[tuple[Sweep, Hyperparameters], TpeDraws]()
 
 
 def ask_tpe(sweep: Sweep, study: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -262,6 +262,93 @@ def test_tpe_draws_nine_at_a_time_and_the_same_again() -> None:
     assert np.median(away[27:]) < 0.6 * np.median(away[:9]), "it learns"
 
 
+def rate_away(hp: Hyperparameters) -> float | None:
+    """Return a trial's value, None for some that fail."""
+    return None if hp.epochs == 3 else abs(float(np.log(hp.learning_rate / 0.03)))
+
+
+def draw_all_anew(sweep: Sweep) -> list[Hyperparameters]:
+    """Draw a whole sweep with one study, nine different trials at a time."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    dimensions, made = sweep.list_dimensions(), list[Hyperparameters]()
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=sweep.seed))
+    while len(made) < sweep.trials:
+        wave, end = list[Any](), min(sweep.trials, len(made) + 9)
+        for _ in range(36):
+            places = {
+                each.name: optuna.distributions.CategoricalDistribution(
+                    [(at + 0.5) / len(each.choices) for at in range(len(each.choices))]
+                )
+                if each.choices
+                else optuna.distributions.FloatDistribution(0.0, 1.0)
+                for each in dimensions
+            }
+            trial = study.ask(places)
+            hp = replace(BASE, **{each.name: each.value_at(trial.params[each.name]) for each in dimensions})
+            if hp not in made and len(made) < end:
+                made.append(hp)
+                wave.append((trial, rate_away(hp)))
+                if len(made) == end:
+                    break
+        assert len(made) == end, "the space is large enough for 36 draws"
+        for trial, value in wave:
+            study.tell(trial, value, state=None if value is not None else optuna.trial.TrialState.FAIL)
+    return made
+
+
+def list_steps(sweep: Sweep, step: int) -> list[Hyperparameters]:
+    """Draw a sweep, of whose new trials so many at a time are done."""
+    told: dict[Hyperparameters, float | None] = {}
+    while new := [hp for hp in draw_trials(sweep, BASE, told) if hp not in told]:
+        told |= {hp: rate_away(hp) for hp in new[:step]}
+    return [*told]
+
+
+REPEATING = {"learning_rate": [0.01, 0.02, 0.03, 0.1, 0.3], "epochs": [1, 2, 3, 4, 5], "batch_size": [32, 64, 128]}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("space", [SPACE, REPEATING])
+def test_tpe_draws_what_one_study_of_the_whole_sweep_draws(space: dict[str, Any], seed: int) -> None:
+    pytest.importorskip("optuna")
+    sweep = sweep_of(space, trials=40, sampler="tpe", seed=seed)
+    expected = draw_all_anew(sweep)
+    values = {hp: rate_away(hp) for hp in expected}
+    for step in (9, 4):
+        assert list_steps(sweep, step) == expected
+        other = draw_trials(sweep, BASE, dict.fromkeys(expected[:18], 1.0))
+        assert (other[:18], len(other)) == (expected[:18], 27)
+        assert other[18:] != expected[18:27], "other values, other trials"
+        assert draw_trials(sweep, BASE, values) == expected, "given again, after other values"
+        assert draw_trials(sweep, BASE, {hp: values[hp] for hp in expected[:18]}) == expected[:27], "fewer are done"
+    more = list_steps(replace(sweep, trials=49), 9)
+    assert more[:36] == expected[:36]
+    assert [*values] == list_steps(sweep, 9), "after a sweep with more trials"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_tpe_draws_each_trial_once(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    optuna = pytest.importorskip("optuna")
+    sweep, asked, ask = sweep_of(SPACE, trials=90, sampler="tpe", seed=9), [], optuna.Study.ask
+
+    def count(study: Any, places: Any) -> Any:
+        asked.append(study)
+        if interrupted and len(asked) == 23:
+            raise KeyboardInterrupt
+        return ask(study, places)
+
+    monkeypatch.setattr(optuna.Study, "ask", count)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            list_steps(sweep, 9)
+    drawn = list_steps(sweep, 9)
+    assert len(asked) == 90 + 23 * interrupted
+    monkeypatch.undo()
+    assert drawn == draw_all_anew(sweep)
+
+
 def test_without_optuna_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(UserError, match=r"optuna is not installed: it comes with the extra 'sweep'; .* uv pip install"):
