@@ -1,8 +1,8 @@
 """The windows of a champion in the registry, by its entry in the log. Each file is written once.
 
-ADDRESS/NAME/monitor/00000003/00000007.json               the seventh window
-ADDRESS/NAME/monitor/00000003/samples/00000007-DIGEST     its address and samples, as a digest
-ADDRESS/NAME/monitor/00000003/truth/00000007-0001.json    the same window with a truth that came later
+ADDRESS/NAME/monitor/00000003/00000007.json                     the seventh window
+ADDRESS/NAME/monitor/00000003/samples/00000007-DIGEST-DIGEST    digests of its address and samples, and of its author
+ADDRESS/NAME/monitor/00000003/truth/00000007-0001.json          the same window with a truth that came later
 """
 
 import hashlib
@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.monitor.window import TRUTH_FIELDS, Window, is_alarm
+from flyte_ddp.monitor.window import LOOKED_AT, TRUTH_FIELDS, Window, is_alarm
 from flyte_ddp.release.registry import DAMAGED, READERS, Entry, Registry
 
-RECENT = 50  # windows that are read
-FILE = re.compile(r"(?:(samples|truth)/)?([0-9]{8})(?:-([0-9a-f]+))?(?:\.json)?")
+RECENT = 50  # windows of a page
+RECORD = re.compile(r"(?:truth/)?([0-9]{8})(?:-[0-9]+)?\.json")
+MARK = re.compile(r"samples/([0-9]{8})-([0-9a-f]+)-([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Records:
     registry: Registry
     folder: str
     files: dict[int, list[str]]  # by the window's number, ascending: the record, then those with a later truth
-    digests: set[tuple[int, str]]  # numbers, and the digests of address and samples
+    marks: set[tuple[int, str, str]]  # numbers with the digests of digest_samples and digest_author
 
     def read(self, numbers: Collection[int]) -> list[Window]:
         """Return windows by their numbers, each with its last truth. Raises UserError for a damaged file."""
@@ -41,72 +42,89 @@ class Records:
         except DAMAGED:
             raise UserError(f"{address}: is damaged; restore or delete it") from None
 
-    def read_recent(self, last: int) -> list[Window]:
-        """Return up to 50 windows, oldest first, of which none has a larger number than ``last``."""
-        return self.read([number for number in self.files if number <= last][-RECENT:])
+    def read_deciding(self, window: Window) -> list[Window]:
+        """Return the earlier windows that decide whether a window is an alarm, oldest first."""
+        found, numbers = list[Window](), [number for number in self.files if number < window.number]
+        while numbers and not (
+            (not window.moved or sum(bool(each.columns) for each in found) >= LOOKED_AT - 1)
+            and (not window.worse or sum(each.worse_p is not None for each in found) >= LOOKED_AT - 1)
+        ):
+            some = max(LOOKED_AT - 1, len(found))  # few mostly; each time as many again where few windows count
+            found = self.read(numbers[-some:]) + found
+            del numbers[-some:]
+        return found
 
-    def write_digest(self, number: int, window: Window) -> None:
-        digest = digest_samples(window)
-        self.registry.create_file(storage.join(self.folder, f"samples/{number:08}-{digest}"), b"\n")
-        self.digests.add((number, digest))
+    def write_mark(self, number: int, window: Window) -> None:
+        mark = (digest_samples(window), digest_author(window))
+        self.registry.create_file(storage.join(self.folder, f"samples/{number:08}-{'-'.join(mark)}"), b"\n")
+        self.marks.add((number, *mark))
 
-    def find_same(self, window: Window) -> Window | None:
-        """Return the first window with the same address and samples, or None. Writes missing digests."""
-        # A digest is missing if its writer was killed, or if the record is older than digests are.
-        missing = sorted(self.files.keys() - {number for number, _ in self.digests})
+    def find_same(self, window: Window, *, once: bool) -> Window | None:
+        """Return the first window with the same samples, or with ``once`` the same author, and the same address.
+
+        Writes missing marks.
+        """
+        # A mark is missing if its writer was killed, or if the record is older than marks of this form are.
+        missing = sorted(self.files.keys() - {number for number, *_ in self.marks})
         for number, each in zip(missing, self.read(missing), strict=True):
-            self.write_digest(number, each)
-        digest = digest_samples(window)
-        # A person may have deleted a record, so that another window has its number now.
-        same = self.read([number for number in self.files if (number, digest) in self.digests])
-        return next((each for each in same if digest_samples(each) == digest), None)
+            self.write_mark(number, each)
+        for place, digest in enumerate((digest_samples, digest_author)[: 1 + once], 1):
+            marked = {mark[0] for mark in self.marks if mark[place] == digest(window)}
+            # A person may have deleted a record, so that another window has its number now.
+            same = self.read([number for number in self.files if number in marked])
+            if found := next((each for each in same if digest(each) == digest(window)), None):
+                return found
+        return None
 
 
 def list_records(registry: Registry, entry: Entry) -> Records:
     folder = registry.at("monitor", f"{entry.number:08}")
-    files, digests = dict[int, list[str]](), set[tuple[int, str]]()
+    files, marks = dict[int, list[str]](), set[tuple[int, str, str]]()
     for name in registry.list_files(folder):  # sorted: the records first, and truths in their order
-        if found := FILE.fullmatch(name):
-            number = int(found[2])
-            if found[1] == "samples":
-                digests.add((number, found[3]))
-            else:
-                files.setdefault(number, []).append(name)
-    return Records(registry, folder, files, digests)
+        if found := RECORD.fullmatch(name):
+            files.setdefault(int(found[1]), []).append(name)
+        elif found := MARK.fullmatch(name):
+            marks.add((int(found[1]), found[2], found[3]))
+    return Records(registry, folder, files, marks)
 
 
 def digest_samples(window: Window) -> str:
-    return hashlib.sha256(f"{window.address}\n{window.digest}".encode(errors="surrogateescape")).hexdigest()
+    return digest_text(f"{window.address}\n{window.digest}")
+
+
+def digest_author(window: Window) -> str:
+    return digest_text(f"{window.address}\n{window.by}")
+
+
+def digest_text(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def read_windows(registry: Registry, entry: Entry) -> list[Window]:
     """Return the last 50 windows of a champion, oldest first. Raises UserError for a damaged record."""
     records = list_records(registry, entry)
-    return records.read_recent(max(records.files, default=0))
+    return records.read([*records.files][-RECENT:])
 
 
 def record_window(registry: Registry, entry: Entry, window: Window, *, once: bool = False) -> Window:
     """Write a window into the registry, and return the window with its number and whether it is an alarm.
 
     If an earlier window has the same address and samples, returns the earlier window, to which a new truth is added.
-    With ``once`` the same address and author are enough, among the last 50 windows.
+    With ``once`` the same address and author are enough. Reads only the windows that decide.
     """
     while True:
         records = list_records(registry, entry)
-        last = max(records.files, default=0)
-        same, before = records.find_same(window), records.read_recent(last)
-        if same is None and once:
-            same = next((each for each in before if (each.by, each.address) == (window.by, window.address)), None)
+        same = records.find_same(window, once=once)
         if same is None:
-            found, file = replace(window, number=last + 1), f"{last + 1:08}.json"
+            number = max(records.files, default=0) + 1
+            found, file = replace(window, number=number), f"{number:08}.json"
         else:
             found = replace(same, **{name: getattr(window, name) for name in TRUTH_FIELDS})
             if not window.truths or found == same:
                 return same
-            before = records.read_recent(same.number - 1)
             file = f"truth/{same.number:08}-{len(records.files[same.number]):04}.json"
-        found = replace(found, alarm=is_alarm([*before, found]))
+        found = replace(found, alarm=is_alarm([*records.read_deciding(found), found]))
         if registry.create_file(storage.join(records.folder, file), found.to_json(indent=1).encode() + b"\n"):
             if same is None:
-                records.write_digest(found.number, found)
+                records.write_mark(found.number, found)
             return found

@@ -1,17 +1,20 @@
 """Windows in the registry: which are an alarm, and that none is lost or counted twice."""
 
+import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import promoter
 import pytest
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.monitor.records import read_windows, record_window
+from flyte_ddp.monitor.records import Records, read_windows, record_window
 from flyte_ddp.monitor.window import ColumnChange, Window, is_alarm
 from flyte_ddp.release.registry import Entry, Registry
 
@@ -134,14 +137,87 @@ def test_the_same_samples_are_the_same_window_however_many_lie_between(registry:
     assert record_window(registry, entry, window("54", 0.0)).number == 56
 
 
+KINDS: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+    "m": ((0.3,), {}),
+    ".": ((0.0,), {}),
+    "?": ((), {}),
+    "w": ((0.0,), {"worse_p": 0.001, "worse": True}),
+    "s": ((), {"worse_p": 0.5}),
+    "b": ((0.3,), {"worse_p": 0.001, "worse": True}),
+}
+
+
+def list_kinds(kinds: str) -> list[Window]:
+    return [
+        replace(window(str(place), *KINDS[kind][0], by=str(place)), **KINDS[kind][1])
+        for place, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        f"m{'?' * 60}m{'?' * 60}m",
+        f"w{'m' * 60}w",
+        f"ws{'.' * 55}w{'?' * 55}b",
+        *("".join(random.Random(seed).choices("m.?wsb", (1, 4, 4, 1, 1, 1), k=40)) for seed in range(4)),
+    ],
+)
+def test_all_windows_of_a_champion_decide_and_few_are_read(registry: Registry, monkeypatch: Any, kinds: str) -> None:
+    entry, windows, read = promoter.append(registry, None), list_kinds(kinds), []
+    read_window = Records.read_window
+
+    def note(records: Records, number: int) -> Window:
+        read.append(number)
+        return read_window(records, number)
+
+    monkeypatch.setattr(Records, "read_window", note)
+    for place, each in enumerate(windows):
+        read.clear()
+        assert record_window(registry, entry, each, once=True).alarm == is_alarm(windows[: place + 1])
+        assert len({*read}) == len(read), "each once"
+        if not (each.moved or each.worse):
+            assert read == [], "it can be no alarm"
+        elif each.moved and all(other.columns for other in windows[max(0, place - 2) : place]) and not each.worse:
+            assert len(read) == min(2, place)
+
+
+def test_a_truth_that_comes_later_is_judged_by_the_windows_before_it(registry: Registry) -> None:
+    entry = promoter.append(registry, None)
+    for each in list_kinds(f"w{'?' * 60}"):
+        record_window(registry, entry, each)
+    late = {"truths": 60, "score": 0.7, "low": 0.6, "high": 0.8, "worse_p": 0.003, "worse": True}
+    assert record_window(registry, entry, replace(list_kinds("?" * 59)[-1], **late)).alarm
+    assert not record_window(registry, entry, replace(window("0", 0.0), **late)).alarm, "the first window"
+
+
+def test_marks_of_before_are_read_and_written_anew(registry: Registry) -> None:
+    """Files as they were when a mark had the digest of address and samples alone."""
+    entry = promoter.append(registry, None)
+    folder = Path(registry.at("monitor", f"{entry.number:08}"))
+    (folder / "samples").mkdir(parents=True)
+    before = [replace(window(digest, 0.3, by=f"p/d/{digest}"), number=at) for at, digest in enumerate("abc", 1)]
+    for each in before:
+        (folder / f"{each.number:08}.json").write_text(each.to_json(indent=1))
+        digest = sha256(f"{each.address}\n{each.digest}".encode()).hexdigest()
+        (folder / f"samples/{each.number:08}-{digest}").write_text("\n")
+    assert record_window(registry, entry, window("d", 0.0, by="p/d/b"), once=True) == before[1], "a retry"
+    assert record_window(registry, entry, window("c", 0.0)) == before[2], "the same samples"
+    fourth = record_window(registry, entry, window("d", 0.3))
+    assert (fourth.number, fourth.alarm) == (4, True)
+    assert read_windows(registry, entry) == [*before, fourth]
+    assert len([*(folder / "samples").iterdir()]) == 3 + 4
+
+
 def test_a_damaged_record_is_named(registry: Registry) -> None:
     entry = promoter.append(registry, None)
-    record_window(registry, entry, window("a"))
+    record_window(registry, entry, window("a", 0.3))
     path = Path(registry.at("monitor", f"{entry.number:08}", "00000001.json"))
     for content in ("", "[]", '{"version": 1}', path.read_text()[:-9]):
         path.write_text(content)
         with pytest.raises(UserError, match=r"00000001.json: is damaged; restore or delete it"):
-            record_window(registry, entry, window("b"))
+            record_window(registry, entry, window("b", 0.3))
 
 
 def record_many(who: str, registry: Registry, entry: Entry) -> list[int]:
