@@ -37,6 +37,7 @@ def predict_images(
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
     table: Optional[FlyteFile] = None,
+    top_classes: int = 5,
 ) -> Predictions:
     """Predict a folder of images, the test split of a data set, or the rows of a file, into a table (CSV).
 
@@ -62,6 +63,7 @@ def predict_images(
             table=Path(table.download()) if table is not None else None,
             output=folder / "predictions.csv",
             bad_samples=bad_samples,
+            top_classes=top_classes,
             settings=read_settings(),
         )
     page = written.with_suffix(".html")

@@ -23,6 +23,7 @@ def predict_wf(
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
     table: Optional[FlyteFile] = None,
+    top_classes: int = 5,
 ) -> Predictions:
     """Predict a folder of images, the test split of a data set, or new rows, with a trained model.
 
@@ -39,6 +40,7 @@ def predict_wf(
         test_dataset: Data set to predict in place of the tenth of dataset that is held out.
         bad_samples: How many images may be impossible to decode. None allows as many as in training.
         table: File of new rows, which the model's own prepare reads, such as new.csv or s3://bucket/new.parquet.
+        top_classes: How many of the likeliest classes each row lists, of more than 100. 0 for a column for each class.
     """
     return predict_images(
         model_state=model_state,
@@ -50,4 +52,5 @@ def predict_wf(
         test_dataset=test_dataset,
         bad_samples=bad_samples,
         table=table,
+        top_classes=top_classes,
     )

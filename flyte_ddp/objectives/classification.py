@@ -20,6 +20,8 @@ from flyte_ddp.objectives.two_classes import list_class_sections
 from flyte_ddp.text.formatting import format_percent
 from flyte_ddp.text.sections import Confusions, Pictures, Section
 
+LOGITS_AT_A_TIME = 2**17  # of which copies in fp64 are made, so that these are small beside a batch
+
 
 class Classification(Objective):
     """Targets are class numbers int64 [n], outputs logits [n, classes]. Of two classes, the second is the positive one.
@@ -128,6 +130,19 @@ class Classification(Objective):
             **dict(zip(name_columns("score", names), scores.T.tolist(), strict=True)),
         }
 
+    def top_answers(self, outputs: Any, number: int) -> TableColumns:
+        """Return ``prediction`` and ``score``, and ``top_<rank>`` and ``score_top_<rank>`` of the likeliest classes.
+
+        The first of the ``number`` ranks is the prediction, also where another class has the same probability.
+        """
+        best, scores, names = predict_classes(self, outputs), outputs.softmax(dim=1), self.facts.classes
+        ranks = scores.nan_to_num(nan=0.0).scatter_(1, best[:, None], 1.5).topk(min(number, len(names))).indices
+        found: TableColumns = {}
+        columns = zip(ranks.T.tolist(), scores.gather(1, ranks).T.tolist(), strict=True)
+        for rank, (places, values) in enumerate(columns, 1):
+            found |= {f"top_{rank}": [names[place] for place in places], f"score_top_{rank}": values}
+        return {"prediction": found["top_1"], "score": found["score_top_1"], **found}
+
     def describe_single_prediction(self, columns: Columns) -> str:
         """Return a sentence for the report if all of several samples are predicted to be of one class; else ""."""
         if overrides(self, Classification, "columns"):
@@ -150,6 +165,11 @@ class Classification(Objective):
             *([] if labels is None else [*labels.draw_curves([""]), *list_class_sections(self.facts, columns)]),
             Pictures("Worst mistakes", text, worst),
         ]
+
+
+def split_logits(logits: Tensor) -> tuple[Tensor, ...]:
+    """Return logits [n, classes] in parts of at most 131,072 numbers, or of one row."""
+    return torch.split(logits, max(1, LOGITS_AT_A_TIME // logits.shape[1]))
 
 
 def second_class_labels(columns: Columns) -> BinaryLabels:

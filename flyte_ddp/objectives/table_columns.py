@@ -23,13 +23,13 @@ TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the
 
 def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
     """Return a unique column name, such as ``prefix_name``, for each of these names, which may repeat."""
-    found: list[str] = []
+    found = dict[str, None]()  # in order, and quick to search
     for name in names:
         column = f"{prefix}_{name}"
         while column in found:
             column += "'"
-        found.append(column)
-    return found
+        found[column] = None
+    return [*found]
 
 
 def number_columns(name: str, values: Any) -> TableColumns:

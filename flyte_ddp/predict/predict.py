@@ -52,6 +52,8 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent, join_first
 from flyte_ddp.user_code.source import explain_own_errors
 
+MANY_CLASSES = 100  # of more, the table lists the likeliest of each sample
+TOP_CLASSES = 5  # that it lists, unless the caller says how many
 PICTURES = 24  # on the page
 PALETTE = 256  # colours that a PNG with a palette can have
 
@@ -66,6 +68,7 @@ def write_prediction_table(
     output: Path,
     batch_size: int | None = None,
     bad_samples: int | None = None,
+    top_classes: int = TOP_CLASSES,
     settings: Settings | None = None,
 ) -> Path:
     """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
@@ -73,8 +76,10 @@ def write_prediction_table(
     Predicts one of three: the image files below the folder ``images``, the test split of the prepared data set in
     ``dataset``, or the new rows in the file ``table``. Also writes an HTML page of the first predictions, and a PNG of
     each predicted mask into the folder ``<output>.masks``. Columns are ``id``, ``prediction``, those of the truth (for
-    a data set), and the other answers of the model's objective; docs/model.md lists them. An image that cannot be
-    decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as in the model's training.
+    a data set), and the other answers of the model's objective; docs/model.md lists them. Of more than 100 classes the
+    answers are the ``top_classes`` likeliest of each sample; with 0 there is a column for each class, as there is of
+    fewer classes. An image that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None:
+    as many as in the model's training.
 
     Replaces older files; makes missing folders. Runs the code that the sidecar names, on a GPU if there is one. Raises
     UserError for arguments that do not fit, a model or samples that cannot be used, and unwritable output.
@@ -83,6 +88,8 @@ def write_prediction_table(
         raise UserError(f"images={images}, dataset={dataset}, table={table}: give exactly one of the three")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
+    if top_classes < 0:
+        raise UserError(f"top_classes={top_classes}: must be at least 0, which stands for a column for each class")
     settings = settings or Settings()
     model = SavedModel(model_path, sidecar_path, settings, bad_samples)
     bad = BadSamples(model.bad_samples)
@@ -92,7 +99,7 @@ def write_prediction_table(
         batches = read_row_batches(model, str(table), batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
-    predictor = Predictor(model)
+    predictor = Predictor(model, top_classes)
     with replace_file(output) as file, replace_folder(mask_folder(output)) as masks:
         # surrogateescape: file names that are not UTF-8 go through as they are.
         write_predictions(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
@@ -133,8 +140,10 @@ class Predictor:
     These are the first samples, or with two classes those with the highest scores of the second class.
     """
 
-    def __init__(self, model: SavedModel) -> None:
+    def __init__(self, model: SavedModel, top_classes: int = TOP_CLASSES) -> None:
         self.model, self.classifies = model, type(model.objective).answers is Classification.answers
+        # 0: a column for each class. Answers of the user's own keep their columns.
+        self.top_classes = top_classes if self.classifies and len(model.classes) > MANY_CLASSES else 0
         is_binary = self.classifies and len(model.classes) == 2
         self.ranking = name_columns("score", model.classes)[1] if is_binary else ""  # the second class's column
         self.predictions = Counter[str]()  # of classes
@@ -162,7 +171,7 @@ class Predictor:
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
         targets = batch.targets[decoded] if isinstance(batch.targets, Tensor) else batch.targets
         answers = TableColumns()
-        for name, values in find_answers(self.model, outputs, targets, undefined).items():
+        for name, values in find_answers(self.model, outputs, targets, undefined, self.top_classes).items():
             cells: list[Any] = [""] * samples
             for place, value in zip(decoded, values, strict=True):
                 cells[place] = value
@@ -278,10 +287,19 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
     return file.relative_to(folder.parent).as_posix()
 
 
-def find_answers(model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_]) -> TableColumns:
-    """Return the objective's answers by column, with texts "" where ``undefined`` [n]; UserError without columns."""
-    shown = outputs if targets is None else model.objective.hide_padding(outputs, targets)
-    given, where = {**model.objective.answers(shown)}, model.sidecar.get("objective", "classification")
+def find_answers(
+    model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
+) -> TableColumns:
+    """Return the objective's answers by column, with texts "" where ``undefined`` [n]; UserError without columns.
+
+    With ``top_classes`` the answers are those of Classification.top_answers.
+    """
+    objective, where = model.objective, model.sidecar.get("objective", "classification")
+    shown = outputs if targets is None else objective.hide_padding(outputs, targets)
+    if top_classes and isinstance(objective, Classification):
+        given = objective.top_answers(shown, top_classes)
+    else:
+        given = {**objective.answers(shown)}
     if not given:
         raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():

@@ -16,6 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.objectives import Classification, Language, Objective
+from flyte_ddp.objectives.classification import split_logits
 from flyte_ddp.objectives.language import find_logits
 from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -106,10 +107,14 @@ def measure_lengths(leaf: Tensor) -> Tensor:
 
 
 def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
-    logs = logits.double().log_softmax(1).cpu()
-    predicted = predict_classes(objective, logits).cpu()
-    names, confidence = np.array(objective.facts.classes)[predicted.numpy()], logs.gather(1, predicted[:, None])[:, 0]
-    return {"prediction": names, "confidence": confidence.exp(), "entropy": torch.special.entr(logs.exp()).sum(1)}
+    predicted, names = predict_classes(objective, logits).cpu(), np.array(objective.facts.classes)
+    confidence, entropy = torch.empty(2, len(logits), dtype=torch.float64)
+    start = 0
+    for part in split_logits(logits):  # whose copies in fp64 are large
+        logs, rows = part.double().log_softmax(1).cpu(), slice(start, start := start + len(part))
+        confidence[rows] = logs.gather(1, predicted[rows, None])[:, 0].exp()
+        entropy[rows] = torch.special.entr(logs.exp()).sum(1)
+    return {"prediction": names[predicted.numpy()], "confidence": confidence, "entropy": entropy}
 
 
 def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """How a saved model, and the best answer that is the same for all samples, does on a test split."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.nn import functional
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
+from flyte_ddp.objectives.classification import split_logits
 from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.threshold import predict_classes, with_threshold
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
@@ -53,24 +55,23 @@ class Evaluation:
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
         """Evaluate one or more batches (outputs, targets, samples); UserError if the main measure is undefined."""
-        parts, finite_parts = list[dict[str, Tensor]](), list[Tensor]()
+        # The values of each column, by its name and shape. Buffers that grow, and no tensors, which would lie between
+        # the large tensors of the batches in the memory, and keep the allocator from using it again.
+        values, finite = defaultdict[tuple[str, tuple[int, ...]], bytearray](bytearray), bytearray()
         with torch.no_grad():  # else losses are those of training
-            for outputs, targets, samples in batches:
-                columns = compute_columns(objective, outputs, targets, samples)
-                if isinstance(objective, Classification) and isinstance(outputs, Tensor):
-                    logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
-                    of_label = logs.gather(1, targets[:, None])[:, 0]
-                    of_prediction = logs.gather(1, predict_classes(objective, outputs)[:, None])[:, 0]
-                    columns |= {"confidence": of_prediction.exp(), "nll": -of_label}
-                finite = torch.ones(samples, dtype=torch.bool)
-                for tensor in list_floats(outputs):
-                    # Of a tensor that has no row for each sample, all numbers count for all samples.
-                    rows = tensor.shape[:1] == (samples,)
-                    finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
-                finite_parts.append(finite)
-                parts.append({name: column.double().cpu() for name, column in columns.items()})
-        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return cls.from_columns(objective, columns, torch.cat(finite_parts).numpy())
+            for batch in batches:
+                for part in split_batch(objective, *batch):
+                    columns, are_finite = compute_part(objective, *part)
+                    for name, column in columns.items():
+                        values[name, column.shape[1:]] += column.double().cpu().numpy().tobytes()
+                    finite += are_finite.numpy().tobytes()
+                    del columns, are_finite
+                del batch, part  # or the next batch's outputs would be computed beside these
+        found = {
+            name: torch.from_numpy(np.frombuffer(buffer).reshape(len(finite), *shape))
+            for (name, shape), buffer in values.items()
+        }
+        return cls.from_columns(objective, found, np.frombuffer(finite, np.bool_))
 
     @classmethod
     def from_columns(cls, objective: Objective, columns: dict[str, Tensor], finite: NDArray[np.bool_]) -> Self:
@@ -138,6 +139,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
                     require_same_columns(described, sum(batch.decoded))
                 except Exception as error:  # of own answers; after the evaluation, as no verdict may depend on them
                     failures.append(error)
+            del outputs  # before the next ones are computed
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 
@@ -148,6 +150,39 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
     else:
         found.described = join_columns(described)
     return found
+
+
+def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the columns of samples, and for each whether all outputs are finite."""
+    columns = compute_columns(objective, outputs, targets, samples)
+    if isinstance(objective, Classification) and isinstance(outputs, Tensor):
+        logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
+        of_label = logs.gather(1, targets[:, None])[:, 0]
+        of_prediction = logs.gather(1, predict_classes(objective, outputs)[:, None])[:, 0]
+        columns |= {"confidence": of_prediction.exp(), "nll": -of_label}
+    finite = torch.ones(samples, dtype=torch.bool)
+    for tensor in list_floats(outputs):
+        # Of a tensor that has no row for each sample, all numbers count for all samples.
+        rows = tensor.shape[:1] == (samples,)
+        finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
+    return columns, finite
+
+
+def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
+    """Yield a batch in parts of few logits, or whole where a sample's columns may depend on the rest of the batch.
+
+    The columns are computed in fp64, which takes several times the memory of a part's logits.
+    """
+    own = not isinstance(objective, Classification) or overrides(
+        objective, Classification, "losses", "weights", "columns"
+    )
+    if own or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        yield outputs, targets, samples
+        return
+    start = 0
+    for part in split_logits(outputs):
+        yield part, targets[start : start + len(part)], len(part)
+        start += len(part)
 
 
 def require_same_columns(described: Sequence[SampleColumns], samples: int) -> None:

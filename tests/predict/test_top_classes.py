@@ -1,0 +1,136 @@
+"""Tables of predictions of more than 100 classes, which list the likeliest of each sample."""
+
+import csv
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli import ROOT, pyflyte
+from PIL import Image
+from predictions import predict_rows
+from torch import Tensor
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.models import artifacts
+from flyte_ddp.models.inputs import InputSpec
+from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.objectives.table_columns import name_columns
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows
+
+SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))
+SOURCE = """
+from torch import nn
+
+def make(num_classes, input_shape):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, num_classes))
+"""
+
+
+def name_classes(number: int) -> list[str]:
+    return [f"class {place}" for place in range(number)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with 12 images below ``images``, and the code of a model beside."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "model_of_many_classes.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for place, image in enumerate(np.random.default_rng(0).integers(0, 256, (12, 4, 4), dtype=np.uint8)):
+        Image.fromarray(image).save(tmp_path / f"images/{place:02d}.png")
+    return tmp_path
+
+
+def save(folder: Path, classes: int) -> tuple[Path, Path]:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(classes, 16, generator=generator), torch.randn(classes, generator=generator)
+    sidecar = {"model": "model_of_many_classes:make", "classes": name_classes(classes), "input": asdict(SPEC)}
+    return artifacts.save_model(folder / "model", dict(zip(("1.weight", "1.bias"), weights, strict=True)), sidecar)
+
+
+def expected_scores(model: tuple[Path, Path], folder: Path) -> Any:
+    """Softmax [12, classes] of the images, in numpy's fp64."""
+    state = {name: value.double().numpy() for name, value in torch.load(model[0], weights_only=True).items()}
+    images = np.stack([np.asarray(Image.open(path)) for path in sorted((folder / "images").iterdir())])
+    logits = (images.reshape(12, 16) / 255 - 0.3) / 0.4 @ state["1.weight"].T + state["1.bias"]
+    return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+
+
+def check_ranks(rows: list[dict[str, str]], scores: Any, ranks: int) -> None:
+    named = [name for rank in range(1, ranks + 1) for name in (f"top_{rank}", f"score_top_{rank}")]
+    assert [*rows[0]] == ["id", "prediction", "score", *named]
+    order = np.argsort(-scores, axis=1)
+    for row, places, of_row in zip(rows, order, scores, strict=True):
+        assert [row[f"top_{rank + 1}"] for rank in range(ranks)] == [f"class {place}" for place in places[:ranks]]
+        found = [float(row[f"score_top_{rank + 1}"]) for rank in range(ranks)]
+        np.testing.assert_allclose(found, of_row[places[:ranks]], rtol=1e-4)
+        assert (row["prediction"], row["score"]) == (row["top_1"], row["score_top_1"])
+
+
+@pytest.mark.parametrize(("given", "ranks"), [({}, 5), ({"top_classes": 2}, 2), ({"top_classes": 500}, 101)])
+def test_more_than_100_classes_are_listed_by_rank(folder: Path, given: dict[str, int], ranks: int) -> None:
+    model = save(folder, 101)
+    rows = predict_rows(*model, folder / "table.csv", images=folder / "images", batch_size=5, **given)
+    check_ranks(rows, expected_scores(model, folder), ranks)
+
+
+@pytest.mark.parametrize(("classes", "given"), [(100, {}), (101, {"top_classes": 0})])
+def test_each_of_100_classes_has_a_column_and_of_more_on_demand(
+    folder: Path, classes: int, given: dict[str, int]
+) -> None:
+    model = save(folder, classes)
+    rows = predict_rows(*model, folder / "table.csv", images=folder / "images", **given)
+    assert [*rows[0]] == ["id", "prediction", "score", *(f"score_{name}" for name in name_classes(classes))]
+    found = [[float(row[f"score_{name}"]) for name in name_classes(classes)] for row in rows]
+    np.testing.assert_allclose(found, expected_scores(model, folder), rtol=1e-4)
+
+
+def test_a_negative_number_of_classes_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="top_classes=-1: must be at least 0"):
+        predict_rows(*save(folder, 101), folder / "table.csv", images=folder / "images", top_classes=-1)
+
+
+def test_an_image_that_cannot_be_decoded_has_empty_ranks(folder: Path) -> None:
+    (folder / "images/00.png").write_bytes(b"no image")
+    rows = predict_rows(*save(folder, 101), folder / "table.csv", images=folder / "images", bad_samples=1, batch_size=1)
+    assert [bool(row["top_1"]) for row in rows] == [False] + [True] * 11
+    assert {value for name, value in rows[0].items() if name != "id"} == {""}
+
+
+def answer(outputs: Tensor, objective: Classification, ranks: int) -> dict[str, Any]:
+    undefined = find_undefined_rows(outputs, len(outputs))
+    return find_answers(SimpleNamespace(objective=objective, sidecar={}), outputs, None, undefined, ranks)  # type: ignore[arg-type]
+
+
+def test_the_first_rank_is_the_prediction_whatever_the_outputs() -> None:
+    objective, outputs = Classification(Facts(tuple(name_classes(200)))), torch.zeros(4, 200)
+    outputs[1, 30] = torch.nan
+    outputs[2, 40] = torch.inf
+    outputs[3, [50, 60]] = 3.0
+    found = answer(outputs, objective, 3)
+    assert found["prediction"] == found["top_1"] == ["class 0", "", "class 40", "class 50"]
+    assert found["prediction"] == [*map(str, answer(outputs, objective, 0)["prediction"])]
+    assert (found["top_2"][1], found["top_2"][3]) == ("", "class 60")
+    assert np.isnan(found["score_top_1"]).tolist() == [False, True, True, False]
+    assert found["score_top_1"][3] == found["score_top_2"][3] > found["score_top_3"][3]
+
+
+def test_names_of_columns_are_unique_where_names_of_classes_repeat() -> None:
+    assert name_columns("score", ["a", "a", "b", "a"]) == ["score_a", "score_a'", "score_b", "score_a''"]
+
+
+@pytest.mark.slow
+def test_predict_wf_takes_the_number_of_classes(folder: Path) -> None:
+    weights, sidecar = save(folder, 101)
+    given = f"--model_state {weights} --sidecar {sidecar} --images {folder / 'images'} --top_classes 3".split()
+    ended = pyflyte(
+        "run", str(ROOT / "workflows/prediction.py"), "predict_wf", *given, home=folder / "home", PYTHONPATH=str(folder)
+    )
+    assert ended.exit_code == 0, ended.output
+    [table] = (folder / "home/runs").glob("predictions-*/predictions.csv")
+    with table.open(newline="") as file:
+        check_ranks([*csv.DictReader(file)], expected_scores((weights, sidecar), folder), 3)
