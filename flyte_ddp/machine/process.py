@@ -280,7 +280,7 @@ def list_helper_pids() -> set[int]:
 
 
 def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
-    """Return the stack that a process writes to the pipe on SIGUSR1; empty if none begins to come within ``seconds``.
+    """Return the stack that a process writes to the pipe on SIGUSR1, or "" if no line comes within ``seconds``.
 
     The process has called ``faulthandler.register``, which writes line by line.
     """

@@ -189,7 +189,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Upload a checkpoint in one try, and keep this execution's 2 newest checkpoints; FileNotFoundError if none."""
+        """Upload a checkpoint in one try, and keep this execution's 2 newest. FileNotFoundError without the file."""
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
             header = checkpoint.read_checkpoint(this, quickly=True)  # the next attempt verifies

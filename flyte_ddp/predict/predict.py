@@ -290,9 +290,9 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
 def find_answers(
     model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
 ) -> TableColumns:
-    """Return the objective's answers by column, with texts "" where ``undefined`` [n]; UserError without columns.
+    """Return the objective's answers by column, with texts "" where ``undefined`` [n].
 
-    With ``top_classes`` the answers are those of Classification.top_answers.
+    Raises UserError if there are no columns. With ``top_classes`` the answers are those of Classification.top_answers.
     """
     objective, where = model.objective, model.sidecar.get("objective", "classification")
     shown = outputs if targets is None else objective.hide_padding(outputs, targets)

@@ -138,9 +138,9 @@ def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkp
 
 
 def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
-    """Return ``write()``, which raises a UserError by an OSError; on a full disk remove the older checkpoint first.
+    """Return ``write()``, and make room for it on a full disk by the run's older checkpoint.
 
-    The newest checkpoint stays.
+    The newest checkpoint stays. ``write`` raises a UserError, whose cause is an OSError, if it fails.
     """
     try:
         return write()
