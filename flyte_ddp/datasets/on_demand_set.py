@@ -121,7 +121,10 @@ def require_samples(set_name: str, samples: Any) -> int:
 
 
 def unwrap(samples: Any) -> list[Any]:
-    """Return a map-style set and all sets below by attributes ``dataset``, such as those of torch's Subset."""
+    """Return a map-style set, then the set in its attribute ``dataset``, such as torch's Subset has, and so on.
+
+    Returns an empty list if ``samples`` is no map-style set.
+    """
     found = list[Any]()
     # An attribute ``dataset`` may also be something else, such as a file that is open.
     while all(hasattr(type(samples), method) for method in MAP_STYLE) and all(samples is not each for each in found):

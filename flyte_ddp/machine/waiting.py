@@ -30,7 +30,7 @@ waits: list[Wait] = []  # of this process, which the timer limits; the innermost
 def limit_wait(what: str) -> Iterator[None]:
     """Raise a MachineError with ``what`` and the stack if the block takes longer than ``limit_seconds``.
 
-    Within another block, which costs a tenth, the inner block has a time of its own, and the outer block's time then
+    Within another block, which costs a sixth, the inner block has a time of its own, and the outer block's time then
     begins again. Has no limit outside the main thread, in C code that never returns, and where other code uses the
     system timer (SIGALRM), before the block or within. Code that catches the error is interrupted again.
     """

@@ -192,7 +192,7 @@ class CheckpointStore:
         """Upload a checkpoint in one try, and keep this execution's 2 newest. FileNotFoundError without the file."""
         with path.open("rb") as file:
             this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
-            header = checkpoint.read_checkpoint(this, quickly=True)  # the next attempt verifies
+            header = checkpoint.read_checkpoint(this, most_bytes=0)  # the next attempt verifies
             assert header is not None
             storage.write_file(self.new_file_address(SAVED, header.step, header.epoch, header.time), this)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)

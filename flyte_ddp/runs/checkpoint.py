@@ -7,6 +7,7 @@ A file is an archive of torch.save, a dict of two entries: ``head`` has a line o
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -146,7 +147,7 @@ def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
         return write()
     except UserError as error:
         cause, folder = error.__cause__, output_folder / FOLDER
-        newest = verify_checkpoints(folder, quickly=True)[0]
+        newest = verify_checkpoints(folder, most_bytes=QUICK_BYTES)[0]
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         older = [folder / name for name in SLOTS if newest is not None and (folder / name) != newest.path]
         if not is_full or not any(path.exists() for path in older):
@@ -156,19 +157,19 @@ def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
     return write()
 
 
-def read_checkpoint(path: Path, *, quickly: bool = False) -> Checkpoint | None:
+def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint | None:
     """Return the Checkpoint of a file, or None without a file.
 
-    The SHA-256 of each version of a file is checked once in a process. ``quickly`` leaves out the metrics, and the
-    SHA-256 of a file that has more than QUICK_BYTES. Raises UnreadableError.
+    The SHA-256 of each version of a file is checked once in a process, and not in a file of more than ``most_bytes``.
+    A limit also leaves out the metrics. Raises UnreadableError.
     """
     try:
         with path.open("rb") as file:
             version = file_version(path)
-            if version not in verified and not (quickly and version and version[2] > QUICK_BYTES):
+            if version not in verified and os.fstat(file.fileno()).st_size <= most_bytes:
                 verify_digest(file)
                 verified.update({version} if version else ())
-            header, metrics = read_head(file, with_metrics=not quickly)
+            header, metrics = read_head(file, with_metrics=most_bytes == math.inf)
             require_form(header, HEADER, "header")
             header["identity"] = Identity(**header["identity"])
             header["trained_in"] = tuple(Arithmetic(**entry) for entry in header["trained_in"])
@@ -231,16 +232,16 @@ def load_state(checkpoint: Checkpoint) -> Any:
     return torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)[STATE]
 
 
-def verify_checkpoints(folder: Path, *, quickly: bool = False) -> tuple[Checkpoint | None, dict[Path, str]]:
+def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Return the newest readable checkpoint or None, and the faults of unreadable checkpoints by path.
 
-    ``quickly`` is that of :func:`read_checkpoint`.
+    ``most_bytes`` is that of :func:`read_checkpoint`.
     """
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
         try:
-            found = read_checkpoint(folder / name, quickly=quickly)
+            found = read_checkpoint(folder / name, most_bytes=most_bytes)
         except UnreadableError as reason:
             unreadable[folder / name] = str(reason)
         else:
@@ -252,7 +253,9 @@ def verify_checkpoints(folder: Path, *, quickly: bool = False) -> tuple[Checkpoi
 
 def newest_step(output_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
-    found, unreadable = verify_checkpoints(output_folder / FOLDER, quickly=True)  # a run that is to end has little time
+    found, unreadable = verify_checkpoints(
+        output_folder / FOLDER, most_bytes=QUICK_BYTES
+    )  # a run that is to end has little time
     if found is not None:
         return found.step
     return None if unreadable else 0

@@ -283,6 +283,7 @@ class TpeDraws:
             self.wave = self.draw_wave()
 
     def draw_wave(self) -> dict[str, Any]:
+        """Draw up to nine new trials and add them to ``made``. Return Optuna's trials by the JSON of their values."""
         wave, end = dict[str, Any](), min(self.sweep.trials, len(self.made) + WAVE)
         for trial, values in ask_tpe(self.sweep, self.study):
             if (key := json.dumps(values)) not in self.made:

@@ -14,7 +14,7 @@ from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.work import Work
-from flyte_ddp.training.optimizer_state import load_attributes, load_optimizer_state, read_attributes
+from flyte_ddp.training.optimizer_state import changed_attributes, load_attributes, load_optimizer_state
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -65,7 +65,11 @@ class Checkpointer(CheckpointWriter):
         self.close()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return, in any thread, a CPU copy of the state after the last step; None if saved, or if an update failed."""
+        """Return a copy, on the CPU, of the training's state after the last step.
+
+        Any thread may call it. It waits for an update of the weights to end. Returns None if the last step is saved
+        already, and if an update has failed half way.
+        """
         state, recorder, selection = self.state, self.recorder, self.state.selection
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         trained_in = dict.fromkeys((*self.trained_before, recorder.arithmetic))
@@ -78,7 +82,7 @@ class Checkpointer(CheckpointWriter):
                 "buffers": state.buffers.state_dict(),
                 "average": state.average.state_dict() if state.average else None,
                 "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
-                "optimizer_attributes": [read_attributes(optimizer) for optimizer in state.optimizers],
+                "optimizer_attributes": [*map(changed_attributes, state.optimizers, state.attributes_at_start)],
                 "optimizers_train": state.optimizers_train,
                 "saw_non_finite": state.loss_watch.saw_non_finite,
                 "draws": state.this_pass.model_draws,

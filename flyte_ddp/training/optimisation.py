@@ -140,10 +140,11 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 
 
 def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
-    """Return the schedule ``kind`` (one of SCHEDULES, or the user's own) over ``total_steps`` optimiser steps.
+    """Return the function that gives the learning rate's factor for each of ``total_steps`` optimiser steps.
 
-    The built-in ones rise for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The user's own is
-    called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or another in a second call.
+    ``kind`` is one of SCHEDULES, or names the user's function. Built-in schedules rise for ``warmup_steps``, and
+    one_cycle rises for a quarter of the steps if ``warmup_steps`` is 0. A user's function is imported, and called up to
+    2,000 times. Raises UserError if a factor is negative or not finite, or differs between two calls.
     """
     if ":" in kind:
         factor = load_callable(kind)

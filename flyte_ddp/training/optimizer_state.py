@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -64,15 +65,33 @@ def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
 def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the attributes that are numbers, truth values or tensors, of an optimiser and of its inner optimisers.
 
-    No ``state_dict`` has them, and an optimiser may count its steps there.
+    No ``state_dict`` has such attributes, and an optimiser may count its steps in one.
     """
     kinds = (bool, int, float, Tensor)
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
     return [{name: value for name, value in vars(holder).items() if type(value) in kinds} for holder in holders]
 
 
+def changed_attributes(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of an optimiser's attributes that differ from ``before``, a copy of what read_attributes returned.
+
+    Attributes that no step changes may be the rank's own, such as the rank itself, and belong into no checkpoint.
+    """
+    pairs = zip(read_attributes(optimizer), before, strict=True)
+    return [
+        {name: value for name, value in now.items() if name not in old or not same_value(value, old[name])}
+        for now, old in pairs
+    ]
+
+
+def same_value(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value.cpu(), other)
+    return type(value) is type(other) and bool(value == other)
+
+
 def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Set the attributes that :func:`read_attributes` has returned. Tensors stay on the optimiser's devices."""
+    """Set the attributes that :func:`changed_attributes` has returned. Tensors stay on the optimiser's devices."""
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
     for holder, values in zip(holders, saved, strict=True):
         for name, value in values.items():

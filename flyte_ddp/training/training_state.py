@@ -26,6 +26,7 @@ from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerSource
 from flyte_ddp.machine.clock import make_clock
+from flyte_ddp.machine.device_copy import copy_to_cpu
 from flyte_ddp.models import zoo
 from flyte_ddp.models.initial_weights import freeze_parts, load_initial_weights, set_training_mode
 from flyte_ddp.models.inputs import InputSpec, explain_model_errors, prepare_inputs
@@ -44,6 +45,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
 from flyte_ddp.training.optimisation import MovingAverage, create_optimizers, make_schedule
+from flyte_ddp.training.optimizer_state import read_attributes
 from flyte_ddp.user_code import source as user_source
 
 
@@ -99,6 +101,7 @@ class TrainingState:
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizers = create_optimizers(model, hp)
+        self.attributes_at_start = copy_to_cpu([read_attributes(optimizer) for optimizer in self.optimizers])
         self.optimizers_train: bool | None = None  # whether their train() was called last, or eval()
         self.initial_rates = [float(group["lr"]) for group in self.parameter_groups()]
         self.schedule = make_schedule(hp.schedule, hp.warmup_steps, self.total_steps)

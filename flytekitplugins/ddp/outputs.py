@@ -76,6 +76,7 @@ def convert_value(value: Any, kind: Any, where: str) -> Any:
 
 
 def convert_plain(value: Any, kind: type, where: str) -> Any:
+    """Return a number, text, truth value or time in the type ``kind``. UserError where the value would change."""
     value = to_plain(value)
     if kind is float and type(value) is int and abs(value) <= LARGEST_EXACT:
         value = float(value)
@@ -89,7 +90,7 @@ def convert_plain(value: Any, kind: type, where: str) -> Any:
 
 
 def convert_parts(value: Any, kind: type, where: str) -> Any:
-    """Return a copy of a NamedTuple or a dataclass's instance, with all fields in their types."""
+    """Return a copy of a NamedTuple or of a dataclass's instance, with each field's value in the field's type."""
     hints = get_type_hints(kind, include_extras=True)
     parts = {}
     for name in list_parts(value):

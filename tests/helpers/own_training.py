@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flyte_ddp.config import Hyperparameters
@@ -53,8 +54,10 @@ class Counting(torch.optim.SGD):
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
         self.steps, self.factor = 0, torch.ones((), dtype=torch.float64)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0  # which a resume must leave alone
 
     def step(self, closure: None = None) -> None:
+        assert self.rank == (dist.get_rank() if dist.is_initialized() else 0)
         self.steps, self.factor = self.steps + 1, self.factor * 0.9
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:

@@ -36,8 +36,8 @@ def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
 def test_a_newer_checkpoint_is_not_sent_by_an_older_ones_name(store: CheckpointStore, tmp_path, monkeypatch) -> None:
     path, read = write(tmp_path / "a.ckpt", 5), checkpoint.read_checkpoint
 
-    def replace_when_read(found: Path, *, quickly: bool) -> Checkpoint | None:
-        header = read(found, quickly=quickly)
+    def replace_when_read(found: Path, *, most_bytes: float) -> Checkpoint | None:
+        header = read(found, most_bytes=most_bytes)
         write(path, 7)
         return header
 

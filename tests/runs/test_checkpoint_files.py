@@ -9,6 +9,7 @@ import pytest
 import torch
 from kept_checkpoints import ARITHMETIC, IDENTITY
 
+from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint
 
@@ -54,7 +55,7 @@ def test_head_and_state_come_back(tmp_path: Path, metrics: bytes) -> None:
     found = checkpoint.read_checkpoint(tmp_path / "a.ckpt")
     assert found is not None
     assert found.metrics == metrics
-    assert written == checkpoint.read_checkpoint(tmp_path / "a.ckpt", quickly=True)
+    assert written == checkpoint.read_checkpoint(tmp_path / "a.ckpt", most_bytes=0)
     assert checkpoint.load_state(found)["step"] == 7
 
 
@@ -74,3 +75,12 @@ def test_each_version_of_a_file_is_verified_once(tmp_path: Path, monkeypatch: py
         for _ in range(3):
             checkpoint.read_checkpoint(tmp_path / "a.ckpt")
     assert len(calls) == 2
+
+
+def test_an_upload_leaves_verifying_to_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.ckpt", STATE)
+    monkeypatch.setattr(checkpoint, "verify_digest", None)
+    store = CheckpointStore(str(tmp_path / "store"), "one")
+    store.upload_checkpoint(tmp_path / "a.ckpt")
+    [sent] = tmp_path.glob("store/one/saved-*")
+    assert sent.read_bytes() == (tmp_path / "a.ckpt").read_bytes()

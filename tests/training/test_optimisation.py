@@ -53,6 +53,14 @@ def test_state_and_groups_survive_a_resume_bit_for_bit(
     assert rates[0] == rates[1]
 
 
+@pytest.mark.slow
+def test_a_ranks_own_attributes_are_not_those_of_the_rank_that_saved(train: Train) -> None:
+    """Its number, say, which the optimiser compares in each step with the group's."""
+    hp = replace(SMALL, optimizer="own_training:counting_steps")
+    cut_off(lambda: train(hp), 6)
+    assert resumed_steps(train(replace(hp, num_ranks=2))) == [0, 6]
+
+
 def test_values_at_any_depth_are_loaded_as_they_were_saved() -> None:
     """torch's own method casts tensors in lists and dicts to the parameter's type, and loses texts."""
     parameter = nn.Parameter(torch.zeros(2))
