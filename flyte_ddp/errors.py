@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 import click
 
@@ -41,9 +43,16 @@ class RankError(click.ClickException, RuntimeError):
         self.details, self.recoverable = details, recoverable
         self.file: Path | None = None  # the file that holds the details
         self.step: int | None = None  # step of the newest checkpoint; 0: there is none; None: not known
+        self.noticed = time.time()  # when the failure was noticed, in seconds since 1970
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (self.message, self.details)))
+
+    def with_reason(self, reason: str) -> Self:
+        """Return the same error with a longer message."""
+        longer = type(self)(f"{self.message}{reason}", details=self.details, recoverable=self.recoverable)
+        longer.step, longer.noticed = self.step, self.noticed
+        return longer
 
     def format_message(self) -> str:
         """Return the lines of click's panel: the message; the file with the details; where a retry resumes."""

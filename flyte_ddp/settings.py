@@ -49,6 +49,7 @@ class Settings:
     progress: str = "auto"
     checkpoint_seconds: float = 60.0
     save_seconds: float = 30.0
+    restarts: int = 3  # in place, without progress in between
     timeout: float = 600.0
     wandb_project: str = "flyte-ddp"
     wandb_entity: str = ""
@@ -75,6 +76,7 @@ def read_settings() -> Settings:
         progress=read_choice("FLYTE_DDP_PROGRESS", ("auto", "bar", "lines", "off")),
         checkpoint_seconds=read_number("FLYTE_DDP_CHECKPOINT_SECONDS"),
         save_seconds=read_number("FLYTE_DDP_SAVE_SECONDS"),
+        restarts=read_whole_number("FLYTE_DDP_RESTARTS"),
         timeout=read_number("FLYTE_DDP_TIMEOUT", at_least=1.0),
         wandb_project=read_text("WANDB_PROJECT"),
         wandb_entity=read_text("WANDB_ENTITY"),

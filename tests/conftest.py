@@ -79,6 +79,7 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         for name in tuple(os.environ):
             if name.startswith(("FLYTE", "WANDB_")):
                 patch.delenv(name)
+        patch.setenv("FLYTE_DDP_RESTARTS", "0")  # so that tests see the failure; tests of restarts allow them
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("MPLCONFIGDIR", str(zygote.MATPLOTLIB))
         yield

@@ -61,7 +61,8 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
                 run = wrap_by_value(agent.run_agent)
                 tasks = []
                 for rank, worker in enumerate(workers):
-                    ticket = rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank], work.function))
+                    info = RankInfo(rank, num_ranks, devices[rank], work.function, work.world.device_type)
+                    ticket = rendezvous.make_ticket(info)
                     with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                         folder = descriptions[worker]["local_directory"]
                         tasks.append(delayed(run, pure=False)(ticket.to_stdin(), files, folder))

@@ -28,7 +28,8 @@ from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_
 from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK, host_addresses, set_network_interface
-from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
+from flyte_ddp.launch.supervise.restarts import run_with_restarts
+from flyte_ddp.launch.supervise.stopping import call_on_signals, catch_stop_signals, stop_error
 from flyte_ddp.machine import process, resources
 from flyte_ddp.machine.process import hide_main_script, stop_signals
 from flyte_ddp.machine.resources import Request, World
@@ -62,13 +63,19 @@ def find_world(request: Request) -> World:
 def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work as rank 0 if this process is Elastic's worker for it; else start workers here, one for each rank.
 
-    After a failure Elastic restarts all of them up to ``retries`` times. At the end kills what this thread started.
+    After a failure Elastic restarts all of them up to ``retries`` times, and then this process does, in place. At the
+    end kills what this thread started.
     """
     work = work.choose_world(find_world)
     if RUN_ID in os.environ:
         run_as_rank_0(work)
         return
+    with catch_stop_signals() as stop:  # for the moments when Elastic does not listen
+        run_with_restarts(work, lambda work: start_workers(work, retries), stop)
 
+
+def start_workers(work: Work, retries: int) -> None:
+    """Start Elastic's workers on this machine, and wait for their end; raise the error of a failed run."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -276,15 +283,17 @@ def run_worker_rank(
     except (EOFError, OSError):
         raise lost_rank_0_error() from None
     set_network_interface(host)
-    link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
+    run_folder = work.output_folder if work.sees_run_folder else None
+    link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0, run_folder)
     # Elastic sends SIGTERM as soon as another worker has failed. That must not end this process before its descendants.
     with call_on_signals(stop_signals(), lambda: link.send("stop")), process.kill_new_descendants_at_end():
         try:
             run_rank(prepare(work), ticket.info, link.offer_saving, link)
         except BaseException as error:
             link.report_error(error)
+            outcome = link.wait_for_outcome(error)
             link.send("exit", code=1)
-            raise link.wait_for_outcome(error) or error from None
+            raise outcome or error from None
         link.send("completed")
         link.send("exit", code=0)
         if (outcome := link.wait_for_outcome()) is not None:

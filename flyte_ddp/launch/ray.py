@@ -46,7 +46,9 @@ def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
                 for rank in range(num_ranks):
                     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
                     task = ray.remote(agent.run_agent).options(**options, scheduling_strategy=where)
-                    info = RankInfo(rank, num_ranks, 0, work.function)  # Ray shows a task only the task's own GPUs
+                    info = RankInfo(
+                        rank, num_ranks, 0, work.function, work.world.device_type
+                    )  # Ray shows a task only the task's own GPUs
                     tasks.append(task.remote(rendezvous.make_ticket(info).to_stdin()))
                 rendezvous.run_ranks(lambda: raise_if_task_failed(tasks))
         finally:

@@ -82,6 +82,7 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
         if records is not None:
             records.start(describe_run(rank, device))
             records.progress.print_note(f"ranks: {info.world_size}, nodes: {work.world.num_nodes}")
+            rank.record_restarts(records.log.write)
         rank.offer_saving(checkpoints.save_last)
         yield current
     finally:

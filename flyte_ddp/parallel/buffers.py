@@ -33,7 +33,7 @@ class Buffers:
         self.unsaved_names = [name for name in self.shared_names if name not in saved]  # persistent=False
         self.initial = {name: values[name].clone() for name in self.shared_names}
         self.changed_before_resume: set[str] = set()  # names of buffers
-        self.after_last_step = {name: value.clone() for name, value in values.items()} if rank() == 0 else {}
+        self.after_last_step = {name: value.clone() for name, value in values.items()}
         self.found = dict(model.named_buffers(remove_duplicate=False))  # what copy_after_step checked last
         # All shared buffers are copied into one tensor of bytes, with a view for each: one broadcast, one comparison.
         shared = [values[name] for name in self.shared_names] if world_size() > 1 else []
@@ -83,7 +83,7 @@ class Buffers:
 
     @torch.no_grad()
     def copy_after_step(self) -> None:
-        """Copy the model's buffers, on rank 0, to ``after_last_step``, from which checkpoints are made."""
+        """Copy the model's buffers to ``after_last_step``, from which checkpoints are made."""
         if not self.after_last_step:
             return
         found = dict(self.model.named_buffers(remove_duplicate=False))
@@ -101,7 +101,7 @@ class Buffers:
         return result
 
     def changed_names(self) -> list[str]:
-        """Return the sorted names of the buffers that forward passes have changed in this run; on rank 0 only."""
+        """Return the sorted names of the buffers that forward passes have changed in this run."""
         pairs = {name: (self.after_last_step[name], self.initial[name]) for name in self.shared_names}
         now = {name for name, (new, old) in pairs.items() if not ((new == old) | new.isnan() & old.isnan()).all()}
         return sorted(self.changed_before_resume | now)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 STEPS = {"kind": str, "step": COUNT, "time?": float}
-STEP = {"kind?": str, "step?": COUNT, "time?": float, "resumed_after_step?": (COUNT, None)}
+STEP = {"kind?": str, "step?": COUNT, "time?": float, "resumed_after_step?": (COUNT, None), "reason?": str}
 
 TEMPLATES = Path(__file__).with_name("templates")
 # Of the classes of masks, in reports and in the files of predicted masks.
@@ -54,6 +54,8 @@ class RunRecords:
                     for steps in self.by_step.values():
                         for step in [step for step in steps if step > checkpoint]:
                             del steps[step]
+            elif kind == "restart" and self.starts:  # in place, which the last start is
+                self.starts[-1].setdefault("restarts", []).append(record.get("reason", ""))
             elif kind == "end":
                 self.end = record
             elif kind in self.by_step:

@@ -113,6 +113,23 @@ class Checkpoint:
         return f"going on after step {self.step:,}, saved {when}"
 
 
+@dataclass(frozen=True)
+class Handover:
+    """What another rank must know to write a checkpoint in rank 0's place."""
+
+    name: str  # of the file, one of SLOTS
+    step: int  # of the newest checkpoint
+    epoch: int
+    metrics: bytes  # what rank 0 has recorded
+
+
+def describe_handover(output_folder: Path) -> Handover:
+    newest = verify_checkpoints(output_folder / FOLDER, most_bytes=0)[0]
+    path = next_slot(output_folder / FOLDER, newest.path if newest else None)
+    position = (newest.step, newest.epoch) if newest else (0, 0)
+    return Handover(path.name, *position, (output_folder / "metrics.jsonl").read_bytes())
+
+
 def next_slot(folder: Path, newest: Path | None) -> Path:
     """Return the path of the next checkpoint: of the two files the one that is not ``newest``."""
     return folder / (SLOTS[1] if newest is not None and newest.name == SLOTS[0] else SLOTS[0])

@@ -119,9 +119,12 @@ class CheckpointWriter:
     def _write_snapshot(self, snapshot: Snapshot) -> None:
         with (self.output_folder / METRICS).open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
-        epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
         newest = self.newest.path if self.newest else None
-        path = checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest)
+        self.write_snapshot(snapshot, checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest), metrics)
+
+    def write_snapshot(self, snapshot: Snapshot, path: Path, metrics: bytes) -> None:
+        """Write a snapshot to a file, from then on the newest checkpoint; ``metrics`` is up to the snapshot."""
+        epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
         new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
         self.newest = checkpoint.write_with_room(
             self.output_folder, lambda: checkpoint.write_checkpoint(new, snapshot.values)

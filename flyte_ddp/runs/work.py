@@ -14,6 +14,21 @@ NOT_FOUND = World(num_ranks=0)
 
 
 @dataclass(frozen=True)
+class Restart:
+    """A start of all ranks in place, after a failure."""
+
+    reason: str  # the failure
+    step: int  # of the checkpoint from which the ranks start; 0: from scratch
+    number: int  # of the restarts without progress in between, from 1
+    most: int  # how many of these are allowed
+    time: float  # when the failure was noticed, in seconds since 1970
+
+    def describe(self, seconds: float) -> str:
+        after = f"from step {self.step:,}" if self.step else "from scratch, as there is no checkpoint yet"
+        return f"{self.reason}; restarted {after}, in {seconds:.1f} s ({self.number} of {self.most})"
+
+
+@dataclass(frozen=True)
 class Work:
     """What ranks are to do, and what all of them need to know. Launchers pass ``arguments`` on without a look."""
 
@@ -24,6 +39,7 @@ class Work:
     identity: Identity  # what a checkpoint must belong to
     settings: Settings
     checkpoint: Checkpoint | None = None  # from which the run resumes
+    restarts: tuple[Restart, ...] = ()  # in place, since the checkpoint; rank 0 records them
     files: Mapping[str, Path] = field(default_factory=dict)  # what hosts without the output folder must be sent
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
     on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks

@@ -30,7 +30,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
-        line = json.dumps(replace_non_finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
+        line = format_record({"time": time.time(), **record}) + b"\n"
         with explain_write_errors(self._path, OTHER):
             while line:  # a disk that is nearly full takes a part of the line before it raises
                 line = line[self._file.write(line) :]
@@ -50,6 +50,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         return [*parse_records(path.read_bytes().splitlines())]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from error
+
+
+def format_record(record: Mapping[str, Any]) -> bytes:
+    """Return a mapping of JSON values as a line without its end; NaN and the infinities become null."""
+    return json.dumps(replace_non_finite(record), allow_nan=False).encode()
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

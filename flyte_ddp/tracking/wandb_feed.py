@@ -121,6 +121,8 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
                 for name, each in record["parameters"].items()
             }
             run.log({"step": record["step"], **histograms})
+        elif kind == "restart":
+            run.log({f"restart/{key}": value for key, value in record.items()})
         elif kind == "end":
             trained = True
             run.summary.update(record)

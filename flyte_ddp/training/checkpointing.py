@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 
+from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.machine.device_copy import copy_to_cpu
 from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
@@ -15,7 +16,7 @@ from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.work import Work
 from flyte_ddp.training.optimizer_state import changed_attributes, load_attributes, load_optimizer_state
-from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.recording import Recorder, complete_metrics
 from flyte_ddp.training.training_state import TrainingState
 
 LARGE = ("model", "average", "optimizers")  # parts of a saved state that are copied when they are loaded
@@ -45,14 +46,16 @@ def load_training_state(state: TrainingState, recorder: Recorder, found: checkpo
 class Checkpointer(CheckpointWriter):
     """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
-    Leaving its block waits for the last checkpoint. Idle on other ranks than 0, or if ``checkpoint_seconds`` is 0.
+    Leaving its block waits for the last checkpoint. Other ranks than 0 only save where rank 0 is lost. Saves nothing if
+    ``checkpoint_seconds`` is 0.
     """
 
     def __init__(self, work: Work, state: TrainingState, recorder: Recorder) -> None:
         super().__init__(work.output_folder, work.identity, work.checkpoint, state.settings.checkpoint_seconds)
         self.state, self.recorder = state, recorder
         self.trained_before = work.checkpoint.trained_in if work.checkpoint else ()
-        self.closed = rank() != 0 or state.settings.checkpoint_seconds == 0  # from the start: idle
+        self.saves = state.settings.checkpoint_seconds > 0
+        self.closed = rank() != 0 or not self.saves  # from the start: idle
 
     def __enter__(self) -> Self:
         if not self.closed:
@@ -94,7 +97,7 @@ class Checkpointer(CheckpointWriter):
             # The best weights are a copy that nothing changes, so they need no second copy.
             best = selection.weights if selection.epoch and state.hp.keep == "best" else None
             copied = {**copy_to_cpu(values), "best": best}
-            return Snapshot(state.epoch, state.step, recorder.log.size(), copied, tuple(trained_in))
+            return Snapshot(state.epoch, state.step, recorder.size(), copied, tuple(trained_in))
 
     def save_epoch(self) -> None:
         if not self.closed and (snapshot := self.take_snapshot()):
@@ -110,6 +113,26 @@ class Checkpointer(CheckpointWriter):
                 self.write_newest(self.waiting, now=True)
                 self.refuse_more()  # because the caller reports this step as the one to resume after
         return self.newest_step
+
+    def save_for_rank_0(self, handover: checkpoint.Handover) -> int | None:
+        """Write the state in the place of a rank 0 that is lost; return the newest saved step, None if that fails.
+
+        Any thread may call it.
+        """
+        state = self.state
+        if (state.step, state.epoch) <= (handover.step, handover.epoch):
+            return handover.step
+        try:
+            snapshot = self.take_snapshot() if self.saves else None
+            if snapshot is None or not self.is_resumable(snapshot):
+                return None
+            metrics = complete_metrics(handover.metrics, self.recorder.own, snapshot.epoch, snapshot.step)
+            path = self.output_folder / checkpoint.FOLDER / handover.name
+            self.write_snapshot(snapshot, path, metrics)
+        except Exception as error:
+            print_to_stderr(f"checkpoint could not be written: {error}")
+            return None
+        return snapshot.step
 
     def is_resumable(self, snapshot: Snapshot) -> bool:
         """Return True if losses and trained weights are finite, and torch.load(weights_only=True) takes the model's."""

@@ -1,7 +1,8 @@
 """Metrics while a run trains, and the progress on the terminal. Rank 0 writes."""
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,12 @@ from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.checkpoint import Arithmetic
 from flyte_ddp.runs.run_folder import METRICS
-from flyte_ddp.text.json_lines import JsonLines
+from flyte_ddp.text.json_lines import JsonLines, format_record, parse_records
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
+OWN_RECORDS = 4  # another rank than 0 may be ahead of rank 0 by a step, and by an evaluation
 LONG_WAIT = 0.2  # share of the steps' time in which a GPU has nothing to do
 SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies", "warnings")
 
@@ -41,6 +43,7 @@ class Recorder:
         self.settings, self.log_interval = state.settings, state.hp.log_interval
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
+        self.own: deque[dict[str, Any]] = deque(maxlen=OWN_RECORDS)  # the last ones, on other ranks than 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.weight: torch.Tensor | int = 0  # sum of weights since the last record, as loss_sum and samples are
         self.samples = 0
@@ -54,6 +57,16 @@ class Recorder:
         if self.writes:
             self.log = JsonLines(output_folder / METRICS)
             self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record to metrics.jsonl; on other ranks than 0 keep the record, in case that rank 0 is lost."""
+        if self.writes:
+            self.log.write(record)
+        else:
+            self.own.append({"time": time.time(), **record})
+
+    def size(self) -> int:
+        return self.log.size() if self.writes else 0
 
     def close(self) -> None:
         if self.writes:
@@ -92,14 +105,14 @@ class Recorder:
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
         loss = self.loss_sum.item() / (float(self.weight) or 1.0)
+        record: dict[str, Any] = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
+        if gradient_norm is not None:
+            record["gradient_norm"] = gradient_norm.item()
+        rates = {"samples": self.samples / elapsed}
+        if self.counts_tokens:
+            rates["tokens"] = float(self.weight) / elapsed
+        self.write({**record, **{f"{unit}_per_second": rate for unit, rate in rates.items()}, "loss": loss})
         if self.writes:
-            record = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
-            if gradient_norm is not None:
-                record["gradient_norm"] = gradient_norm.item()
-            rates = {"samples": self.samples / elapsed}
-            if self.counts_tokens:
-                rates["tokens"] = float(self.weight) / elapsed
-            self.log.write({**record, **{f"{unit}_per_second": rate for unit, rate in rates.items()}, "loss": loss})
             shown = {unit: f"{rate:,.0f} {unit}/s" for unit, rate in rates.items()}
             self.progress.show_step(step, {"loss": f"loss {loss:.4f}", **shown})
         self.loss_sum.zero_()
@@ -111,11 +124,11 @@ class Recorder:
     ) -> None:
         """Keep the test split's main measure; on rank 0 write and print both splits' measures."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
+        record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
+        for split, evaluation in (("validation", validation), ("test", test)):
+            record |= {f"{split}_{name}": value for name, value in evaluation.measures.items()}
+        self.write(record)
         if self.writes:
-            record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
-            for split, evaluation in (("validation", validation), ("test", test)):
-                record |= {f"{split}_{name}": value for name, value in evaluation.measures.items()}
-            self.log.write(record)
             self.progress.print_evaluation(record, self.main_measure)
             if self.settings.wandb_watch:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
@@ -141,6 +154,27 @@ class Recorder:
         }
         total = self.clock.total()
         return {**seconds, "other": total - sum(seconds.values()), "total": total}
+
+
+def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: int, step: int) -> bytes:
+    """Return the records of rank 0, which is lost, up to a state of another rank: ``epoch`` and ``step`` are done.
+
+    The last of them may be missing: ``own`` has those of the other rank. Later ones are left out.
+    """
+    lines: list[bytes] = []
+    found: set[tuple[Any, Any]] = set()
+
+    def is_later(record: Mapping[str, Any]) -> bool:
+        return bool(record.get("step", 0) > step or (record["kind"] == "evaluation" and record["epoch"] > epoch))
+
+    for line in metrics.splitlines():
+        for record in parse_records([line]):
+            if is_later(record):
+                break
+            lines.append(line)
+            found.add((record["kind"], record.get("step")))
+    missing = [record for record in own if not is_later(record) and (record["kind"], record["step"]) not in found]
+    return b"".join(line + b"\n" for line in [*lines, *map(format_record, missing)])
 
 
 def describe_waiting(

@@ -67,6 +67,10 @@ def train(rank: Rank) -> None:
         )
         with Checkpointer(work, state, recorder) as checkpoints, explain_full_device(fix):
             rank.offer_saving(checkpoints.save_last)
+            if rank.link is not None:
+                rank.link.offer_standing_in(checkpoints.save_for_rank_0)
+            if recorder.writes:
+                rank.record_restarts(recorder.log.write)
             while state.epoch < state.last_epoch and not state.selection.stopped:
                 for batch in state.clock.time_steps(remaining_batches(state)):
                     train_step(state, recorder, batch)

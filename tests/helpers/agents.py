@@ -23,7 +23,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
     if hasattr(work.arguments, "data"):
         work = replace(work, arguments=replace(work.arguments, data=NOWHERE))
     with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(work, "127.0.0.1") as rendezvous:
-        infos = [RankInfo(rank, num_ranks, rank, work.function) for rank in range(num_ranks)]
+        infos = [RankInfo(rank, num_ranks, rank, work.function, "cpu") for rank in range(num_ranks)]
         tickets = [rendezvous.make_ticket(info) for info in infos]
         sent = [pool.submit(send, replace(each, output_folder=NOWHERE), retries) for each in tickets]
         rendezvous.run_ranks(lambda: refuse_failed(sent))

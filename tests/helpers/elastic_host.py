@@ -17,7 +17,7 @@ def main(hp: str, data: str, folder: str, like_a_task: str = "") -> None:
 
     def lead() -> None:
         cache = Path(folder).parent / "cache"
-        settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
+        settings = Settings(progress="off", wandb_mode="disabled", restarts=0, cache_folder=cache, timeout=60.0)
         run_training(Hyperparameters.from_json(hp), Path(data), Path(folder), settings, launch=elastic.launch)
 
     if like_a_task:

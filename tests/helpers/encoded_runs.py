@@ -20,7 +20,7 @@ BASE = Hyperparameters(
 
 
 def quiet(folder: Path, **settings) -> Settings:
-    return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
+    return Settings(progress="off", wandb_mode="disabled", restarts=0, cache_folder=folder / "cache", **settings)
 
 
 def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -> Result:

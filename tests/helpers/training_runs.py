@@ -21,7 +21,7 @@ from flyte_ddp.training import train as training
 from flyte_ddp.training.recording import StepSums
 from flyte_ddp.training.training_state import TrainingState
 
-QUIET = Settings(progress="off", wandb_mode="disabled")
+QUIET = Settings(progress="off", wandb_mode="disabled", restarts=0)
 Train = Callable[..., Result]
 
 

@@ -52,8 +52,11 @@ def test_what_came_before_supervision_does_not_wait_for_another_message(tmp_path
     agent.send({"kind": "stop"} if said == "stop" else describe_error(UserError("make room")))
     agent.send({"kind": "stored"} if said == "stop" else {"kind": "exit", "code": 1})
     with ThreadPoolExecutor(1) as pool:
-        handle.send_work(work_in(tmp_path, files={"weights": tmp_path / "weights.pt"}))
-        supervising = pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), Settings(save_seconds=0.0))
+        work = replace(
+            work_in(tmp_path, files={"weights": tmp_path / "weights.pt"}), settings=Settings(save_seconds=0.0)
+        )
+        handle.send_work(work)
+        supervising = pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), work)
         with pytest.raises(StoppedError if said == "stop" else UserError):
             supervising.result(LIMIT)
 
@@ -72,6 +75,10 @@ def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
         rank.send({"kind": "ready"})
         supervisor.wait_and_handle_messages([handle], StopRequest(), LIMIT)
         assert pickle.loads(received.result(LIMIT)["work"]) == work
+
+
+def refuse() -> ProcessHandle:
+    raise AssertionError("the rank is to start again")
 
 
 class Agent:
@@ -123,7 +130,7 @@ def test_a_signal_to_an_agent_is_passed_on_while_its_rank_starts(tmp_path, monke
 
     before = signal.getsignal(signal.SIGTERM)
     with agent.talking(talk):
-        assert proxy.proxy_rank(agent.handle, agent.ticket)
+        assert proxy.proxy_rank(agent.handle, agent.ticket, refuse)
 
 
 def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +147,7 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
         agent.launcher.send({"kind": "over", "error": None})
 
     with agent.talking(talk):
-        assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"
+        assert proxy.proxy_rank(agent.handle, agent.ticket, refuse), "which ends the agent without a failure of its own"
 
 
 def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkeypatch) -> None:
@@ -152,5 +159,5 @@ def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(tmp_path, monkey
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(handle.read_stack).result(LIMIT) == ""
         with pytest.raises(OutOfMemoryError):
-            pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), Settings()).result(LIMIT)
+            pool.submit(supervisor.supervise_ranks, [handle], StopRequest(), work_in(tmp_path)).result(LIMIT)
         pool.submit(handle.close).result(LIMIT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
+from kept_checkpoints import IDENTITY
 from trials import Trial
 
 from benchmarks.running import descendants, process_name
@@ -20,6 +21,7 @@ from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.fork_server import SERVER, ForkedHandle
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 
@@ -115,12 +117,13 @@ def test_an_import_of_torch_that_hangs_is_named_with_its_stack(trial: Trial, tmp
     nothing_is_left(trial.folder, trial.temporary)
 
 
-def test_an_exit_code_that_comes_just_after_the_end_of_its_rank_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_code_that_comes_just_after_the_end_of_its_rank_was_seen(tmp_path, monkeypatch) -> None:
     """Once in some thousand ends the supervisor slept through it, until rank 0's collective timed out."""
     server: Any = SimpleNamespace(exitcode=None, sentinel=None, pid=None)
     pipe, its_pipe = Pipe()
     stacks, _ = Pipe(duplex=False)
     exit_pipe, its_exit_pipe = Pipe(duplex=False)
+    work = Work("", None, Request(1), tmp_path, IDENTITY, Settings())
     its_exit_pipe.send(os.getpid())
     its_pipe.close()
     wait, waits = supervisor.wait_and_handle_messages, []
@@ -134,5 +137,5 @@ def test_an_exit_code_that_comes_just_after_the_end_of_its_rank_was_seen(monkeyp
 
     monkeypatch.setattr(supervisor, "wait_and_handle_messages", wait_then_send)
     with pytest.raises(RankLostError, match=r"^rank 0 was killed by SIGKILL$"):
-        supervisor.supervise_ranks([ForkedHandle(0, server, pipe, stacks, exit_pipe)], StopRequest(), Settings())
+        supervisor.supervise_ranks([ForkedHandle(0, server, pipe, stacks, exit_pipe)], StopRequest(), work)
     assert waits == [False, False]

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rendezvous import worker
@@ -51,15 +52,22 @@ def test_what_rank_0_writes_comes_before_the_message_about_it(tmp_path: Path, mo
     (copy / "metrics.jsonl").write_text("sent before\n")
     (pipe, launcher), (from_rank, rank) = Pipe(), Pipe()
     handle = RankHandle(0, from_rank, "127.0.0.1")
-    sender = FileSender(host, pipe.send)
     content = {"metrics.jsonl": b"sent before\nnew\n", "checkpoints/a.ckpt": bytes(3005), "own/empty": b""}
     (host / "own").mkdir()
-    for name, data in content.items():
-        (host / name).write_bytes(data)
+
+    class Sender(FileSender):
+        """Sends what is written after it was made."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for name, data in content.items():
+                (host / name).write_bytes(data)
+
+    monkeypatch.setattr(proxy, "FileSender", Sender)
     rank.send({"kind": "saved", "step": 3})
     rank.send({"kind": "completed"})
     handle.exitcode = 0
-    assert not proxy.relay_messages(handle, pipe, pipe.send, sender)
+    assert not proxy.relay_messages(handle, pipe, pipe.send, host)
     kinds = []
     while not kinds or kinds[-1] != "exit":
         message = launcher.recv()

@@ -11,7 +11,9 @@ import threading
 
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.remote.sources import unpack_sources
-from flyte_ddp.launch.supervise.rank_handle import RankHandle, start_process
+from flyte_ddp.launch.supervise.fork_server import open_starter
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.supervisor import end_ranks
 from flyte_ddp.machine.process import become_subreaper, kill_descendants
 
 
@@ -45,15 +47,23 @@ def main() -> None:
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)
     group: list[RankHandle] = []
-    try:
-        start_process(group, info)  # first: the rank imports torch while this process gets the work
-        from flyte_ddp.launch.remote.proxy import proxy_rank
 
-        ticket = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
-        code = 0 if proxy_rank(group[0], ticket) else 1
-    finally:
-        kill_descendants()  # the rank, too: its pipes stay open as long as one of its descendants lives
+    def start_rank() -> RankHandle:
+        end_ranks(group)
+        group.clear()
+        start_ranks(group, [info])
+        return group[0]
+
+    with open_starter() as start_ranks:
+        try:
+            first = start_rank()  # imports torch while this process gets the work
+            from flyte_ddp.launch.remote.proxy import proxy_rank
+
+            ticket = pickle.load(sys.stdin.buffer)
+            threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
+            code = 0 if proxy_rank(first, ticket, start_rank) else 1
+        finally:
+            kill_descendants()  # the rank, too: its pipes stay open as long as one of its descendants lives
     sys.exit(code)
 
 

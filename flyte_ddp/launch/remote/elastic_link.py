@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError
+from flyte_ddp.files import hold_lock
 from flyte_ddp.launch.supervise.failures import OWN
 from flyte_ddp.launch.supervise.link import Link, classify_failure
 from flyte_ddp.machine import process
+from flyte_ddp.runs.checkpoint import describe_handover
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
 ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
@@ -30,7 +32,8 @@ NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before oth
 class WorkerLink(Link):
     """An Elastic worker's connection to rank 0, which also gets the run's outcome; create it in the rank's thread."""
 
-    def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
+    def __init__(self, pipe: Connection, rank: int, resumed_step: int, run_folder: Path | None = None) -> None:
+        self.run_folder = run_folder  # None: this host does not see the folder
         self.outcome: Future[BaseException | None] = Future()
         self.main = threading.get_ident()
         self.rank = rank
@@ -47,6 +50,9 @@ class WorkerLink(Link):
             super().handle_message(message)
 
     def handle_lost_launcher(self) -> None:
+        if self.run_folder is not None:
+            with suppress(OSError), hold_lock(self.run_folder, ".stand-in.tmp", wait=False):  # one rank is enough
+                self._stand_in(describe_handover(self.run_folder))
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:

@@ -1,7 +1,7 @@
 """An agent's half of the conversation between a rank and its launcher on another host."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
@@ -29,8 +29,11 @@ def detect_lost_launcher() -> Iterator[None]:
         raise LauncherGoneError from error
 
 
-def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
-    """Relay messages until the run is over and return True; return False if the launcher is lost before."""
+def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Callable[[], RankHandle]) -> bool:
+    """Relay messages until the run is over and return True; return False if the launcher is lost before.
+
+    ``start_rank`` starts the rank again, after the launcher has asked for that.
+    """
     with connection.open_local_folder(ticket) as folder:
         try:
             pipe = connection.connect_to_launcher(ticket, folder)
@@ -48,21 +51,26 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
 
         with closing(pipe), call_on_signals(stop_signals(), request_stop):
             try:
-                return relay_until_over(handle, folder, pipe, send)
+                while not relay_until_over(handle, folder, pipe, send):
+                    handle = start_rank()
             except connection.RunOverError:
-                return True
+                pass
             except LauncherGoneError:
                 return False
+            return True
 
 
 def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
-    """Get the rank's work, relay until the run is over, and return True; RunOverError if that is before the work."""
+    """Get the rank's work, and relay; return True if the run is over, False if the rank is to start again.
+
+    Raises RunOverError if the run is over before the work comes.
+    """
     try:
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
-        files = FileSender(folder, send) if handle.rank == 0 and not work.sees_run_folder else None
+        folder_to_send = None if work.sees_run_folder else work.output_folder
         handle.send_work(work)
-        over = relay_messages(handle, pipe, send, files)
+        over = relay_messages(handle, pipe, send, folder_to_send)
     except (connection.RunOverError, LauncherGoneError):
         raise
     except Exception as error:  # of this host, such as a full disk: the launcher gets it as the rank's error
@@ -72,13 +80,20 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
         over = False
     with detect_lost_launcher():
         while not over:
-            over = pipe.recv()["kind"] == "over"
+            kind = pipe.recv()["kind"]
+            if kind == "restart":
+                return False
+            over = kind == "over"
     return True
 
 
-def relay_messages(handle: RankHandle, pipe: Connection, send: Send, files: FileSender | None) -> bool:
-    """Relay messages, and changes of ``files``, until the rank exits; return whether the launcher has sent "over"."""
+def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> bool:
+    """Relay messages until the rank exits; return whether the launcher has sent "over".
+
+    Sends changes in ``folder``, which the launcher does not see, for the rank that saves.
+    """
     over = False
+    files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
 
     def send_from_rank(message: dict[str, Any]) -> None:
         if files is not None:  # first, because the message may be about them
@@ -99,6 +114,8 @@ def relay_messages(handle: RankHandle, pipe: Connection, send: Send, files: File
             with detect_lost_launcher():
                 message = pipe.recv()
             over = over or message["kind"] == "over"
+            if message["kind"] == "stand_in" and folder is not None:
+                files = FileSender(folder, send)
             hand_to_rank(message, handle, send)
 
 

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from flyte_ddp.launch.remote.connection import WAIT_SECONDS, JoinTicket, WorkerC
 from flyte_ddp.launch.remote.file_sync import read_file_as_messages, write_piece
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.restarts import Restarts
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint
@@ -72,6 +73,7 @@ class Rendezvous:
     key: bytes
     only_once: bool
     arrived: queue.SimpleQueue[WorkerConnection]
+    living: dict[int, WorkerConnection] = field(default_factory=dict)  # by rank: those that start their rank again
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
         return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.mark)
@@ -79,24 +81,31 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure gathers agents anew and resumes. ``check_engine`` raises if an agent will not come.
+        After a recoverable failure resumes: agents that live start their ranks again, and the engine may replace those
+        that are lost, or without a restart in place all of them. ``check_engine`` raises if an agent will not come.
         """
         failure: BaseException | None = None
+        in_place = False
         num_ranks = self.work.world.num_ranks
+        restarts = Restarts(self.work.settings.restarts)
         with catch_stop_signals() as stop:
             while True:
-                group: list[RankHandle] = []
+                group: list[RemoteHandle] = []
                 try:
                     self.gather_agents(group, num_ranks, stop, check_engine)
-                    if failure is not None:
+                    if isinstance(failure, RankError) and in_place:
+                        self.work = restarts.rewind(self.work, failure)
+                    elif failure is not None:
                         self.work = rewind_work(self.work, str(failure).splitlines()[0])
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
                     send_work_in_turn(group, work, stop)
-                    supervise_ranks(group, stop, work.settings)
+                    supervise_ranks(group, stop, work)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
-                        failure = error
+                        failure, in_place = error, restarts.are_allowed(self.work, error)
+                        self.living = restart_agents(group) if in_place else {}
+                        group = [handle for handle in group if handle.rank not in self.living]
                         continue
                     no_retry_came = isinstance(error, UnreachableError) and len(group) < num_ranks
                     failure = failure if failure is not None and no_retry_came else error
@@ -111,14 +120,15 @@ class Rendezvous:
                     end_ranks(group)
 
     def gather_agents(
-        self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
+        self, group: list[RemoteHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait for all agents, and fill ``group``; raise on a stop signal.
+        """Wait for all agents, beside those that live, and fill ``group``; raise on a stop signal.
 
         UnreachableError after 300 s; UserError if an agent's flyte_ddp is another.
         """
         deadline = time.monotonic() + GATHER_SECONDS
-        found: dict[int, WorkerConnection] = {}
+        found = dict(self.living)
+        group[:] = self.make_handles(found)
         while len(found) < num_ranks:
             if stop.signal is not None:
                 # A run before a retry may have saved a checkpoint.
@@ -145,14 +155,14 @@ class Rendezvous:
             found[worker.rank] = worker
             group[:] = self.make_handles(found)
 
-    def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
+    def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RemoteHandle]:
         """Return the connected ranks' handles by rank; all ranks of a host use the folder of its lowest rank."""
         workers = [found[rank] for rank in sorted(found)]
         # Agents on the launcher's host may have connected over the loopback; an address that others reached suits all.
         from_elsewhere = [worker.reached_at for worker in workers if not worker.is_on_launcher_host]
-        here = (from_elsewhere or [worker.host for worker in workers])[0]
+        here = next(iter((*from_elsewhere, *(worker.host for worker in workers))), "")
         folders: dict[str, Path] = {}
-        handles: list[RankHandle] = []
+        handles: list[RemoteHandle] = []
         for worker in workers:
             host = here if worker.is_on_launcher_host else worker.host
             files_in = folders.setdefault(host, worker.folder) if worker.folder else self.work.output_folder
@@ -230,6 +240,13 @@ class RemoteHandle(RankHandle):
         self._take_messages(lambda: False, END_SECONDS)
         self.pipe.close()
 
+    def restart(self) -> bool:
+        """Wait up to 10 s for the exit code of the rank, which was killed; return whether its agent starts another."""
+        self._take_messages(lambda: False, END_SECONDS)
+        if self.exitcode is not None:
+            self.send("restart")
+        return self.exitcode is not None
+
     def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:
         """Take messages until ``is_enough()`` or the rank's exit code, which comes last; at most for ``seconds``."""
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -238,6 +255,13 @@ class RemoteHandle(RankHandle):
                 if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
                     return
                 self.handle_message(self.pipe.recv())
+
+
+def restart_agents(group: Sequence[RemoteHandle]) -> dict[int, WorkerConnection]:
+    """Kill the ranks, and have the agents that live start them again; return these agents' connections by rank."""
+    for handle in group:
+        handle.kill()
+    return {handle.rank: handle.worker for handle in group if handle.restart()}
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:

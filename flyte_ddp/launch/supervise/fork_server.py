@@ -1,26 +1,31 @@
 """Starts the ranks of one machine as forks of a process, the rank server, which imports torch once for all of them.
 
-An import takes more than a second of a CPU and some hundred MiB. For ranks on GPUs each imports torch itself, because a
-fork of torch was never tried there. Why this is not Python's own ``forkserver``: docs/design/fork-server.md.
+An import takes more than a second of a CPU and some hundred MiB. The server stays for later starts of the same ranks.
+Ranks on GPUs import torch themselves, because a fork of torch was never tried there. Why this is not Python's own
+``forkserver``: docs/design/fork-server.md.
 """
 
 import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import pkgutil
 import signal
+import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
 from flyte_ddp.launch.supervise.link import RankInfo, describe_error
-from flyte_ddp.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle
+from flyte_ddp.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle, start_processes
 from flyte_ddp.launch.supervise.rank_process import flush_output, start_rank
 from flyte_ddp.machine.process import (
     become_subreaper,
@@ -33,11 +38,15 @@ from flyte_ddp.machine.process import (
 POSSIBLE = sys.platform == "linux"  # macOS's libraries rely on threads, which a fork does not have
 TRIED_ON = ("cpu",)  # types of devices for which the server imports torch
 SERVER = "rank server"  # the name of its process
-END = signal.SIGUSR2  # makes the server kill its ranks with all that they have started, and exit
+END = signal.SIGUSR2  # makes the server kill its ranks with all that they have started
+REQUEST_BYTES = 1 << 16  # more than a RankInfo takes
 
 
 class ForkedHandle(ProcessHandle):
-    """A rank forked by the rank server, which sends the process's id and at its end the exit code, by ``exit_pipe``."""
+    """A rank forked by the rank server, which sends by ``exit_pipe`` the process's id, and at its end the exit code.
+
+    The last message, None, comes when all ranks have ended, with all that they have started.
+    """
 
     def __init__(
         self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, exit_pipe: Connection
@@ -45,31 +54,44 @@ class ForkedHandle(ProcessHandle):
         super().__init__(rank, server, pipe, stacks)
         self.exit_pipe = self.sentinel = exit_pipe
         self.pid = None
+        self.all_ended = self.server_ended = False
 
     def poll_exit(self) -> bool:
         server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
-        with suppress(EOFError, OSError):
-            while self.exitcode is None and self.exit_pipe.poll():
-                number = self.exit_pipe.recv()
-                if self.pid is None:
-                    self.pid = number
-                else:
-                    self.exitcode = number
+        self._read_exit_pipe()
         if self.exitcode is None:
             self.exitcode = server  # Linux kills ranks with their server
         return self.exitcode is not None
+
+    def _read_exit_pipe(self) -> None:
+        try:
+            while not self.all_ended and self.exit_pipe.poll():
+                number = self.exit_pipe.recv()
+                if number is None:
+                    self.all_ended = True
+                elif self.pid is None:
+                    self.pid = number
+                else:
+                    self.exitcode = number
+        except (EOFError, OSError):
+            self.server_ended = True
 
     def kill(self) -> None:
         if self.process.is_alive() and self.process.pid:
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """Wait up to 10 s for the end of all ranks and of the rank server, then kill it; close this rank's pipes."""
-        # Ranks have inherited the writing end of the server's sentinel, so that it is ready when all have ended.
-        if not connection.wait([self.process.sentinel], JOIN_SECONDS):
+        """Wait up to 10 s for the end of all ranks, then kill the rank server; close this rank's pipes."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        self._read_exit_pipe()
+        while not (self.all_ended or self.server_ended) and (left := deadline - time.monotonic()) > 0:
+            connection.wait([self.exit_pipe], left)
+            self._read_exit_pipe()
+        # Ranks have inherited the writing end of the server's sentinel, which is ready when all of them have ended.
+        if not self.all_ended and not connection.wait([self.process.sentinel], max(0.0, deadline - time.monotonic())):
             self.process.kill()
-        super().close()
-        self.exit_pipe.close()
+        for pipe in (self.pipe, self.stacks, self.exit_pipe):
+            pipe.close()
 
 
 @dataclass
@@ -80,54 +102,132 @@ class RankPipes:
     pipe: Connection  # to the launcher
     stacks: Connection  # takes the rank's stack on SIGUSR1
     exit_pipe: Connection
+    pid: int = field(default=0, init=False)
 
     def close(self) -> None:
         for end in (self.pipe, self.stacks, self.exit_pipe):
             end.close()
 
 
-def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
-    """Start the rank server, which forks the ranks, and append their handles to ``group``; ranks then wait for work."""
-    with spawn_context() as context:
-        pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
-        ranks = [RankPipes(info, *(theirs for _, theirs in ends)) for info, ends in zip(infos, pipes, strict=True)]
-        server = context.Process(target=run_rank_server, args=(ranks, with_torch), name=SERVER)
-        server.start()
-        for each, ends in zip(ranks, pipes, strict=True):
-            group.append(ForkedHandle(each.info.rank, server, *(ours for ours, _ in ends)))
-            each.close()
+class RankServer:
+    """The rank server as its launcher sees it. Call :meth:`close` when its ranks have ended."""
+
+    def __init__(self) -> None:
+        self.process: BaseProcess | None = None
+        self.requests: socket.socket | None = None
+
+    def start_ranks(self, group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
+        """Have the server fork ranks, and append their handles to ``group``; the ranks then wait for work.
+
+        Starts the server if it does not live. All ranks of an earlier start must have ended.
+        """
+        with spawn_context() as context:
+            if self.process is None or not self.process.is_alive() or self.requests is None:
+                self.close()
+                self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with_torch = infos[0].device_type in TRIED_ON
+                with theirs:
+                    process = context.Process(target=run_rank_server, args=(theirs, with_torch), name=SERVER)
+                    process.start()
+                self.process = process
+            for number, info in enumerate(infos, 1):
+                pairs = context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)
+                group.append(ForkedHandle(info.rank, self.process, *(ours for ours, _ in pairs)))
+                request = pickle.dumps((info, len(infos) - number))
+                with suppress(OSError):  # the server has ended, as the handle will show
+                    socket.send_fds(self.requests, [request], [end.fileno() for _, end in pairs])
+                for _, end in pairs:
+                    end.close()
+
+    def close(self) -> None:
+        """End the server, and wait up to 10 s before it is killed."""
+        if self.requests is not None:
+            self.requests.close()
+        if self.process is not None:
+            self.process.join(JOIN_SECONDS)
+            self.process.kill()
 
 
-def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
-    """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last rank has ended.
+@contextmanager
+def open_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], None]]:
+    """Yield a function that starts ranks here, and appends their handles to a list; at the end no rank may live."""
+    if not POSSIBLE:
+        yield start_processes
+        return
+    server = RankServer()
+    try:
+        yield server.start_ranks
+    finally:
+        server.close()
+
+
+def run_rank_server(requests: socket.socket, with_torch: bool) -> NoReturn:
+    """Fork the ranks that are requested, and send the launcher their process ids and exit codes, until that ends.
 
     Call it with SIGTERM and SIGINT blocked. Linux ends the server with the launcher, and the ranks with the server.
     """
     die_with_parent()
-    become_subreaper()  # the server adopts processes that ranks leave behind, and kills them before it exits
+    become_subreaper()  # the server adopts processes that ranks leave behind, and kills them
     set_process_name(SERVER)
-    if with_torch:
-        import_torch(ranks)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank has its own handler
-    running = dict[int, RankPipes]()
+    while ranks := receive_request(requests):
+        if with_torch and "torch" not in sys.modules:
+            import_torch(ranks)
+        signal.signal(END, signal.SIG_DFL)  # while there is a rank to fork
+        fork_ranks(ranks, requests)
+        signal.signal(END, partial(kill_ranks, launcher.pid))
+        die_with_parent(END)
+        if os.getppid() != launcher.pid:  # the launcher ended before die_with_parent was called
+            break
+        wait_for_ranks(ranks)
+    kill_ranks_and_exit()
+
+
+def receive_request(requests: socket.socket) -> list[RankPipes]:
+    """Wait for the ranks of a start, and return their pipes; empty if the launcher has ended."""
+    ranks: list[RankPipes] = []
+    left = 1
+    while left:
+        request, files, *_ = socket.recv_fds(requests, REQUEST_BYTES, 3)
+        if not request:
+            return []
+        info, left = pickle.loads(request)
+        ranks.append(RankPipes(info, *(Connection(file) for file in files)))
+    return ranks
+
+
+def fork_ranks(ranks: list[RankPipes], requests: socket.socket) -> None:
     for each in ranks:
         try:
-            pid = fork_rank(each, ranks)
+            each.pid = fork_rank(each, ranks, requests)
         except OSError as error:
             report_and_exit(error, [each])
-        running[pid] = each
-        each.exit_pipe.send(pid)
+        send_to_launcher(each, each.pid)
         each.pipe.close()
         each.stacks.close()
-    signal.signal(END, kill_ranks_and_exit)
-    die_with_parent(END)
-    launcher = multiprocessing.parent_process()
-    # With another parent now, the launcher ended before die_with_parent was called.
-    while running and launcher is not None and os.getppid() == launcher.pid:
+
+
+def wait_for_ranks(ranks: list[RankPipes]) -> None:
+    """Send the ranks' exit codes, kill what they have left behind, and close their pipes when all of it has ended."""
+    running = {each.pid: each for each in ranks}
+    while running:
         pid, status = os.wait()
         if pid in running:  # else it was an orphan of a rank
-            running.pop(pid).exit_pipe.send(os.waitstatus_to_exitcode(status))
-    kill_ranks_and_exit()
+            send_to_launcher(running.pop(pid), os.waitstatus_to_exitcode(status))
+    kill_descendants()
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    for each in ranks:
+        send_to_launcher(each, None)
+        each.exit_pipe.close()
+
+
+def send_to_launcher(rank: RankPipes, number: int | None) -> None:
+    with suppress(OSError):  # the launcher no longer waits for the rank
+        rank.exit_pipe.send(number)
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
@@ -140,12 +240,13 @@ def import_torch(ranks: list[RankPipes]) -> None:
     except BaseException as error:
         report_and_exit(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     flush_output()  # what is in the buffers now would be printed by each fork
     gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
     gc.enable()
 
 
-def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
+def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -> int:
     """Fork a process that runs the rank, and return its id; call it with SIGTERM and SIGINT blocked."""
     server = os.getpid()
     pid = os.fork()
@@ -153,6 +254,7 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
         die_with_parent()
         if os.getppid() != server:  # the server ended before die_with_parent was called
             os._exit(1)
+        requests.close()
         for other in ranks:
             if other is not own:
                 other.close()
@@ -171,7 +273,12 @@ def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
     kill_ranks_and_exit()
 
 
-def kill_ranks_and_exit(*_: object) -> NoReturn:
-    signal.signal(END, signal.SIG_IGN)
+def kill_ranks(launcher: int | None, *_: object) -> None:
+    kill_descendants()
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def kill_ranks_and_exit() -> NoReturn:
     kill_descendants()
     os._exit(1)  # without clean-up: freeing torch takes a second

@@ -15,12 +15,15 @@ from typing import Any
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.network import set_network_interface
+from flyte_ddp.runs.checkpoint import Handover
 
 GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # parts of the texts of gloo's errors: a source file, and words
 TORCH_TIMEOUTS = ("timed out", "timeout")  # parts of the texts of NCCL's errors, and of torch's stores'
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 OfferSaving = Callable[[SaveFunction], None]
+StandIn = Callable[[Handover], int | None]  # saves in rank 0's place; returns the newest checkpoint's step, or None
+CONSEQUENCES = ("timeout", "peer")  # causes of a failure that leave a rank's state as it was
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class RankInfo:
     world_size: int
     local_rank: int  # the number of its GPU, of those that its process sees
     function: str = ""  # of its work, whose module the rank imports while it waits for the work
+    device_type: str = ""  # that the rank computes on
     store: str = ""  # a file by which Rank.join lets ranks that are all on one host find each other
 
 
@@ -58,6 +62,7 @@ class Link(PipeEnd):
             kind: queue.SimpleQueue() for kind in ("work", "address")
         }
         self._save: SaveFunction = lambda _: resumed_step
+        self._stand_in: StandIn = lambda _: None
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def report_error(self, error: BaseException) -> None:
@@ -81,6 +86,10 @@ class Link(PipeEnd):
     def offer_saving(self, save: SaveFunction) -> None:
         self._save = save
 
+    def offer_standing_in(self, stand_in: StandIn) -> None:
+        """Let the launcher ask this rank for a checkpoint when rank 0 is lost."""
+        self._stand_in = stand_in
+
     def _listen(self) -> None:
         try:
             while True:
@@ -98,6 +107,8 @@ class Link(PipeEnd):
             self._received[message["kind"]].put(message)
         elif message["kind"] == "save":
             self.send("saved", step=self._save(message["seconds"]))
+        elif message["kind"] == "stand_in":
+            self.send("saved", step=self._stand_in(message["handover"]))
 
     def handle_lost_launcher(self) -> None:
         """End this process with exit code 1. On Linux the kernel has killed it already, with its launcher."""

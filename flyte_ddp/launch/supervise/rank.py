@@ -4,10 +4,12 @@ import faulthandler
 import os
 import pkgutil
 import socket
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,18 @@ class Rank:
     def __init__(self, work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
         self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
         self.store: Store | None = None  # the ranks' common store; join() alone sets it
+
+    def record_restarts(self, write: Callable[[dict[str, Any]], None]) -> None:
+        """Write a record of each restart in place since the checkpoint, and tell the launcher that the work goes on.
+
+        Call it on rank 0 when the checkpoint is loaded.
+        """
+        restarts = self.work.restarts
+        for restart in restarts:
+            taken = {"seconds": max(0.0, time.time() - restart.time)} if restart is restarts[-1] else {}
+            write({"kind": "restart", "step": restart.step, "reason": restart.reason, **taken})
+        if restarts and self.link is not None:
+            self.link.send("goes_on")
 
     def open_store(self) -> TCPStore:
         """Open the ranks' common store, also for ``env://`` groups. Rank 0 serves it; others wait for its address."""

@@ -3,7 +3,7 @@
 import math
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -32,7 +32,9 @@ class RankHandle(PipeEnd):
         self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
         self.completed = False  # whether the rank has said that it has completed
         self.resumed_step = 0  # step of the checkpoint that the work resumes from
-        self.saved: int | None = None  # step of the checkpoint that the rank was asked for
+        self.answered = False  # whether the rank has answered a request for a checkpoint
+        self.saved: int | None = None  # step of that checkpoint; None: the rank has no state to save
+        self.goes_on = False  # whether the rank has just begun to go on from a checkpoint
         self.stop_requested = False  # whether the rank, or its agent, got SIGTERM
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 
@@ -81,7 +83,9 @@ class RankHandle(PipeEnd):
         elif message["kind"] == "completed":
             self.completed = True
         elif message["kind"] == "saved":
-            self.saved = message["step"]
+            self.answered, self.saved = True, message["step"]
+        elif message["kind"] == "goes_on":
+            self.goes_on = True
         elif message["kind"] == "stop":
             self.stop_requested = True
 
@@ -141,12 +145,13 @@ class ProcessHandle(RankHandle):
         self.stacks.close()
 
 
-def start_process(group: list[RankHandle], info: RankInfo) -> None:
-    with spawn_context() as context:
-        pipe, its_pipe = context.Pipe()
-        stacks, its_stacks = context.Pipe(duplex=False)
-        process = context.Process(target=start_rank, args=(info, its_pipe, its_stacks), name=f"rank {info.rank}")
-        process.start()
-        group.append(ProcessHandle(info.rank, process, pipe, stacks))
-        its_pipe.close()  # so that the end of the rank is the end of the pipe
-        its_stacks.close()
+def start_processes(group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
+    for info in infos:
+        with spawn_context() as context:
+            pipe, its_pipe = context.Pipe()
+            stacks, its_stacks = context.Pipe(duplex=False)
+            process = context.Process(target=start_rank, args=(info, its_pipe, its_stacks), name=f"rank {info.rank}")
+            process.start()
+            group.append(ProcessHandle(info.rank, process, pipe, stacks))
+            its_pipe.close()  # so that the end of the rank is the end of the pipe
+            its_stacks.close()

@@ -8,10 +8,11 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from flyte_ddp.launch.supervise.link import Link, RankInfo
+from flyte_ddp.launch.supervise.link import CONSEQUENCES, Link, RankInfo, classify_failure
 from flyte_ddp.launch.supervise.stopping import call_on_signals
 from flyte_ddp.machine import process
 
@@ -52,6 +53,8 @@ def run_and_report(info: RankInfo, link: Link) -> int:
     except BaseException as error:
         flush_output()  # before the report, on which the launcher ends this process
         link.report_error(error)
+        if classify_failure(error) in CONSEQUENCES:
+            threading.Event().wait()  # the launcher may ask for a checkpoint, and then kills this process
         return 1
     flush_output()
     link.send("completed")

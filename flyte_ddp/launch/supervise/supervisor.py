@@ -4,35 +4,44 @@ import signal
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
+from typing import Any
 
-from flyte_ddp.errors import RankLostError
+from flyte_ddp.errors import RankError, RankLostError, print_to_stderr
 from flyte_ddp.launch.supervise.failures import NO_STACK, find_first_failure, find_root_cause
+from flyte_ddp.launch.supervise.link import CONSEQUENCES
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
-from flyte_ddp.settings import Settings
+from flyte_ddp.runs.checkpoint import describe_handover
+from flyte_ddp.runs.work import Work
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
 LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
-SAVE_AFTER_FAILURE_SECONDS = 8.0  # for a checkpoint, when rank 0 may wait for a rank that is gone for ever
+SAVE_AFTER_FAILURE_SECONDS = 8.0  # for a checkpoint, when a rank may wait for another that is gone for ever
 START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
-def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, settings: Settings) -> None:
+def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> None:
     """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
 
-    Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to the settings' ``save_seconds``.
+    Before it raises, waits up to 8 s for a checkpoint by a rank, after a stop up to the settings' ``save_seconds``.
     """
+    settings = work.settings
     deadline = time.monotonic() + START_SECONDS
     seconds: float | None = 0.0  # no wait at first: a failure or a stop may have come while work was sent
     while not all(handle.completed for handle in group):
         wait_and_handle_messages(group, stop, seconds, stop_ends_wait=True)
         if any(handle.failed for handle in group):
+            noticed = time.time()
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
-            request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
+            saved = save_after_failure(group, stop, work)
             wait_for_root_cause(group, stop)
-            raise find_first_failure(group, settings.timeout)
+            failure = find_first_failure(group, settings.timeout)
+            if isinstance(failure, RankError):
+                failure.step, failure.noticed = saved, noticed
+            raise failure
         if stop.signal is not None:
             raise stop_error(stop.signal, request_checkpoint(group, stop, settings.save_seconds))
+        print_restart(group, work)
         late = next((handle for handle in group if not handle.has_started()), None)
         seconds = max(0.0, deadline - time.monotonic()) if late else None
         if late and seconds == 0.0:
@@ -72,17 +81,49 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
         wait_and_handle_messages(group, stop, 0.1)
 
 
+def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> int | None:
+    """Have rank 0 save, or where it is lost the lowest rank that lives; return the step, None if nobody answers.
+
+    All ranks of a training have the same state.
+    """
+    saved = request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
+    for handle in group[1:]:
+        if saved is not None or any(is_of_code(other) for other in group):
+            break
+        if handle.has_started() and handle.listening:
+            handover = describe_handover(work.output_folder)
+            saved = await_saved(group, stop, handle, "stand_in", SAVE_AFTER_FAILURE_SECONDS, handover=handover)
+    return saved
+
+
+def is_of_code(handle: RankHandle) -> bool:
+    """Return whether the rank has failed by its code: then no restart follows, and rank 0 has saved by itself."""
+    return handle.error is not None and handle.error["cause"] not in (*CONSEQUENCES, "machine")
+
+
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
     """Have rank 0 save within ``seconds``; return the newest checkpoint's step: 0 without one, None for no answer."""
     leader = group[0]
-    if not leader.has_started():
-        return leader.resumed_step
-    leader.saved = None
-    leader.send("save", seconds=seconds)
+    return await_saved(group, stop, leader, "save", seconds) if leader.has_started() else leader.resumed_step
+
+
+def await_saved(
+    group: Sequence[RankHandle], stop: StopRequest, handle: RankHandle, request: str, seconds: float, **values: Any
+) -> int | None:
+    handle.answered, handle.saved = False, None
+    handle.send(request, seconds=seconds, **values)
     deadline = time.monotonic() + seconds
-    while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
+    while not handle.answered and handle.listening and (left := deadline - time.monotonic()) > 0:
         wait_and_handle_messages(group, stop, left)
-    return leader.saved
+    return handle.saved
+
+
+def print_restart(group: Sequence[RankHandle], work: Work) -> None:
+    """Print once how long a restart took, when rank 0 says that the work goes on."""
+    if group[0].goes_on and work.restarts and work.settings.progress != "off":
+        restart = work.restarts[-1]
+        print_to_stderr(restart.describe(max(0.0, time.time() - restart.time)))
+    group[0].goes_on = False
 
 
 def end_ranks(group: Sequence[RankHandle]) -> None:

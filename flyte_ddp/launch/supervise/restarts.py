@@ -1,0 +1,66 @@
+"""Starts the ranks of a run again in place, in the same process and pod, after a failure that a retry may mend."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from flyte_ddp.errors import OutOfMemoryError, RankError
+from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import rewind_to_newest_checkpoint
+from flyte_ddp.runs.work import Restart, Work
+
+MEMORY_FIX = "give the ranks more memory, or let them hold less"
+
+
+class Restarts:
+    """Decides whether a run starts again in place. ``most`` restarts may follow one another without progress."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.without_progress: tuple[Restart, ...] = ()
+
+    def rewind(self, work: Work, error: RankError) -> Work:
+        """Return the work of the next start, from the newest checkpoint, to which the run's folder is set back.
+
+        Raises UserError for checkpoints that cannot be read.
+        """
+        found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
+        at = f" at step {error.step:,}" if error.step else ""
+        number = len(self.without_progress) + 1
+        restart = Restart(f"{error.message}{at}", found.step if found else 0, number, self.most, error.noticed)
+        self.without_progress += (restart,)
+        return replace(work, checkpoint=found, restarts=self.without_progress)
+
+    def are_allowed(self, work: Work, error: RankError) -> bool:
+        with suppress(RankError):
+            self.refuse_hopeless(work, error)
+            return True
+        return False
+
+    def refuse_hopeless(self, work: Work, error: RankError) -> None:
+        """Raise ``error``, with the reason, unless another start may help."""
+        if not error.recoverable or not self.most:
+            raise error
+        step, last = checkpoint.newest_step(work.output_folder), self.without_progress[-1:]
+        if step is None or not last or step > last[0].step:
+            self.without_progress = ()
+            return
+        where = f"after step {step:,}" if step else "before the first checkpoint"
+        if isinstance(error, OutOfMemoryError) and last[0].reason.startswith(error.message):
+            raise error.with_reason(f", for the second time {where}; {MEMORY_FIX}")
+        if len(self.without_progress) == self.most:
+            raise error.with_reason(f"; restarted {self.most} times {where} without progress (FLYTE_DDP_RESTARTS)")
+
+
+def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest) -> None:
+    """Call ``run`` with the work, and again after each failure that a restart may mend; raise the launchers' errors."""
+    restarts = Restarts(work.settings.restarts)
+    while True:
+        try:
+            return run(work)
+        except RankError as error:
+            restarts.refuse_hopeless(work, error)
+            work = restarts.rewind(work, error)
+        if stop.signal is not None:
+            raise stop_error(stop.signal, work.checkpoint.step if work.checkpoint else 0)

@@ -1,0 +1,54 @@
+"""Functions of somebody else's whose ranks are killed; each call of rank 0 leaves a line in the file ``calls``."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from processes import wait_until
+
+from flyte_ddp import current_rank
+from flyte_ddp.runs import checkpoint
+
+
+def note_call(folder: str) -> None:
+    if current_rank().rank == 0:
+        with Path(folder, "calls").open("a") as file:
+            print("called", file=file)
+
+
+def be_killed(folder: str) -> None:
+    """Kill rank 1, however often the function is called."""
+    note_call(folder)
+    current_rank().join()
+    if current_rank().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(folder: str) -> None:
+    note_call(folder)
+    raise ArithmeticError("its own words")
+
+
+def count_to(last: int, kill_at: list[int], folder: str) -> tuple[int, int]:
+    """Count to ``last``, and save each step; kill rank 1 once at each of some steps. Return the count and the sum."""
+    note_call(folder)
+    here = current_rank()
+    here.join()
+    state = here.load() or {"step": 0, "sum": 0}
+    for step in range(state["step"] + 1, last + 1):
+        state = {"step": step, "sum": state["sum"] + step}
+        here.save(step, state)
+        killed = Path(folder, f"killed at {step}")
+        if here.rank == 1 and step in kill_at and not killed.exists():
+            wait_until(partial(is_saved, here.folder, step))
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    return state["step"], state["sum"]
+
+
+def is_saved(folder: Path, step: int) -> bool:
+    return checkpoint.newest_step(folder) == step
