@@ -1,10 +1,11 @@
-"""Faults at random moments, each followed by the same run again: every model must come out the same, bit for bit.
+"""Faults at random moments: every model must come out the same, bit for bit.
 
 A run trains for some seconds on 2 ranks in a process of its own, with augmentation, a moving average and selection of
-the best epoch. One fault comes at a moment drawn from its whole duration, start-up included: a random rank, the server
-that ranks are forks of, or the launcher is killed, a rank or the launcher gets SIGTERM, or the launcher is killed and
-the newest checkpoint damaged. The sequence of faults and moments follows from a seed; where the processes are at that
-moment does not.
+the best epoch. One fault comes at a moment drawn from its whole duration, start-up included. Of the ranks: one of them,
+or the server that ranks are forks of, is killed, or a rank is stopped by SIGSTOP, and the run goes on in place. Of the
+run: the launcher is killed, a rank or the launcher gets SIGTERM, or the launcher is killed and the newest checkpoint
+damaged, and the same run is started again. The sequence of faults and moments follows from a seed; where the processes
+are at that moment does not.
 """
 
 import json
@@ -31,16 +32,17 @@ from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 from flyte_ddp.text.json_lines import read_records
 
-FAULTS = 50
+FAULTS, ENDS = 50, 24  # faults of ranks, and of whole runs
 SEED = 0
+SIGNALS = {"SIGTERM": signal.SIGTERM, "stop": signal.SIGSTOP}  # by the first word of a kind; else SIGKILL
 LIMIT_SECONDS = 120.0  # for a process to end, by itself or because of a fault
-KINDS = (
-    "kill a rank",
+TIMEOUT_SECONDS = 3  # for which ranks wait for one that is stopped
+OF_RANKS = ("kill a rank", "kill the ranks' server", "stop a rank")
+OF_RUNS = (
     "SIGTERM to the launcher",
     "kill the launcher, damage the newest checkpoint",
     "SIGTERM to a rank",
     "kill the launcher",
-    "kill the ranks' server",
 )
 HP = Hyperparameters(
     dataset="digits",
@@ -61,13 +63,15 @@ class Row:
     kind: str
     moment: float  # seconds after the start
     seconds_to_end: float  # from the fault to the end of the last process
-    resumed_after: int  # step; 0: the retry restarted from scratch
+    resumed_after: int  # step; 0: from scratch
     left: int  # processes that outlived the launcher
+    commands: int  # that the run took
     same_model: bool = False
 
 
 def measure(options: Options) -> Result:
-    number = options.repeats or (len(KINDS) if options.quick else FAULTS)
+    numbers = {OF_RANKS: options.number(FAULTS, len(OF_RANKS)), OF_RUNS: options.number(ENDS, len(OF_RUNS))}
+    kinds = [of[number % len(of)] for of, many in numbers.items() for number in range(many)]
     hp = replace(HP, epochs=20) if options.quick else HP
     data = fetch("digits", "", options.folder / "digits", progress="off")
     undisturbed = options.folder / "undisturbed"
@@ -78,28 +82,32 @@ def measure(options: Options) -> Result:
     choice = random.Random(SEED)
     rows: list[Row] = []
     folder = options.folder / "run"
-    while len(rows) < number:
-        kind = KINDS[len(rows) % len(KINDS)]
+    while len(rows) < len(kinds):
+        kind = kinds[len(rows)]
         moment = choice.uniform(0.0, duration)
         row = one_fault(kind, moment, choice.random(), partial(start, hp, data, folder), folder)
-        if row is None:  # the run had ended before, as the first one may have been slower
-            duration = moment
+        if row is None:  # the run had ended before, as the first one may have been slower, or had no rank yet
             continue
         rows.append(replace(row, same_model=same_weights(folder, undisturbed)))
-        print(f"    {len(rows)}/{number} {described(rows[-1])}", flush=True)
+        print(f"    {len(rows)}/{len(kinds)} {described(rows[-1])}", flush=True)
     write_table(rows, options.output / "chaos.md")
     result = Result(settings={"seed": SEED, "hyperparameters": HP.to_json()})
+    of_ranks, of_runs = ([row for row in rows if row.kind in of] for of in (OF_RANKS, OF_RUNS))
     for row in rows:
+        result.add("step after which the run went on", row.resumed_after, "steps")
+    for row in of_runs:
         result.add(f"{row.kind}: from the fault to the end of all processes", row.seconds_to_end, "s")
-        result.add("step after which the retry went on", row.resumed_after, "steps")
-    same, of_ranks = sum(row.same_model for row in rows), [r.seconds_to_end for r in rows if r.kind == "kill a rank"]
+    same = sum(row.same_model for row in rows)
     result.targets = [
-        Target("faults", len(rows), "faults", at_least=None if options.quick else FAULTS),
+        Target("faults of ranks", len(of_ranks), "faults", at_least=None if options.quick else FAULTS),
+        Target("second commands after them", sum(row.commands - 1 for row in of_ranks), "commands", at_most=0),
+        Target("faults of runs", len(of_runs), "faults", at_least=None if options.quick else ENDS),
         Target("final models equal to the undisturbed one's", same / len(rows), "%", at_least=1.0),
         Target("processes left behind", sum(row.left for row in rows), "processes", at_most=0),
-        Target("longest time from a fault to the end", max(row.seconds_to_end for row in rows), "s", at_most=15),
-        Target("the same where a rank was killed", max(of_ranks, default=0.0), "s", at_most=2),
-        Target("retries that went on from a checkpoint", sum(row.resumed_after > 0 for row in rows), "retries", 1),
+        Target(
+            "longest time from a run's fault to its end", max(row.seconds_to_end for row in of_runs), "s", at_most=15
+        ),
+        Target("runs that went on from a checkpoint", sum(row.resumed_after > 0 for row in rows), "runs", 1),
     ]
     return result
 
@@ -107,7 +115,7 @@ def measure(options: Options) -> Result:
 def one_fault(
     kind: str, moment: float, which: float, begin: Callable[[], subprocess.Popen[bytes]], folder: Path
 ) -> Row | None:
-    """Begin a run, disturb it, and begin it again; return None if it had ended before the fault came.
+    """Begin a run, disturb it, and begin it again if it has ended; return None if there was nothing to disturb.
 
     Args:
         moment: seconds after the start.
@@ -122,24 +130,28 @@ def one_fault(
         return None
     began = time.perf_counter()
     wanted = SERVER if kind.endswith("server") else r"rank \d+" if kind.endswith("rank") else ""
-    victims = [pid for pid in family if re.fullmatch(wanted, process_name(pid))] or [process.pid]
+    victims = [pid for pid in family if re.fullmatch(wanted, process_name(pid))] if wanted else [process.pid]
+    if not victims:  # there is no rank yet
+        process.kill()
+        process.wait()
+        return None
     victim = victims[int(which * len(victims))]
-    if victim == process.pid:  # also where there is no rank yet
-        kind = kind.replace("a rank", "the launcher").replace("the ranks' server", "the launcher")
-    os.kill(victim, signal.SIGTERM if kind.startswith("SIGTERM") else signal.SIGKILL)
+    os.kill(victim, SIGNALS.get(kind.partition(" ")[0], signal.SIGKILL))
     exit_code = finish(process)
     while (left := [pid for pid in family if is_of_ranks(pid)]) and time.perf_counter() - began < LIMIT_SECONDS / 8:
         time.sleep(0.01)
     seconds = time.perf_counter() - began
-    if exit_code == 0 or is_finished(folder):
-        return None
-    if "damage" in kind:
-        damage(folder, which)
-    if finish(begin()) != 0:
-        raise RuntimeError(f"the run after {kind!r} failed:\n{(folder / 'output.txt').read_text()[-3000:]}")
+    commands = 1
+    if exit_code or not is_finished(folder):
+        commands = 2
+        if "damage" in kind:
+            damage(folder, which)
+        if finish(begin()) != 0:
+            raise RuntimeError(f"the run after {kind!r} failed:\n{(folder / 'output.txt').read_text()[-3000:]}")
     records = read_records(folder / "metrics.jsonl")
+    is_disturbed = commands == 2 or any(record["kind"] == "restart" for record in records)
     resumed = [record["resumed_after_step"] for record in records if record["kind"] == "start"][-1]
-    return Row(kind, moment, seconds, resumed, len(left))
+    return Row(kind, moment, seconds, resumed, len(left), commands) if is_disturbed else None
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -158,7 +170,7 @@ def start(hp: Hyperparameters, data: Path, folder: Path) -> subprocess.Popen[byt
         return subprocess.Popen(
             [*child, str(folder.with_suffix(".began")), json.dumps([order])],
             cwd=ROOT,
-            env=environment({"FLYTE_DDP_CHECKPOINT_SECONDS": "0.5"}),
+            env=environment({"FLYTE_DDP_CHECKPOINT_SECONDS": "0.5", "FLYTE_DDP_TIMEOUT": str(TIMEOUT_SECONDS)}),
             stdout=output,
             stderr=output,
         )
@@ -196,7 +208,10 @@ def damage(folder: Path, where: float) -> None:
 
 
 def described(row: Row) -> str:
-    went_on = f"went on after step {row.resumed_after:,}" if row.resumed_after else "restarted from scratch"
+    how = "in place" if row.commands == 1 else "by another command"
+    went_on = (
+        f"went on {how} after step {row.resumed_after:,}" if row.resumed_after else f"restarted {how} from scratch"
+    )
     return f"{row.kind} after {row.moment:.1f} s: {went_on}, {'same model' if row.same_model else 'ANOTHER MODEL'}"
 
 
@@ -204,7 +219,15 @@ def write_table(rows: list[Row], path: Path) -> None:
     cells = []
     for number, row in enumerate(rows, 1):
         times, same = [f"{row.moment:.2f} s", f"{row.seconds_to_end:.2f} s"], "yes" if row.same_model else "**no**"
-        cells.append([str(number), row.kind, *times, f"{row.resumed_after:,}", same])
-    head = ["", "fault", "after", "all processes gone after", "the retry went on after step", "same model, bit for bit"]
+        cells.append([str(number), row.kind, *times, f"{row.resumed_after:,}", str(row.commands), same])
+    head = [
+        "",
+        "fault",
+        "after",
+        "all processes gone after",
+        "went on after step",
+        "commands",
+        "same model, bit for bit",
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"# Faults\n\nMade by `make chaos`; see chaos.json for the machine.\n\n{table(head, cells)}")

@@ -179,6 +179,7 @@ class RemoteHandle(RankHandle):
     def __init__(self, worker: WorkerConnection, host: str, output_folder: Path, files_in: Path) -> None:
         super().__init__(worker.rank, worker.pipe, host)
         self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
+        self.sees_run_folder = worker.folder is None
         self.out_of_memory = False
         self.answer: dict[str, Any] | None = None  # the last message of a kind that was asked for
         self.results = results.ResultWriter(output_folder)

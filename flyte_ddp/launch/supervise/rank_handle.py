@@ -25,6 +25,7 @@ class RankHandle(PipeEnd):
         super().__init__(pipe)
         self.rank = rank
         self.host = host  # the address at which other ranks reach the rank
+        self.sees_run_folder = True  # whether the rank writes into the launcher's own output folder
         self.network = ""  # address of the interface over which the rank should talk to other ranks; empty: any
         self.listening = True  # whether more may come through the pipe
         self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead

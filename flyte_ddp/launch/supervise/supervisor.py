@@ -11,7 +11,7 @@ from flyte_ddp.launch.supervise.failures import NO_STACK, find_first_failure, fi
 from flyte_ddp.launch.supervise.link import CONSEQUENCES
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
-from flyte_ddp.runs.checkpoint import describe_handover
+from flyte_ddp.runs.checkpoint import describe_handover, trust_checkpoint
 from flyte_ddp.runs.work import Work
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
@@ -86,13 +86,18 @@ def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Wor
 
     All ranks of a training have the same state.
     """
-    saved = request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
+    saver, saved = group[0], request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
     for handle in group[1:]:
         if saved is not None or any(is_of_code(other) for other in group):
             break
         if handle.has_started() and handle.listening:
             handover = describe_handover(work.output_folder)
-            saved = await_saved(group, stop, handle, "stand_in", SAVE_AFTER_FAILURE_SECONDS, handover=handover)
+            saver, saved = (
+                handle,
+                await_saved(group, stop, handle, "stand_in", SAVE_AFTER_FAILURE_SECONDS, handover=handover),
+            )
+    if saved and saver.sees_run_folder:
+        trust_checkpoint(work.output_folder, saved)
     return saved
 
 
