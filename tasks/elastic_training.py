@@ -14,6 +14,7 @@ from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import ENGINES, chosen_profile, read_node_range
+from flyte_ddp.runs.run_folder import UNFINISHED
 from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from tasks import pods
@@ -38,7 +39,7 @@ class ElasticTrainingTask(ReplacedPodsTask):
                 return training_outputs(train_in_run_folder(inputs["hp"], inputs["data"], version, elastic.launch))
         folder = resolve_folder(version)  # sets the variable by which workers know the folder
         with translate_errors_for_flyte(), publish_report_while_training(PLATFORM, folder):
-            return training_outputs(self.launch_workers(self.task_function, **inputs))
+            return training_outputs(self.launch_workers(self.task_function, folder / UNFINISHED, **inputs))
 
 
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)

@@ -19,6 +19,11 @@ WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in Elastic's workers: launch.elas
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
+def is_only_pod() -> bool:
+    """Return whether this pod is not one of a PyTorchJob's."""
+    return STORE_VARIABLE not in os.environ
+
+
 def has_rank_0() -> bool:
     """Return whether this pod has rank 0: it is the job's only pod, or the host of Elastic's store."""
     host, _, _ = os.environ.get(STORE_VARIABLE, "").rpartition(":")
@@ -36,7 +41,7 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-    if STORE_VARIABLE not in os.environ:
+    if is_only_pod():
         yield
         return
     store = os.environ[STORE_VARIABLE]

@@ -1,8 +1,10 @@
 """Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
 
 import pickle
+import time
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flytekit.configuration import SerializationSettings
@@ -10,6 +12,8 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
+from flyte_ddp.errors import RankError, print_to_stderr
+from flyte_ddp.launch.supervise.restarts import Restarts
 from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.loops.call import Call, pickle_by_value
 from flyte_ddp.machine.process import count_out_of_memory_kills, hide_main_script
@@ -19,7 +23,8 @@ from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, record_result
-from flyte_ddp.settings import read_whole_number
+from flyte_ddp.runs.checkpoint import newest_step
+from flyte_ddp.settings import read_settings, read_whole_number
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from flytekitplugins.ddp.ranks import Returned
@@ -57,11 +62,23 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
         return custom
 
-    def launch_workers(self, function: Function, **inputs: Any) -> Any:
+    def launch_workers(self, function: Function, output_folder: Path, **inputs: Any) -> Any:
         """Start this node's workers, which call ``function``, and return rank 0's value.
 
-        Raises IgnoreOutputs if this node has no rank 0, the error of the worker that failed first, and StoppedError.
+        In a job of one pod restarts them in place; ``output_folder`` has the run's checkpoints. Elastic itself restarts
+        those of several pods. Raises IgnoreOutputs if this node has no rank 0, the error of the worker that failed
+        first, and StoppedError.
         """
+        restarts = Restarts(read_settings().restarts if elastic_pods.is_only_pod() else 0)
+        while True:
+            try:
+                return self.launch_once(function, **inputs)
+            except RankError as error:
+                restarts.refuse_hopeless(output_folder, error)
+                restart = restarts.count(error, newest_step(output_folder) or 0)
+                print_to_stderr(restart.describe(time.time() - restart.time))
+
+    def launch_once(self, function: Function, **inputs: Any) -> Any:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
@@ -96,7 +113,7 @@ class ElasticTask(PodTask, ReplacedPodsTask):
             return super().run_body(call, run)
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run):
-            returned = pickle.loads(self.launch_workers(partial(run_worker, call, run)))
+            returned = pickle.loads(self.launch_workers(partial(run_worker, call, run), folder))
         do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run)))
         return returned
 

@@ -158,6 +158,7 @@ class Cluster:
             "FLYTE_INTERNAL_EXECUTION_PROJECT": "flytesnacks",
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
             "FLYTE_INTERNAL_TASK_NAME": spec.template.id.name,
+            "FLYTE_DDP_RESTARTS": "0",  # as for all tests
             **self.server.flyte_environment(),
             **packaged.variables(spec.template),
         }

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,7 @@ def test_memory_that_runs_out_twice_at_one_step_ends_the_run(work: Work) -> None
     restarts = Restarts(3)
     restarts.rewind(work, OUT_OF_MEMORY)
     save(work, 1205)
-    assert restarts.are_allowed(work, OUT_OF_MEMORY)
+    assert restarts.are_allowed(work.output_folder, OUT_OF_MEMORY)
 
 
 def test_a_stop_that_comes_between_two_starts_is_obeyed(work: Work) -> None:
@@ -213,12 +212,12 @@ def test_restarts_are_counted_from_the_last_progress(work: Work) -> None:
     restarts, numbers = Restarts(3), []
     for step in (1, 1, 2, 2, 2):
         save(work, step)
-        assert restarts.are_allowed(work, LOST)
+        assert restarts.are_allowed(work.output_folder, LOST)
         numbers.append([each.number for each in restarts.rewind(work, LOST).restarts])
     assert numbers == [[1], [1, 2], [1], [1, 2], [1, 2, 3]]
-    assert not restarts.are_allowed(work, LOST)
-    assert not Restarts(0).are_allowed(work, LOST)
-    assert not restarts.are_allowed(replace(work), RankError("its own"))
+    assert not restarts.are_allowed(work.output_folder, LOST)
+    assert not Restarts(0).are_allowed(work.output_folder, LOST)
+    assert not restarts.are_allowed(work.output_folder, RankError("its own"))
 
 
 START, FIRST, SECOND = {"kind": "start"}, {"kind": "train", "step": 1}, {"kind": "train", "step": 2}

@@ -89,6 +89,15 @@ def test_the_next_attempt_and_another_execution_go_on_from_what_was_saved(cluste
     assert integers(ended.outputs["o0"]) == [4, 5]
 
 
+@pytest.mark.parametrize("task", ["learn", "learn_on_elastic"])
+def test_a_killed_rank_is_replaced_in_the_same_attempt(cluster: Cluster, task: str) -> None:
+    inputs = {"steps": number(7)} | ({"note": text("")} if task == "learn" else {})
+    ended = cluster.run(f"own.{task}", inputs, environment={"FLYTE_DDP_RESTARTS": "1"})
+    assert ended.outputs is not None, ended.log
+    assert integers(ended.outputs["o0"]) == [4, 5, 6, 7]
+    assert re.search(r"rank 1 was killed by SIGKILL.*; restarted from step 3, in .* s \(1 of 1\)", ended.log), ended.log
+
+
 def test_saves_of_other_code_are_named_and_another_execution_goes_on_from_them_if_told_to(cluster: Cluster) -> None:
     inputs = {"steps": number(6), "note": text("")}
     first = cluster.run("own.learn", inputs, execution="first")

@@ -103,7 +103,7 @@ class Rendezvous:
                     supervise_ranks(group, stop, work)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
-                        failure, in_place = error, restarts.are_allowed(self.work, error)
+                        failure, in_place = error, restarts.are_allowed(self.work.output_folder, error)
                         self.living = restart_agents(group) if in_place else {}
                         group = [handle for handle in group if handle.rank not in self.living]
                         continue

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from flyte_ddp.errors import OutOfMemoryError, RankError
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
@@ -26,23 +27,27 @@ class Restarts:
         Raises UserError for checkpoints that cannot be read.
         """
         found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
-        at = f" at step {error.step:,}" if error.step else ""
-        number = len(self.without_progress) + 1
-        restart = Restart(f"{error.message}{at}", found.step if found else 0, number, self.most, error.noticed)
-        self.without_progress += (restart,)
+        self.count(error, found.step if found else 0)
         return replace(work, checkpoint=found, restarts=self.without_progress)
 
-    def are_allowed(self, work: Work, error: RankError) -> bool:
+    def count(self, error: RankError, step: int) -> Restart:
+        at = f" at step {error.step:,}" if error.step else ""
+        number = len(self.without_progress) + 1
+        restart = Restart(f"{error.message}{at}", step, number, self.most, error.noticed)
+        self.without_progress += (restart,)
+        return restart
+
+    def are_allowed(self, output_folder: Path, error: RankError) -> bool:
         with suppress(RankError):
-            self.refuse_hopeless(work, error)
+            self.refuse_hopeless(output_folder, error)
             return True
         return False
 
-    def refuse_hopeless(self, work: Work, error: RankError) -> None:
+    def refuse_hopeless(self, output_folder: Path, error: RankError) -> None:
         """Raise ``error``, with the reason, unless another start may help."""
         if not error.recoverable or not self.most:
             raise error
-        step, last = checkpoint.newest_step(work.output_folder), self.without_progress[-1:]
+        step, last = checkpoint.newest_step(output_folder), self.without_progress[-1:]
         if step is None or not last or step > last[0].step:
             self.without_progress = ()
             return
@@ -60,7 +65,7 @@ def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest
         try:
             return run(work)
         except RankError as error:
-            restarts.refuse_hopeless(work, error)
+            restarts.refuse_hopeless(work.output_folder, error)
             work = restarts.rewind(work, error)
         if stop.signal is not None:
             raise stop_error(stop.signal, work.checkpoint.step if work.checkpoint else 0)

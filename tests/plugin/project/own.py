@@ -77,6 +77,15 @@ def measure() -> float:
 
 @task(task_config=DDP(num_ranks=2), cache=True, cache_version="1", cache_ignore_input_vars=("note",), retries=3)
 def learn(steps: int, note: str = "") -> list[int]:
+    return learn_steps(steps)
+
+
+@task(task_config=DDP(num_ranks=2, engine="elastic"), retries=3)
+def learn_on_elastic(steps: int) -> list[int]:
+    return learn_steps(steps)
+
+
+def learn_steps(steps: int) -> list[int]:
     """Save each step; in the first attempt rank 1 dies after step 3. Returns the steps that this attempt did."""
     import torch.distributed as dist
 
