@@ -24,6 +24,7 @@ from flyte_ddp.runs.checkpoint import describe_handover
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
 ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
+STAND_IN = ".stand-in.tmp"  # in the run's folder, locked by the rank that saves in rank 0's place
 OUTCOME_SECONDS = 45.0  # for the run's outcome to come: more than the kernel needs to notice that a host is gone
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank, and for rank 0, to raise an exception after the run has failed
 NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before other workers exit
@@ -51,8 +52,9 @@ class WorkerLink(Link):
 
     def handle_lost_launcher(self) -> None:
         if self.run_folder is not None:
-            with suppress(OSError), hold_lock(self.run_folder, ".stand-in.tmp", wait=False):  # one rank is enough
+            with suppress(OSError), hold_lock(self.run_folder, STAND_IN, wait=False):  # one rank is enough
                 self._stand_in(describe_handover(self.run_folder))
+                (self.run_folder / STAND_IN).unlink()
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:

@@ -26,6 +26,8 @@ class Restarts:
 
         Raises UserError for checkpoints that cannot be read.
         """
+        for path in (work.output_folder / checkpoint.FOLDER).glob(".*.tmp"):  # in which a killed rank has written
+            path.unlink()
         found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
         self.count(error, found.step if found else 0)
         return replace(work, checkpoint=found, restarts=self.without_progress)

@@ -82,20 +82,21 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 
 
 def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> int | None:
-    """Have rank 0 save, or where it is lost the lowest rank that lives; return the step, None if nobody answers.
+    """Have rank 0 save, or without rank 0 the lowest rank that lives; return the step, None if no rank answers.
 
-    All ranks of a training have the same state.
+    All ranks of a training have the same state. Waits up to 8 s for rank 0, and as long for the others.
     """
     saver, saved = group[0], request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
-    for handle in group[1:]:
-        if saved is not None or any(is_of_code(other) for other in group):
+    # A GPU that waits for a lost peer copies nothing, on no rank.
+    others = group[1:] if work.world.device_type == "cpu" or not group[0].listening else ()
+    deadline = time.monotonic() + SAVE_AFTER_FAILURE_SECONDS
+    for handle in others:
+        left = deadline - time.monotonic()
+        if saved is not None or left <= 0 or any(is_of_code(other) for other in group):
             break
         if handle.has_started() and handle.listening:
             handover = describe_handover(work.output_folder)
-            saver, saved = (
-                handle,
-                await_saved(group, stop, handle, "stand_in", SAVE_AFTER_FAILURE_SECONDS, handover=handover),
-            )
+            saver, saved = handle, await_saved(group, stop, handle, "stand_in", left, handover=handover)
     if saved and saver.sees_run_folder:
         trust_checkpoint(work.output_folder, saved)
     return saved
