@@ -6,6 +6,8 @@ rank is to run, with the rank's ticket, and calls ``Rendezvous.run_ranks``; test
 - ``open_rendezvous`` gets the addresses at which the agents' hosts reach this one. Flyte's tasks know the engines that
   ``pods/profiles.ENGINES`` lists.
 - An agent gets its ticket on stdin, which stays open: its end tells the agent that the engine has ended the task.
+- An agent that lives starts its rank again when the launcher asks for that. ``RankInfo.device_type`` tells it whether a
+  fork of torch will do.
 - On RankEndedError the engine starts that agent again, up to ``launch``'s ``retries=`` times. ``check_engine`` raises
   UnreachableError when an agent will not come (again).
 - The rendezvous closes before the engine waits for its agents or kills them: they end when the connection does.
