@@ -14,7 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, largest_losses, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
 from flyte_ddp.objectives.threshold import predict_classes
 from flyte_ddp.objectives.two_classes import list_class_sections
 from flyte_ddp.text.formatting import format_percent
@@ -137,10 +137,7 @@ class Classification(Objective):
         """
         best, scores, names = predict_classes(self, outputs), outputs.softmax(dim=1), self.facts.classes
         ranks = scores.nan_to_num(nan=0.0).scatter_(1, best[:, None], 1.5).topk(min(number, len(names))).indices
-        found: TableColumns = {}
-        columns = zip(ranks.T.tolist(), scores.gather(1, ranks).T.tolist(), strict=True)
-        for rank, (places, values) in enumerate(columns, 1):
-            found |= {f"top_{rank}": [names[place] for place in places], f"score_top_{rank}": values}
+        found = top_columns("", "score", names, scores, ranks)
         return {"prediction": found["top_1"], "score": found["score_top_1"], **found}
 
     def describe_single_prediction(self, columns: Columns) -> str:

@@ -15,7 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import HIGHER, Columns, Objective, mean_of_defined, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.sections import Section, Table
 
@@ -90,12 +90,23 @@ class Multilabel(Objective):
         columns, predicted = name_columns("probability", names), list_labels(probabilities >= THRESHOLD, names)
         return {"prediction": predicted, **dict(zip(columns, probabilities.T.tolist(), strict=True))}
 
+    def top_answers(self, outputs: Any, number: int) -> TableColumns:
+        """Return ``prediction``, and ``top_<rank>`` and ``probability_top_<rank>`` of the likeliest labels."""
+        probabilities = outputs.sigmoid().cpu()
+        names = self.name_labels(probabilities.shape[1])
+        ranks = probabilities.nan_to_num(nan=0.0).topk(min(number, len(names))).indices
+        predicted = list_labels(probabilities >= THRESHOLD, names)
+        return {"prediction": predicted, **top_columns("", "probability", names, probabilities, ranks)}
+
     def truths(self, targets: Tensor) -> TableColumns:
-        names = self.name_labels(targets.shape[1])
-        columns, texts = name_columns("truth", names), list_labels(targets.cpu() == 1, names)
+        columns = name_columns("truth", self.name_labels(targets.shape[1]))
+        return {**self.top_truths(targets, 0), **dict(zip(columns, targets.T.tolist(), strict=True))}
+
+    def top_truths(self, targets: Tensor, number: int) -> TableColumns:  # noqa: ARG002
+        """Return the labels that each sample has as a text, ``truth``."""
+        texts = list_labels(targets.cpu() == 1, self.name_labels(targets.shape[1]))
         unknown = targets.isnan().all(1).tolist()
-        shown = ["unknown" if nothing else text for text, nothing in zip(texts, unknown, strict=True)]
-        return {"truth": shown, **dict(zip(columns, targets.T.tolist(), strict=True))}
+        return {"truth": ["unknown" if nothing else text for text, nothing in zip(texts, unknown, strict=True)]}
 
     def sections(self, columns: Columns) -> list[Section]:
         rows: list[list[str | float | None]] = []

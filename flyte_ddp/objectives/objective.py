@@ -154,12 +154,20 @@ class Objective:
         """
         return number_columns("output", outputs)
 
+    def top_answers(self, outputs: Any, number: int) -> TableColumns:  # noqa: ARG002
+        """Return the answers with columns for the ``number`` likeliest classes only, where all would be many."""
+        return self.answers(outputs)
+
     def truths(self, targets: Leaves) -> TableColumns:
         """Return the targets [n, ...] as columns of a table, which begin with ``truth``: class names or numbers."""
         numbers = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
         if numbers and self.facts.classes:
             return {"truth": [self.facts.classes[target] for target in targets.tolist()]}
         return number_columns("truth", targets)
+
+    def top_truths(self, targets: Any, number: int) -> TableColumns:  # noqa: ARG002
+        """Return the truths that stand beside ``top_answers``."""
+        return self.truths(targets)
 
     def masks(self, outputs: Any) -> Tensor | None:  # noqa: ARG002
         """Return the predicted class of each pixel, [n, H, W]; None unless the outputs are of pixels."""

@@ -11,7 +11,7 @@ from torch.nn import functional
 from flyte_ddp.catalog import IGNORED, SETTINGS_OF_OBJECTIVES
 from flyte_ddp.objectives.objective import HIGHER, Columns, Objective, largest_losses, overrides
 from flyte_ddp.objectives.requirements import require_outputs, require_targets, require_values
-from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.objectives.table_columns import TableColumns, name_columns, top_columns
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.text.sections import Pictures, Section, Table
 
@@ -83,13 +83,35 @@ class Segmentation(Objective):
     def answers(self, outputs: Any) -> TableColumns:
         return self.share_columns("share", self.masks(outputs))
 
+    def top_answers(self, outputs: Any, number: int) -> TableColumns:
+        """Return ``top_<rank>`` and ``share_top_<rank>`` of the classes with the most pixels."""
+        return self.top_share_columns("", self.masks(outputs), number)
+
     def truths(self, targets: Tensor) -> TableColumns:
-        return self.share_columns("truth", torch.where(targets == IGNORED, self.outputs, targets.long()))
+        return self.share_columns("truth", self.mark_ignored(targets))
+
+    def top_truths(self, targets: Tensor, number: int) -> TableColumns:
+        """Return ``truth_top_<rank>`` and ``truth_share_top_<rank>`` of the classes with the most pixels."""
+        return self.top_share_columns("truth_", self.mark_ignored(targets), number)
+
+    def mark_ignored(self, targets: Tensor) -> Tensor:
+        return torch.where(targets == IGNORED, self.outputs, targets.long())
 
     def share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
-        counts = count_pixels(masks, self.outputs).double().cpu()
         names = name_columns(prefix, self.facts.classes)
-        return dict(zip(names, (counts / counts.sum(1, keepdim=True)).T.tolist(), strict=True))
+        return dict(zip(names, self.measure_shares(masks).T.tolist(), strict=True))
+
+    def top_share_columns(self, prefix: str, masks: Tensor, number: int) -> TableColumns:
+        """Return columns of the ``number`` classes with the most pixels, empty where fewer classes have pixels."""
+        shares, none = self.measure_shares(masks).nan_to_num(nan=0.0), self.outputs
+        shown = shares.topk(min(number, none))
+        ranks = shown.indices.where(shown.values > 0, none)
+        shares = functional.pad(shares, (0, 1), value=torch.nan)
+        return top_columns(prefix, "share", (*self.facts.classes, ""), shares, ranks)
+
+    def measure_shares(self, masks: Tensor) -> Tensor:
+        counts = count_pixels(masks, self.outputs).double().cpu()
+        return counts / counts.sum(1, keepdim=True)
 
     def sections(self, columns: Columns) -> list[Section]:
         correct, predicted, true = (columns[name].sum(0).long().tolist() for name in ("correct", "predicted", "true"))

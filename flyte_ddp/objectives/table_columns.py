@@ -46,6 +46,18 @@ def number_columns(name: str, values: Any) -> TableColumns:
     return dict(zip(names, rows.T.tolist(), strict=True))
 
 
+def top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, ranks: Tensor) -> TableColumns:
+    """Return ``<prefix>top_<rank>``, the name at each rank [n, k], and ``<prefix><value>_top_<rank>``, its value.
+
+    The ranks are places in the values [n, names].
+    """
+    found: TableColumns = {}
+    columns = zip(ranks.T.tolist(), values.gather(1, ranks).T.tolist(), strict=True)
+    for rank, (places, numbers) in enumerate(columns, 1):
+        found |= {f"{prefix}top_{rank}": [names[place] for place in places], f"{prefix}{value}_top_{rank}": numbers}
+    return found
+
+
 def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:
     """Return up to 6 columns of n samples that have names: of the ``rows`` as they were read, else of the inputs.
 

@@ -26,8 +26,8 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.models.sidecar import read_model_json
-from flyte_ddp.objectives import Classification
-from flyte_ddp.objectives.objective import list_floats
+from flyte_ddp.objectives import Classification, Multilabel, Objective, Segmentation
+from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.table_columns import (
     TableColumns,
     describe_inputs,
@@ -52,7 +52,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent, join_first
 from flyte_ddp.user_code.source import explain_own_errors
 
-MANY_CLASSES = 100  # of more, the table lists the likeliest of each sample
+MANY_CLASSES = 100  # or labels; of more, the table lists the likeliest of each sample
 TOP_CLASSES = 5  # that it lists, unless the caller says how many
 PICTURES = 24  # on the page
 PALETTE = 256  # colours that a PNG with a palette can have
@@ -76,10 +76,10 @@ def write_prediction_table(
     Predicts one of three: the image files below the folder ``images``, the test split of the prepared data set in
     ``dataset``, or the new rows in the file ``table``. Also writes an HTML page of the first predictions, and a PNG of
     each predicted mask into the folder ``<output>.masks``. Columns are ``id``, ``prediction``, those of the truth (for
-    a data set), and the other answers of the model's objective; docs/model.md lists them. Of more than 100 classes the
-    answers are the ``top_classes`` likeliest of each sample; with 0 there is a column for each class, as there is of
-    fewer classes. An image that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None:
-    as many as in the model's training.
+    a data set), and the other answers of the model's objective; docs/model.md lists them. Of more than 100 classes
+    or labels the answers are the ``top_classes`` likeliest of each sample; with 0 there is a column for each class, as
+    there is of fewer classes. An image that cannot be decoded has an id and no answers; ``bad_samples`` of them are
+    allowed, None: as many as in the model's training.
 
     Replaces older files; makes missing folders. Runs the code that the sidecar names, on a GPU if there is one. Raises
     UserError for arguments that do not fit, a model or samples that cannot be used, and unwritable output.
@@ -142,8 +142,9 @@ class Predictor:
 
     def __init__(self, model: SavedModel, top_classes: int = TOP_CLASSES) -> None:
         self.model, self.classifies = model, type(model.objective).answers is Classification.answers
-        # 0: a column for each class. Answers of the user's own keep their columns.
-        self.top_classes = top_classes if self.classifies and len(model.classes) > MANY_CLASSES else 0
+        self.top_answers, self.top_truths = (
+            top_classes if is_listed_by_rank(model.objective, method) else 0 for method in ("answers", "truths")
+        )
         is_binary = self.classifies and len(model.classes) == 2
         self.ranking = name_columns("score", model.classes)[1] if is_binary else ""  # the second class's column
         self.predictions = Counter[str]()  # of classes
@@ -160,7 +161,8 @@ class Predictor:
         if batch.truths is not None:
             truths = {"truth": batch.truths}
         elif batch.targets is not None:
-            truths = objective.truths(batch.targets)
+            top, targets = self.top_truths, batch.targets
+            truths = objective.top_truths(targets, top) if top else objective.truths(targets)
         decoded = [*compress(range(samples), batch.decoded)]
         self.samples += samples
         if not decoded:
@@ -171,7 +173,7 @@ class Predictor:
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]
         targets = batch.targets[decoded] if isinstance(batch.targets, Tensor) else batch.targets
         answers = TableColumns()
-        for name, values in find_answers(self.model, outputs, targets, undefined, self.top_classes).items():
+        for name, values in find_answers(self.model, outputs, targets, undefined, self.top_answers).items():
             cells: list[Any] = [""] * samples
             for place, value in zip(decoded, values, strict=True):
                 cells[place] = value
@@ -292,20 +294,24 @@ def find_answers(
 ) -> TableColumns:
     """Return the objective's answers by column, with texts "" where ``undefined`` [n].
 
-    Raises UserError if there are no columns. With ``top_classes`` the answers are those of Classification.top_answers.
+    Raises UserError if there are no columns. With ``top_classes`` the answers are those of ``top_answers``.
     """
     objective, where = model.objective, model.sidecar.get("objective", "classification")
     shown = outputs if targets is None else objective.hide_padding(outputs, targets)
-    if top_classes and isinstance(objective, Classification):
-        given = objective.top_answers(shown, top_classes)
-    else:
-        given = {**objective.answers(shown)}
+    given = {**(objective.top_answers(shown, top_classes) if top_classes else objective.answers(shown))}
     if not given:
         raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():
         if undefined.any() and isinstance(values[0], str):  # the likeliest class of NaN is the first: nobody said so
             given[name] = ["" if bad else value for bad, value in zip(undefined, values, strict=True)]
     return given
+
+
+def is_listed_by_rank(objective: Objective, method: str) -> bool:
+    """Return whether there are more than 100 classes or labels, and ``method`` is not of the user's own."""
+    kinds = Classification, Multilabel, Segmentation
+    ours = any(isinstance(objective, kind) and not overrides(objective, kind, method) for kind in kinds)
+    return ours and objective.outputs > MANY_CLASSES
 
 
 def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:

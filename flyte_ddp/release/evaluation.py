@@ -18,7 +18,6 @@ from torch.nn import functional
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives import Classification, Multilabel, Objective
-from flyte_ddp.objectives.classification import split_logits
 from flyte_ddp.objectives.objective import list_floats, overrides
 from flyte_ddp.objectives.threshold import predict_classes, with_threshold
 from flyte_ddp.predict.prediction_batches import Batch, SavedModel, read_test_split
@@ -26,7 +25,7 @@ from flyte_ddp.predict.sample_columns import SampleColumns, describe_batch, join
 from flyte_ddp.release.scores import is_higher_better, score_samples
 from flyte_ddp.samples.leaves import Leaves, map_leaves
 from flyte_ddp.text.formatting import name_measure
-from flyte_ddp.training.evaluate import compute_columns, measure_columns
+from flyte_ddp.training.evaluate import compute_columns, measure_columns, split_batch
 
 SURE = 50.0  # a logit whose probability is 1
 TRIED = 10  # classes that are tried for all samples: the commonest
@@ -166,23 +165,6 @@ def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: i
         rows = tensor.shape[:1] == (samples,)
         finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
     return columns, finite
-
-
-def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
-    """Yield a batch in parts of few logits, or whole where a sample's columns may depend on the rest of the batch.
-
-    The columns are computed in fp64, which takes several times the memory of a part's logits.
-    """
-    own = not isinstance(objective, Classification) or overrides(
-        objective, Classification, "losses", "weights", "columns"
-    )
-    if own or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        yield outputs, targets, samples
-        return
-    start = 0
-    for part in split_logits(outputs):
-        yield part, targets[start : start + len(part)], len(part)
-        start += len(part)
 
 
 def require_same_columns(described: Sequence[SampleColumns], samples: int) -> None:

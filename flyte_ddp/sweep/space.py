@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from random import Random
 from typing import Any
 
 from flyte_ddp.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
@@ -16,6 +18,7 @@ from flyte_ddp.errors import UserError, require_extra, unknown_name_error
 
 ETA = 3  # of the trials of a rung, one in so many goes on, for so many times the steps
 WAVE = 9  # trials that tpe draws at once, told of all before
+BEST, RECENT = 25, 200  # trials that tpe is told of: it takes no more than 25 for good ones
 # How many draws there may be until enough of them differ: of tpe for a wave, and of Sobol's points in all.
 TPE_DRAWS, SOBOL_DRAWS = 4 * WAVE, 2**16
 # What decides which samples there are, which of them are held out, and what is measured on these.
@@ -59,6 +62,20 @@ class Dimension:
         else:
             value = self.low + place * (self.high - self.low)
         return min(int(value) if self.whole else value, self.high)
+
+    def place_of(self, value: Any) -> float:
+        """Return a place whose value this is: of several the middle, as of a choice and of a whole number."""
+        if self.choices:
+            texts, text = [*map(json.dumps, self.choices)], json.dumps(value)  # true is no 1
+            number = texts.index(text) if text in texts else self.choices.index(value)
+            return (number + 0.5) / len(self.choices)
+        if self.log:
+            place = math.log((value + 0.5 * self.whole) / self.low) / math.log((self.high + self.whole) / self.low)
+        elif self.step:
+            place = (round((value - self.low) / self.step) + 0.5) / self.count_values()
+        else:
+            place = (value - self.low) / (self.high - self.low)
+        return min(max(0.0, place), 1.0)
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,14 @@ def list_values(hp: Hyperparameters) -> dict[str, Any]:
     return hp.to_dict() | {f"options.{of}.{option}": value for of, each in given for option, value in each.items()}
 
 
+def value_of(hp: Hyperparameters, name: str) -> Any:
+    """Return a hyperparameter, or an option that is given, by its name in a space."""
+    if name in TYPES:
+        return getattr(hp, name)
+    _, of, option = name.split(".", 2)
+    return hp.parse_options()[of][option]
+
+
 def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
     """Raise UserError unless each choice and each end of a range fits the base, and trials can be compared."""
     dimensions = sweep.list_dimensions()
@@ -248,75 +273,57 @@ def draw_evenly(sweep: Sweep) -> list[list[Any]]:
 def draw_with_tpe(
     sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]
 ) -> list[Hyperparameters | UserError]:
-    """Return all trials up to the first nine of which some are not in ``told``."""
-    # The draws are kept only when the wave is whole: an exception in between would change the next trials.
-    draws = LAST_DRAWS.pop((sweep, base), None)
-    if draws is None or not draws.told.items() <= told.items():
-        draws = TpeDraws(sweep, base)
-    draws.go_on(told)
-    LAST_DRAWS.clear()  # the draws of one sweep are enough
-    LAST_DRAWS[sweep, base] = draws
-    return [*draws.made.values()]
+    """Return the trials of all whole waves in ``told``, and the next wave."""
+    if len(told) >= sweep.trials:
+        return [*told]
+    before = dict(islice(told.items(), len(told) // WAVE * WAVE))
+    return [*before, *draw_wave(sweep, base, before)]
 
 
-class TpeDraws:
-    """Optuna's study of a sweep, and all trials that the study has drawn."""
+def draw_wave(
+    sweep: Sweep, base: Hyperparameters, before: Mapping[Any, float | None]
+) -> list[Hyperparameters | UserError]:
+    """Return up to nine trials that are not in ``before``, and the errors of those that the rules refuse.
 
-    def __init__(self, sweep: Sweep, base: Hyperparameters) -> None:
-        import optuna
+    A wave has a study and a seed of its own, so that the waves before need not be drawn again.
+    """
+    import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.sweep, self.base = sweep, base
-        self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=sweep.seed))
-        self.made = dict[str, Hyperparameters | UserError]()  # by the JSON of their values
-        self.told = dict[Any, float | None]()  # values of trials of earlier waves
-        self.wave = self.draw_wave()  # Optuna's trials of the last wave by these keys, None for even points
-
-    def go_on(self, told: Mapping[Any, float | None]) -> None:
-        """Draw waves until some of a wave's trials are not in ``told``, or there are enough."""
-        while (
-            self.wave
-            and len(self.made) < self.sweep.trials
-            and all(isinstance(self.made[key], UserError) or self.made[key] in told for key in self.wave)
-        ):
-            self.tell_wave(told)
-            self.wave = self.draw_wave()
-
-    def draw_wave(self) -> dict[str, Any]:
-        """Draw up to nine new trials and add them to ``made``. Return Optuna's trials by the JSON of their values."""
-        wave, end = dict[str, Any](), min(self.sweep.trials, len(self.made) + WAVE)
-        for trial, values in ask_tpe(self.sweep, self.study):
-            if (key := json.dumps(values)) not in self.made:
-                wave[key], [self.made[key]] = trial, make_trials(self.sweep, self.base, [values])
-            if len(self.made) == end:
-                break
-        return wave
-
-    def tell_wave(self, told: Mapping[Any, float | None]) -> None:
-        from optuna.trial import TrialState
-
-        for key, trial in self.wave.items():
-            hp = self.made[key]
-            value = None  # refused, or failed
-            if isinstance(hp, Hyperparameters):
-                value = self.told[hp] = told[hp]
-            if trial:
-                self.study.tell(trial, value, state=TrialState.FAIL if value is None else None)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = Random(f"{sweep.seed} {len(before) // WAVE}").getrandbits(32)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    dimensions, places = sweep.list_dimensions(), list_places(sweep)
+    values = {hp: value for hp, value in before.items() if value is not None}  # TPE learns nothing from failed ones
+    known = {*sorted(values, key=values.__getitem__)[:BEST], *[*values][-RECENT:]}
+    for hp in (hp for hp in values if hp in known):  # in their order, by which tpe weighs them
+        at = {each.name: each.place_of(value_of(hp, each.name)) for each in dimensions}
+        study.add_trial(optuna.create_trial(params=at, distributions=places, value=values[hp]))
+    wanted, made = min(WAVE, sweep.trials - len(before)), list[Hyperparameters | UserError]()
+    different = dict.fromkeys(before)
+    for trial in ask_tpe(sweep, study, places):
+        [hp] = make_trials(sweep, base, [trial])
+        made += [hp] if isinstance(hp, UserError) or hp not in different else []
+        different |= {hp: None} if isinstance(hp, Hyperparameters) else {}
+        if len(different) == len(before) + wanted:
+            break
+    return made
 
 
-LAST_DRAWS = dict[tuple[Sweep, Hyperparameters], TpeDraws]()
+def list_places(sweep: Sweep) -> dict[str, Any]:
+    """Return Optuna's distributions of the places that values have in [0, 1)."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    return {
+        each.name: CategoricalDistribution([*dict.fromkeys(map(each.place_of, each.choices))])
+        if each.choices
+        else FloatDistribution(0.0, 1.0)
+        for each in sweep.list_dimensions()
+    }
 
 
-def ask_tpe(sweep: Sweep, study: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield Optuna's trials and their values, and after many, as tpe repeats itself, no trials and even points."""
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-
-    dimensions, places = sweep.list_dimensions(), dict[str, BaseDistribution]()
-    for each in dimensions:
-        middles = [(at + 0.5) / len(each.choices) for at in range(len(each.choices))]
-        places[each.name] = CategoricalDistribution(middles) if middles else FloatDistribution(0.0, 1.0)
+def ask_tpe(sweep: Sweep, study: Any, places: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Yield the values that Optuna draws, and after many, as tpe repeats itself, those of even points."""
     for _ in range(TPE_DRAWS):
-        trial = study.ask(places)
-        yield trial, [each.value_at(trial.params[each.name]) for each in dimensions]
-    for values in draw_evenly(sweep):
-        yield None, values
+        found = study.ask(places).params
+        yield [each.value_at(found[each.name]) for each in sweep.list_dimensions()]
+    yield from draw_evenly(sweep)

@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import itemgetter
@@ -10,15 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns
+from flyte_ddp.objectives import Classification
+from flyte_ddp.objectives.classification import split_logits
+from flyte_ddp.objectives.objective import Objective, convert_outputs, loss_columns, overrides
 from flyte_ddp.objectives.threshold import decide
 from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, hide_process_group, rank, world_size
 from flyte_ddp.samples.leaves import Leaves
 
+Key = tuple[int, int, str, tuple[int, ...]]  # of a batch's column: the first sample, samples, name, shape of a row
 SAVED = ("best", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
 
 
@@ -41,16 +46,28 @@ def gather_columns(
     ``predict`` maps a batch's inputs, targets and number of samples to outputs. A damaged image counts as the sample
     that replaces it.
     """
-    own = []  # of this rank's batches, which are whole: the place of the first sample, and the columns
+    # Of this rank's batches, which are whole. On the CPU buffers that grow: tensors that are kept would lie between the
+    # large tensors of the batches in the memory, and keep the allocator from using it again.
+    buffers, on_device = defaultdict[Key, bytearray](bytearray), list[tuple[Key, Tensor]]()
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             samples = place.stop - place.start
-            found = compute_columns(objective, predict(inputs, targets, samples), targets, samples)
-            # Copies, because a model may write its next outputs into the same memory.
-            copies = {name: each.double().clone(memory_format=torch.contiguous_format) for name, each in found.items()}
-            own.append((place.start, copies))
-    on_host = [(start, {name: column.cpu().numpy() for name, column in found.items()}) for start, found in own]
-    parts = sorted(chain.from_iterable(gather_objects(on_host)), key=itemgetter(0))
+            for part in split_batch(objective, predict(inputs, targets, samples), targets, samples):
+                for name, column in compute_columns(objective, *part).items():
+                    key = place.start, samples, name, tuple(column.shape[1:])
+                    # Copies, because a model may write its next outputs into the same memory.
+                    if column.device.type == "cpu":
+                        buffers[key] += column.double().numpy().tobytes()
+                    else:  # a copy to the host would wait for the device
+                        copied = column.double().clone(memory_format=torch.contiguous_format)
+                        on_device.append((key, copied))
+            del part, column  # before the next outputs are computed
+    for key, copied in on_device:
+        buffers[key] += copied.cpu().numpy().tobytes()
+    own = defaultdict[int, dict[str, NDArray[Any]]](dict)
+    for (start, samples, name, shape), buffer in buffers.items():
+        own[start][name] = np.frombuffer(buffer).reshape(samples, *shape)
+    parts = sorted(chain.from_iterable(gather_objects([*own.items()])), key=itemgetter(0))
     starts = accumulate((len(columns["loss"]) for _, columns in parts), initial=0)
     if [*starts] != [*(start for start, _ in parts), len(split)]:
         raise RuntimeError(f"evaluation did not count each of {len(split)} samples exactly once")
@@ -63,6 +80,23 @@ def gather_columns(
             )
     names = parts[0][1] if parts else ()
     return {name: torch.from_numpy(np.concatenate([found[name] for _, found in parts])) for name in names}
+
+
+def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
+    """Yield a batch in parts of few logits, or whole where a sample's columns may depend on the rest of the batch.
+
+    The columns are computed in fp64, which takes several times the memory of a part's logits.
+    """
+    own = not isinstance(objective, Classification) or overrides(
+        objective, Classification, "losses", "weights", "columns"
+    )
+    if own or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        yield outputs, targets, samples
+        return
+    start = 0
+    for part in split_logits(outputs):
+        yield part, targets[start : start + len(part)], len(part)
+        start += len(part)
 
 
 def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:

@@ -8,9 +8,11 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+version = cache(metadata.version)  # which reads and parses a file
 # torchcodec is an extra and may be missing. SciPy draws mixup's shares, scikit-learn's measures select weights.
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", "scikit-learn")
 

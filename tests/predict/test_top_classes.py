@@ -17,9 +17,9 @@ from torch import Tensor
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec
-from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.objectives import Classification, Facts, Multilabel, Objective, Segmentation
 from flyte_ddp.objectives.table_columns import name_columns
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows, is_listed_by_rank
 
 SPEC = InputSpec(channels=1, height=4, width=4, mean=(0.3,), std=(0.4,))
 SOURCE = """
@@ -121,6 +121,46 @@ def test_the_first_rank_is_the_prediction_whatever_the_outputs() -> None:
 
 def test_names_of_columns_are_unique_where_names_of_classes_repeat() -> None:
     assert name_columns("score", ["a", "a", "b", "a"]) == ["score_a", "score_a'", "score_b", "score_a''"]
+
+
+def test_labels_are_listed_by_their_probabilities() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = torch.randn(6, 150, generator=generator), torch.zeros(6, 150)
+    targets[0, [3, 140]], targets[1] = 1.0, torch.nan
+    objective = Multilabel(Facts(tuple(name_classes(150)), (150,)))
+    whole, found = objective.answers(outputs), objective.top_answers(outputs, 3)
+    assert found["prediction"] == whole["prediction"]
+    for row, logits in enumerate(outputs.double().numpy()):
+        best = np.argsort(-logits)[:3]
+        assert [found[f"top_{rank}"][row] for rank in (1, 2, 3)] == [f"class {place}" for place in best]
+        listed = [found[f"probability_top_{rank}"][row] for rank in (1, 2, 3)]
+        np.testing.assert_allclose(listed, 1 / (1 + np.exp(-logits[best])), rtol=1e-5)
+    assert objective.top_truths(targets, 3) == {"truth": ["class 3, class 140", "unknown", *["none"] * 4]}
+
+
+def test_a_masks_classes_are_listed_by_their_pixels() -> None:
+    objective, outputs = Segmentation(Facts(tuple(name_classes(120)), (2, 4))), torch.zeros(2, 120, 2, 4)
+    masks = torch.tensor([[[7, 7, 7, 7], [7, 99, 99, 0]], [[5, 5, 5, 5], [5, 5, 5, 5]]])
+    found = objective.top_answers(outputs.scatter(1, masks[:, None], 1.0), 4)
+    assert [found[f"top_{rank}"] for rank in range(1, 5)] == [
+        *(["class 7", "class 5"], ["class 99", ""], ["class 0", ""], ["", ""])
+    ]
+    np.testing.assert_equal([found[f"share_top_{rank}"][0] for rank in range(1, 5)], [5 / 8, 2 / 8, 1 / 8, np.nan])
+    masks[0, 0], masks[0, 1, 3], masks[1] = 255, 255, 255
+    truths = objective.top_truths(masks, 2)
+    assert (truths["truth_top_1"], truths["truth_top_2"]) == (["class 99", ""], ["class 7", ""])
+    np.testing.assert_equal(truths["truth_share_top_1"], [2 / 3, np.nan])
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Multilabel, (101,)), (Segmentation, (2, 4))])
+def test_answers_and_truths_of_own_classes_keep_their_columns(kind: type[Objective], shape: tuple[int, ...]) -> None:
+    class Own(kind):  # type: ignore[misc,valid-type]
+        def truths(self, targets: Any) -> dict[str, list[str]]:
+            return {"truth": ["mine"] * len(targets)}
+
+    for classes, expected in ((101, (True, False)), (100, (False, False))):
+        objective = Own(Facts(tuple(name_classes(classes)), shape))
+        assert tuple(is_listed_by_rank(objective, method) for method in ("answers", "truths")) == expected
 
 
 @pytest.mark.slow

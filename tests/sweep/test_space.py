@@ -267,38 +267,6 @@ def rate_away(hp: Hyperparameters) -> float | None:
     return None if hp.epochs == 3 else abs(float(np.log(hp.learning_rate / 0.03)))
 
 
-def draw_all_anew(sweep: Sweep) -> list[Hyperparameters]:
-    """Draw a whole sweep with one study, nine different trials at a time."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    dimensions, made = sweep.list_dimensions(), list[Hyperparameters]()
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=sweep.seed))
-    while len(made) < sweep.trials:
-        wave, end = list[Any](), min(sweep.trials, len(made) + 9)
-        for _ in range(36):
-            places = {
-                each.name: optuna.distributions.CategoricalDistribution(
-                    [(at + 0.5) / len(each.choices) for at in range(len(each.choices))]
-                )
-                if each.choices
-                else optuna.distributions.FloatDistribution(0.0, 1.0)
-                for each in dimensions
-            }
-            trial = study.ask(places)
-            hp = replace(BASE, **{each.name: each.value_at(trial.params[each.name]) for each in dimensions})
-            if hp not in made and len(made) < end:
-                made.append(hp)
-                wave.append((trial, rate_away(hp)))
-                if len(made) == end:
-                    break
-        if len(made) < end:
-            pytest.skip("Optuna 4.0 repeats itself too often in this space, where ours goes on with even points")
-        for trial, value in wave:
-            study.tell(trial, value, state=None if value is not None else optuna.trial.TrialState.FAIL)
-    return made
-
-
 def list_steps(sweep: Sweep, step: int) -> list[Hyperparameters]:
     """Draw a sweep, of whose new trials so many at a time are done."""
     told: dict[Hyperparameters, float | None] = {}
@@ -310,44 +278,69 @@ def list_steps(sweep: Sweep, step: int) -> list[Hyperparameters]:
 REPEATING = {"learning_rate": [0.01, 0.02, 0.03, 0.1, 0.3], "epochs": [1, 2, 3, 4, 5], "batch_size": [32, 64, 128]}
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("space", [SPACE, REPEATING])
-def test_tpe_draws_what_one_study_of_the_whole_sweep_draws(space: dict[str, Any], seed: int) -> None:
+def test_a_wave_of_tpe_is_a_function_of_the_waves_before(space: dict[str, Any]) -> None:
     pytest.importorskip("optuna")
-    sweep = sweep_of(space, trials=40, sampler="tpe", seed=seed)
-    expected = draw_all_anew(sweep)
+    sweep = sweep_of(space, trials=40, sampler="tpe", seed=3)
+    expected = list_steps(sweep, 9)
     values = {hp: rate_away(hp) for hp in expected}
-    for step in (9, 4):
-        assert list_steps(sweep, step) == expected
-        other = draw_trials(sweep, BASE, dict.fromkeys(expected[:18], 1.0))
-        assert (other[:18], len(other)) == (expected[:18], 27)
-        assert other[18:] != expected[18:27], "other values, other trials"
-        assert draw_trials(sweep, BASE, values) == expected, "given again, after other values"
-        assert draw_trials(sweep, BASE, {hp: values[hp] for hp in expected[:18]}) == expected[:27], "fewer are done"
-    more = list_steps(replace(sweep, trials=49), 9)
-    assert more[:36] == expected[:36]
-    assert [*values] == list_steps(sweep, 9), "after a sweep with more trials"
+    assert len({*expected}) == 40
+    assert list_steps(sweep, 4) == expected
+    assert draw_trials(sweep, BASE, values) == expected
+    assert draw_trials(sweep, BASE, {hp: values[hp] for hp in expected[:18]}) == expected[:27], "fewer are done"
+    other = draw_trials(sweep, BASE, dict.fromkeys(expected[:18], 1.0) | {expected[0]: 0.5})
+    assert (other[:18], len(other)) == (expected[:18], 27)
+    assert other[18:] != expected[18:27], "other values, other trials"
+    assert list_steps(replace(sweep, trials=49), 9)[:36] == expected[:36]
+    assert list_steps(replace(sweep, seed=4), 9)[:9] != expected[:9]
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_tpe_draws_each_trial_once(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+def test_tpe_is_asked_once_for_a_trial_and_told_of_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 25 early good trials and many later ones the study knows the good ones and the newest, in their order."""
     optuna = pytest.importorskip("optuna")
-    sweep, asked, ask = sweep_of(SPACE, trials=90, sampler="tpe", seed=9), [], optuna.Study.ask
+    asked, told, ask, add = [], [], optuna.Study.ask, optuna.Study.add_trial
+    monkeypatch.setattr(optuna.Study, "ask", lambda study, places: asked.append(study) or ask(study, places))
+    monkeypatch.setattr(optuna.Study, "add_trial", lambda study, trial: told.append(trial) or add(study, trial))
+    sweep = sweep_of({"learning_rate": {"from": 0.0, "to": 1.0}}, trials=603, sampler="tpe")
+    before = {replace(BASE, learning_rate=(1 + place) / 1000): float(place >= 25) for place in range(594)}
+    before[[*before][100]] = before[[*before][590]] = None
+    drawn = draw_trials(sweep, BASE, before)
+    assert (len(drawn), len({*drawn})) == (603, 603)
+    assert 9 <= len(asked) <= 11, "a draw may be one of before"
+    places = [*range(25), *(place for place in range(393, 594) if place != 590)]
+    assert [trial.params["learning_rate"] for trial in told] == [(1 + place) / 1000 for place in places]
 
-    def count(study: Any, places: Any) -> Any:
-        asked.append(study)
-        if interrupted and len(asked) == 23:
-            raise KeyboardInterrupt
-        return ask(study, places)
 
-    monkeypatch.setattr(optuna.Study, "ask", count)
-    if interrupted:
-        with pytest.raises(KeyboardInterrupt):
-            list_steps(sweep, 9)
-    drawn = list_steps(sweep, 9)
-    assert len(asked) == 90 + 23 * interrupted
-    monkeypatch.undo()
-    assert drawn == draw_all_anew(sweep)
+def test_combinations_that_the_rules_refuse_are_replaced_by_tpe() -> None:
+    pytest.importorskip("optuna")
+    space = {"optimizer": ["sgd", "adam"], "momentum": [0.0, 0.9], "learning_rate": {"from": 0.01, "to": 1}}
+    sweep = sweep_of(space, trials=20, sampler="tpe")
+    base, told = replace(BASE, nesterov=True, optimizer="adam"), dict[Hyperparameters, float | None]()
+    while new := [hp for hp in draw_trials(sweep, base, told) if hp not in told]:
+        told |= {hp: hp.learning_rate for hp in new}
+    assert len(told) == 20
+    assert {(hp.optimizer, hp.momentum) for hp in told} == {("sgd", 0.9), ("adam", 0.0), ("adam", 0.9)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"from": 0.001, "to": 1, "log": True},
+        {"from": 0.5, "to": 0.95},
+        {"from": 32, "to": 256, "step": 32},
+        {"from": 1, "to": 300, "log": True, "step": 1},
+        {"from": 0.1, "to": 0.7, "step": 0.1},
+        [True, 1, "one", 1.5],
+    ],
+)
+def test_each_value_has_a_place_of_its_own(given: Any) -> None:
+    dimension = parse_dimension("options.model.size", given)
+    for place in np.linspace(0, 1, 1000, endpoint=False).tolist():
+        value = dimension.value_at(place)
+        found = dimension.value_at(dimension.place_of(value))
+        assert type(found) is type(value)
+        assert found == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value)
+    assert 0 <= dimension.place_of(dimension.value_at(0.0)) <= dimension.place_of(dimension.value_at(0.9999999)) <= 1
 
 
 def test_without_optuna_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
