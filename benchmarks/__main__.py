@@ -15,7 +15,7 @@ from flyte_ddp.errors import StoppedError
 
 NAMES = ["images", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
 NAMES += ["table", "gpt", "preset", "cost", "gate", "drift"]
-LONG = ["sweep", "published", "chaos", "recovery", "gpu"]  # run when they are named
+LONG = ["sweep", "published", "chaos", "recovery", "growth", "gpu"]  # run when they are named
 CHECKS = ["same_bits"]  # so are these, which have no figures: the exit code says what they found
 ALL = [*NAMES, *LONG, *CHECKS]
 HERE = Path(__file__).resolve().parent

@@ -40,7 +40,7 @@ def predict_wf(
         test_dataset: Data set to predict in place of the tenth of dataset that is held out.
         bad_samples: How many images may be impossible to decode. None allows as many as in training.
         table: File of new rows, which the model's own prepare reads, such as new.csv or s3://bucket/new.parquet.
-        top_classes: How many of the likeliest classes each row lists, of more than 100. 0 for a column for each class.
+        top_classes: How many of the likeliest classes or labels a row lists, of more than 100. 0 for a column for each.
     """
     return predict_images(
         model_state=model_state,

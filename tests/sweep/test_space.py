@@ -322,6 +322,19 @@ def test_combinations_that_the_rules_refuse_are_replaced_by_tpe() -> None:
     assert {(hp.optimizer, hp.momentum) for hp in told} == {("sgd", 0.9), ("adam", 0.0), ("adam", 0.9)}
 
 
+def test_tpe_learns_from_options() -> None:
+    pytest.importorskip("optuna")
+    base = replace(BASE, model="own:build", options='{"model": {"depth": 2}}')
+    sweep = sweep_of({"options.model.width": {"from": 1, "to": 1000, "step": 1}}, trials=63, sampler="tpe")
+    told: dict[Hyperparameters, float | None] = {}
+    while new := [hp for hp in draw_trials(sweep, base, told) if hp not in told]:
+        told |= {hp: abs(hp.parse_options()["model"]["width"] - 300.0) for hp in new}
+    assert all(hp.parse_options()["model"]["depth"] == 2 for hp in told)
+    away = [*told.values()]
+    assert len(away) == 63
+    assert np.median(away[36:]) < 0.6 * np.median(away[:18])
+
+
 @pytest.mark.parametrize(
     "given",
     [
