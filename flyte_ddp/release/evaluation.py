@@ -54,20 +54,20 @@ class Evaluation:
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
         """Evaluate one or more batches (outputs, targets, samples); UserError if the main measure is undefined."""
-        # The values of each column, by its name and shape. Buffers that grow, and no tensors, which would lie between
-        # the large tensors of the batches in the memory, and keep the allocator from using it again.
-        values, finite = defaultdict[tuple[str, tuple[int, ...]], bytearray](bytearray), bytearray()
+        # The values of each column, by its name and shape. Small pieces, and no tensors and no buffers that grow: those
+        # would lie between the large tensors of the batches in the memory, and keep the allocator from using it again.
+        values, finite = defaultdict[tuple[str, tuple[int, ...]], list[bytes]](list), bytearray()
         with torch.no_grad():  # else losses are those of training
             for batch in batches:
                 for part in split_batch(objective, *batch):
                     columns, are_finite = compute_part(objective, *part)
                     for name, column in columns.items():
-                        values[name, column.shape[1:]] += column.double().cpu().numpy().tobytes()
+                        values[name, column.shape[1:]].append(column.double().cpu().numpy().tobytes())
                     finite += are_finite.numpy().tobytes()
                     del columns, are_finite
                 del batch, part  # or the next batch's outputs would be computed beside these
         found = {
-            name: torch.from_numpy(np.frombuffer(buffer).reshape(len(finite), *shape))
+            name: torch.from_numpy(np.frombuffer(bytearray().join(buffer)).reshape(len(finite), *shape))
             for (name, shape), buffer in values.items()
         }
         return cls.from_columns(objective, found, np.frombuffer(finite, np.bool_))
