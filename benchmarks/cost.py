@@ -5,7 +5,8 @@ a copy of the buffers and without the lock (alternating.py); an epoch with all o
 tutorial's network and of one with BatchNorm. On a shared machine such pairs scatter by more than what is looked for, so
 rank 0's own account stands beside their median: the processor time of all these guards, the thread that writes
 checkpoints included, as a share of the guarded epochs. Then whole runs of the tutorial's network with a wandb server
-that accepts connections and never answers, against runs without wandb: the mean of all epochs but the first.
+that accepts connections and never answers, against runs without wandb: the mean of all epochs but the first. Last, how
+long a save of a state of 1 GB holds its rank, against a clone of the same tensors (save_sides.py).
 """
 
 import functools
@@ -16,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import fashion_mnist, run_library
+from benchmarks.running import call, fashion_mnist, run_library
 
+LAYERS = 80  # of 12 MiB each with Adam's tensors
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # as in alternating.py, which imports torch
 
 
@@ -74,7 +76,24 @@ def measure(options: Options) -> Result:
     names = (f"{name}: epochs but the first" for name in reversed(kinds))
     ratio = result.ratio("a silent wandb server / without", *names)
     result.targets.append(Target("added to an epoch by a silent wandb server", ratio - 1, "%", at_most=0.05))
+    measure_saves(options, result)
     return result
+
+
+def measure_saves(options: Options, result: Result) -> None:
+    layers, repeats = (2 if options.quick else LAYERS), options.number(15)
+    for kind in ("training", "function"):
+        sides = f"{kind}: a save of 1 GB", f"{kind}: a clone of its tensors"
+
+        def alternate(_: int, kind: str = kind, sides: tuple[str, str] = sides) -> None:
+            found = call(f"benchmarks.save_sides:time_{kind}", layers, repeats)
+            for side, seconds in zip(sides, found.values(), strict=True):
+                for value in seconds:
+                    result.add(side, value, "s")
+
+        interleaved(options, result, {f"{kind}: saves": alternate}, 1)
+        ratio = result.ratio(f"{kind}: a save / a clone", *sides)
+        result.targets.append(Target(f"{kind}: a save of 1 GB, times a clone of its tensors", ratio, "x", at_most=1.1))
 
 
 def quick(hp: dict[str, Any], options: Options) -> dict[str, Any]:
