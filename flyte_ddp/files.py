@@ -15,6 +15,7 @@ from flyte_ddp.errors import UserError
 
 WEIGHTS, SIDECAR = "model.pt", "model.json"  # of a trained model
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FAILING = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)  # a disk, or a file server
 held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
 
 
@@ -63,8 +64,14 @@ def explain_write_errors(path: Path, other: str = "choose another folder") -> It
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
-        fix = "free some space" if reason.errno in DISK_FULL else "make its folder writable"
-        raise UserError(f"cannot write {path}: {reason.strerror}; {fix}, or {other}") from reason
+        raise UserError(f"cannot write {path}: {reason.strerror}; {suggest_fix(reason)}, or {other}") from reason
+
+
+def suggest_fix(error: OSError, folder: str = "its folder") -> str:
+    """Return what a user can do about a file that cannot be written, and whose folder has this name in a text."""
+    if error.errno in DISK_FULL:
+        return "free some space"
+    return "mend its disk or file server" if error.errno in FAILING else f"make {folder} writable"
 
 
 class HashingFile:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,7 +134,8 @@ def run_part(
                         # The last file: it marks the run as complete.
                         write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
                 except BaseException:
-                    remove_outputs(unfinished)  # also files that killed ranks have written in part
+                    with suppress(OSError):  # so that the error says what has failed first
+                        remove_outputs(unfinished)  # also files that killed ranks have written in part
                     raise
         finally:  # also if Ctrl-C comes while wandb or the copy of the results is waited for
             try:

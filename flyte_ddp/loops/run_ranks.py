@@ -25,7 +25,6 @@ from flyte_ddp.runs.run_folder import (
     hold_run_folder,
     remove_temporary_files,
     rewind_run,
-    unwritable_folder_error,
 )
 from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, read_settings
@@ -151,17 +150,14 @@ def suggest_going_on(folder: Path) -> Iterator[None]:
 def prepare_run_folder(folder: Path) -> None:
     """Create the run's folder, and delete an earlier run's page, traceback, returned value and temporary files.
 
-    Raises UserError if it cannot be written, or its ``results/`` is of no run.
+    Raises UserError if its ``results/`` is of no run.
     """
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (REPORT, TRACEBACK, RETURNED):
-            (folder / name).unlink(missing_ok=True)
-        remove_temporary_files(folder)
-    except OSError as error:
-        raise unwritable_folder_error(folder, error) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (REPORT, TRACEBACK, RETURNED):
+        (folder / name).unlink(missing_ok=True)
+    remove_temporary_files(folder)
 
 
 def remove_saves(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flyte_ddp import results
 from flyte_ddp.errors import BusyError, RankError, UserError, describe_resumption, print_to_stderr
-from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock
+from flyte_ddp.files import SIDECAR, WEIGHTS, hold_lock, suggest_fix
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Checkpoint, Identity
@@ -30,7 +30,10 @@ REPLACED = ".replaced"
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder for the block, without waiting; raise BusyError if another process or run has the lock."""
+    """Lock the folder for the block, without waiting; raise BusyError if another process or run has the lock.
+
+    Raises UserError if the folder cannot be written, now or later in the block.
+    """
     with ExitStack() as lock:
         try:
             lock.enter_context(hold_lock(folder.resolve().parent / ".locks", folder.name, wait=False))
@@ -40,13 +43,18 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise unwritable_folder_error(folder, error) from None
-        yield
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
+                raise unwritable_folder_error(folder, error) from error
+            raise
 
 
 def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"run folder {folder}: {error.strerror}; it must be a writable folder, so fix its permissions or name another "
-        "(FLYTE_DDP_RUNS, or folder= of run_ranks)"
+        f"run folder {folder}: {error.strerror}; it must be a writable folder: {suggest_fix(error, 'it')}, or name "
+        "another (FLYTE_DDP_RUNS, or folder= of run_ranks)"
     )
 
 
@@ -56,15 +64,12 @@ def prepare_unfinished(folder: Path) -> Path:
     First moves a complete run to the run folder; of an interrupted one keeps metrics, checkpoints and results.
     """
     unfinished = folder / UNFINISHED
-    try:
-        publish_if_complete(folder)
-        unfinished.mkdir(parents=True, exist_ok=True)
-        remove_outputs(unfinished)
-        for name in (TRACEBACK, RUNG):
-            (unfinished / name).unlink(missing_ok=True)
-        (unfinished / METRICS).open("ab").close()
-    except OSError as error:
-        raise unwritable_folder_error(folder, error) from None
+    publish_if_complete(folder)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    remove_outputs(unfinished)
+    for name in (TRACEBACK, RUNG):
+        (unfinished / name).unlink(missing_ok=True)
+    (unfinished / METRICS).open("ab").close()
     return unfinished
 
 

@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_version, list_files
+from flyte_ddp.files import explain_write_errors, file_version, list_files
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -33,7 +32,7 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
     """Write a piece of a file into ``folder``: to ``.NAME.tmp`` until the last piece, but to metrics.jsonl itself."""
     path = folder / message["name"]
     partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
-    try:
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("r+b" if partial.exists() else "wb") as file:
             file.seek(message["offset"])
@@ -41,8 +40,6 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
             file.write(message["data"])
         if message["last"]:
             partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; make room, or correct its permissions") from None
 
 
 class FileSender:
