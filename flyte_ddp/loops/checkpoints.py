@@ -1,7 +1,10 @@
 """The states that a user's function saves, and when."""
 
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine.device_copy import copy_to_cpu, map_leaves
 from flyte_ddp.models.zoo import find_refused_value
-from flyte_ddp.runs.checkpoint import Checkpoint, Identity, load_state
+from flyte_ddp.runs.checkpoint import FOLDER, Checkpoint, Identity, load_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -21,11 +24,21 @@ ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the a
 class Checkpoints(CheckpointWriter):
     """Saves and loads states; call :meth:`close` when the function has ended.
 
-    A save is due ``checkpoint_seconds`` after the last one (0: never), and after a request to stop.
+    A save is due ``checkpoint_seconds`` after the last one (0: never), and after a request to stop. A rank
+    gives a ``link_name`` if rank 0 writes into the same folder from another host.
     """
 
-    def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, checkpoint_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        found: Checkpoint | None,
+        checkpoint_seconds: float,
+        *,
+        link_name: str = "",
+    ) -> None:
         super().__init__(folder, identity, found)
+        self.link = folder / FOLDER / link_name if link_name else None
         self.checkpoint_seconds = checkpoint_seconds
         self.last_step = found.step if found else 0  # that save got
         self.last_time = time.monotonic()
@@ -79,8 +92,26 @@ class Checkpoints(CheckpointWriter):
         self.wait_until_written()
         if self.newest is None:
             return None
-        state: dict[str, Any] = load_state(self.newest)
-        return state
+        return load_state(self.newest) if self.link is None else self.load_linked(self.newest, self.link)
+
+    def load_linked(self, found: Checkpoint, link: Path) -> dict[str, Any]:
+        """Return the state, mapped from a file that keeps a name until :meth:`close`; where links fail, a copy.
+
+        A file server drops a file that another host replaces, and reading a tensor mapped from the file is then fatal.
+        """
+        try:
+            link.unlink(missing_ok=True)  # of an attempt that was killed
+            os.link(found.path, link)
+        except OSError:
+            copied: dict[str, Any] = copy_to_cpu(load_state(found))
+            return copied
+        return load_state(replace(found, path=link))
+
+    def close(self) -> None:
+        super().close()
+        if self.link is not None:
+            with suppress(OSError):
+                self.link.unlink(missing_ok=True)
 
 
 def find_types(value: Any) -> set[type]:

@@ -61,7 +61,11 @@ def run_function(rank: Rank) -> None:
 def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
     """Make this rank the block's :func:`current_rank`, record the run's start, and at the end write the last save."""
     work, info, settings = rank.work, rank.info, rank.work.settings
-    checkpoints = Checkpoints(work.output_folder, work.identity, work.checkpoint, settings.checkpoint_seconds)
+    beside_writer = not work.sees_run_folder or work.world.hosts[info.rank] == work.world.hosts[0]
+    checkpoints = Checkpoints(
+        *(work.output_folder, work.identity, work.checkpoint, settings.checkpoint_seconds),
+        link_name="" if beside_writer else f".rank-{info.rank}.tmp",
+    )
     is_leader = info.rank == 0
     first = work.checkpoint.step if work.checkpoint else 0
     records = Records(work.output_folder, settings.progress, first) if is_leader else None

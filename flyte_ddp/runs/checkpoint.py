@@ -164,10 +164,11 @@ def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
         return write()
     except UserError as error:
         cause, folder = error.__cause__, output_folder / FOLDER
+        if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
         newest = verify_checkpoints(folder, most_bytes=QUICK_BYTES)[0]
-        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         older = [folder / name for name in SLOTS if newest is not None and (folder / name) != newest.path]
-        if not is_full or not any(path.exists() for path in older):
+        if not any(path.exists() for path in older):
             raise
         for path in older:
             path.unlink(missing_ok=True)
@@ -221,9 +222,6 @@ def verify_digest(file: BinaryIO) -> None:
 def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], bytes]:
     """Return the header and, unless left out, the metrics of a checkpoint, without torch.
 
-    Raises UnreadableError for an archive that has been cut off, and ValueError for a head of another form.
-
-
     torch.save numbers tensors from 0 in the order of the values, and does not compress them. Raises
     UnreadableError for an archive that has been cut off, and ValueError for an archive without such a head.
     """
@@ -238,7 +236,7 @@ def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], by
         raise UnreadableError(f"damaged: {error}") from error
 
 
-def load_state(checkpoint: Checkpoint) -> Any:
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the saved state, on the CPU.
 
     Tensors are mapped from the file: the ranks of a host share them in memory, and what keeps one keeps the file's
@@ -246,26 +244,32 @@ def load_state(checkpoint: Checkpoint) -> Any:
     """
     import torch
 
-    return torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)[STATE]
+    state: dict[str, Any] = torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)[STATE]
+    return state
 
 
 def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest readable checkpoint or None, and the faults of unreadable checkpoints by path.
+    """Return the newest readable checkpoint or None, and by path the faults of those that would be newer.
 
-    ``most_bytes`` is that of :func:`read_checkpoint`.
+    Computes no SHA-256 of an older checkpoint. ``most_bytes`` is that of :func:`read_checkpoint`.
     """
-    readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
-    for name in SLOTS:
+
+    def read(path: Path, most_bytes: float) -> Checkpoint | None:
         try:
-            found = read_checkpoint(folder / name, most_bytes=most_bytes)
+            return read_checkpoint(path, most_bytes=most_bytes)
         except UnreadableError as reason:
-            unreadable[folder / name] = str(reason)
-        else:
-            readable += [found] if found is not None else []
+            unreadable[path] = str(reason)
+            return None
+
+    # A file whose header cannot be read may be the newest.
+    heads = [found for name in SLOTS if (found := read(folder / name, 0))]
+    for path in [*unreadable]:
+        read(path, most_bytes)  # which may know a better reason
     # A user's function may save a step more than once.
     order = lambda checkpoint: (checkpoint.step, checkpoint.epoch, checkpoint.time)  # noqa: E731
-    return max(readable, key=order, default=None), unreadable
+    newest_first = sorted(heads, key=order, reverse=True)
+    return next(filter(None, (read(found.path, most_bytes) for found in newest_first)), None), unreadable
 
 
 def trust_checkpoint(output_folder: Path, step: int) -> None:

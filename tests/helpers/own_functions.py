@@ -222,3 +222,37 @@ def return_late(seconds: float) -> str:
     if current_rank().rank == 0:
         time.sleep(seconds)
     return "late"
+
+
+def load_into_a_model(size: int) -> Any:
+    """Save a state of ``size`` bytes, and fail; later load it, and copy it into a model that each rank has.
+
+    Returns by rank the bytes that this took at its peak and when it was done, where pages of several ranks count in
+    part (PSS), and the sum of the model's values.
+    """
+    rank = current_rank()
+    rank.join()
+    model = torch.zeros(size // 4)
+    if rank.rank == 0 and rank._checkpoints.newest is None:
+        rank.save(1, {"model": torch.ones(size // 4)})
+        raise RuntimeError("the first attempt fails")
+    dist.barrier()
+    before = [read_bytes("smaps_rollup", "Pss"), read_bytes("status", "VmRSS")]
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    dist.barrier()
+    state = rank.load()
+    assert state is not None
+    model.copy_(state["model"])
+    dist.barrier()
+    found = [read_bytes("smaps_rollup", "Pss") - before[0], read_bytes("status", "VmHWM") - before[1]]
+    dist.barrier()
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, [*found, float(model.sum())])
+    return every
+
+
+def read_bytes(file: str, name: str) -> int:
+    """Return a figure that Linux gives of this process in kB."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024

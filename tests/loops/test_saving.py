@@ -1,5 +1,6 @@
 """What save got last is what load gives, in this attempt and later ones, on all ranks; requests to stop save."""
 
+import errno
 import os
 import signal
 import threading
@@ -7,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import own_functions
@@ -17,12 +19,17 @@ from engines import ELASTIC, SPAWN, Launch, Run, on
 from faulty_runs import when
 from interruptions import ended_before_each_change
 from processes import wait_until
+from training_runs import QUIET
 
 from flyte_ddp import RankError, StoppedError, UserError, load_optimizer_state
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.loops import checkpoints
 from flyte_ddp.loops.checkpoints import Checkpoints
+from flyte_ddp.loops.in_rank import provide_current_rank
+from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.runs.work import Work
 from flyte_ddp.text.json_lines import read_records
 
 pytestmark = pytest.mark.slow
@@ -222,6 +229,68 @@ def test_a_stop_waits_for_the_next_save_if_one_cannot_be_written(tmp_path: Path)
         in_the_way.unlink()
         saving.save(3, {"step": 3})
         assert asked.result() == 3
+
+
+def mapped(folder: Path) -> list[str]:
+    """Return the files below the folder that this process maps, as Linux names those without a name: ... (deleted)."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.partition("/")[2] for line in lines if f"{folder}/" in line})
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_what_another_host_has_loaded_outlives_the_file(tmp_path: Path, monkeypatch, *, can_link: bool) -> None:
+    """A file server drops a file that has no name any more, and kills who reads what they have mapped from it."""
+    (tmp_path / "metrics.jsonl").touch()
+    writer = Checkpoints(tmp_path, NO_IDENTITY, None, 0.0)
+    writer.save(1, {"numbers": torch.full((1000,), 1.0)})
+    writer.wait_until_written()
+    elsewhere = Checkpoints(tmp_path, NO_IDENTITY, writer.newest, 0.0, link_name=".rank-3.tmp")
+    if not can_link:
+        monkeypatch.setattr(checkpoints.os, "link", refuse_links)
+    state = [elsewhere.load(), elsewhere.load()][1]
+    for step in (2, 3, 4):
+        writer.save(step, {"numbers": torch.full((1000,), float(step))})
+        writer.wait_until_written()
+    files = mapped(tmp_path)
+    assert len(files) == can_link
+    assert not any(name.endswith("(deleted)") for name in files)
+    assert state is not None
+    assert {*state["numbers"].tolist()} == {1.0}
+    for each in (writer, elsewhere):
+        each.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("host", "sees_run_folder", "name"), [("b", True, ".rank-1.tmp"), ("a", True, None), ("b", False, None)]
+)
+def test_only_a_rank_that_reads_what_another_host_writes_keeps_a_name(
+    tmp_path: Path, monkeypatch, host: str, name: str | None, *, sees_run_folder: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    world = World(2, hosts=("a", host))
+    work = Work("", None, Request(2), tmp_path, NO_IDENTITY, QUIET, world=world, sees_run_folder=sees_run_folder)
+    rank = SimpleNamespace(work=work, info=RankInfo(1, 2, 1, "", "cpu"), offer_saving=lambda _: None)
+    with provide_current_rank(rank, None) as current:
+        link = current._checkpoints.link
+    assert (link and link.name) == name
+
+
+def refuse_links(*_: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")  # as vfat
+
+
+@on(SPAWN)
+def test_ranks_that_load_a_state_share_one_copy(launch: Launch, run: Run) -> None:
+    """At the moment at which each has filled its model, and at no time does a rank see more than one copy."""
+    size = 64 << 20
+    with pytest.raises(RankError, match="the first attempt fails"):
+        run(own_functions.load_into_a_model, size, num_ranks=3, launch=launch)
+    found = run(own_functions.load_into_a_model, size, num_ranks=3, launch=launch)
+    taken, peaks, sums = zip(*found, strict=True)
+    assert sums == (size / 4,) * 3
+    assert sum(taken) < 1.2 * size + 3 * size  # their models, whose zeros had no memory before
+    assert max(peaks) < 1.2 * size + size
 
 
 def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(tmp_path, monkeypatch, capfd) -> None:

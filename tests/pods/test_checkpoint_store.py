@@ -1,12 +1,17 @@
 """Checkpoints of attempts and executions in a real S3 server."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kept_checkpoints import begun, names, write
+import torch
+from kept_checkpoints import ARITHMETIC, IDENTITY, begun, names, write
+from s3_server import S3Server
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
@@ -181,3 +186,38 @@ def test_a_store_that_does_not_answer_is_asked_four_times(
     else:
         assert begun(store, tmp_path / "0") == 5
     assert capsys.readouterr().out.count("HTTP 503 SlowDown; next try") == 3
+
+
+SENT_BYTES = 1 << 28
+TRANSFER = """
+import sys
+from pathlib import Path
+from flyte_ddp.pods.checkpoint_store import CheckpointStore
+
+def peak_bytes():
+    [line] = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+store, path = CheckpointStore(sys.argv[1], "one"), Path(sys.argv[2])
+if sys.argv[3] == "upload":
+    action = lambda: store.upload_checkpoint(path)
+else:
+    action = lambda: store.download_newest_checkpoint(path)
+store.find_saved_runs("")  # opens the bucket
+Path("/proc/self/clear_refs").write_text("5")
+before = peak_bytes()
+action()
+print(peak_bytes() - before)
+"""
+
+
+def test_transfers_hold_a_small_part_of_a_file(tmp_path: Path, server: S3Server) -> None:
+    new = Checkpoint(tmp_path / "a.ckpt", 0, 1, (ARITHMETIC,), 5.0, IDENTITY, b"")
+    checkpoint.write_checkpoint(new, {"weight": torch.ones(SENT_BYTES // 4)})
+    (server.folder / "bucket").mkdir(exist_ok=True)
+    environment = {**os.environ, **server.flyte_environment()}
+    for what, path in (("upload", "a.ckpt"), ("download", "pod/a.ckpt")):
+        command = [sys.executable, "-c", TRANSFER, "s3://bucket/streams", str(tmp_path / path), what]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert int(ended.stdout.splitlines()[-1]) < SENT_BYTES / 2, what
+    assert (tmp_path / "pod/a.ckpt").read_bytes() == (tmp_path / "a.ckpt").read_bytes()

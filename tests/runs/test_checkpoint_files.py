@@ -1,7 +1,9 @@
 """Checkpoints as files: what others can do with them, and what loading one costs."""
 
+import hashlib
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -84,3 +86,57 @@ def test_an_upload_leaves_verifying_to_the_next_attempt(tmp_path: Path, monkeypa
     store.upload_checkpoint(tmp_path / "a.ckpt")
     [sent] = tmp_path.glob("store/one/saved-*")
     assert sent.read_bytes() == (tmp_path / "a.ckpt").read_bytes()
+
+
+def test_bytes_are_hashed_when_they_are_written_and_once_by_each_attempt(tmp_path: Path, monkeypatch) -> None:
+    """Not by an upload, not again after a download, nor what the attempt does not resume from."""
+    hashed = [0]
+    monkeypatch.setattr(checkpoint.hashlib, "sha256", lambda: CountingHash(hashed))
+    (tmp_path / "run").mkdir()
+    store = CheckpointStore(str(tmp_path / "store"), "one")
+    sizes = []
+    for step, name in enumerate(checkpoint.SLOTS, 1):
+        path = tmp_path / "run" / checkpoint.FOLDER / name
+        path.parent.mkdir(exist_ok=True)
+        new = Checkpoint(path, 0, step, (ARITHMETIC,), 5.0, IDENTITY, b"")
+        checkpoint.write_checkpoint(new, {"weight": torch.ones(MEBIBYTE)})
+        sizes.append(path.stat().st_size)
+        store.upload_checkpoint(path)
+    assert take(hashed) == pytest.approx(sum(sizes), rel=0.01)
+    checkpoint.verified.clear()  # another process has no part in it
+    assert checkpoint.rewind_to_newest_checkpoint(tmp_path / "run", IDENTITY)
+    assert checkpoint.newest_step(tmp_path / "run") == 2
+    assert take(hashed) == pytest.approx(sizes[1], rel=0.01)
+    checkpoint.verified.clear()
+    (tmp_path / "pod").mkdir()
+    store.download_newest_checkpoint(tmp_path / "pod" / checkpoint.FOLDER / checkpoint.SLOTS[0])
+    assert checkpoint.rewind_to_newest_checkpoint(tmp_path / "pod", IDENTITY)
+    assert take(hashed) == pytest.approx(sizes[1], rel=0.01)
+
+
+class CountingHash:
+    def __init__(self, hashed: list[int]) -> None:
+        self.hashed, self.inner = hashed, hashlib.new("sha256")
+
+    def update(self, data: bytes) -> None:
+        self.hashed[0] += len(data)
+        self.inner.update(data)
+
+    def hexdigest(self) -> str:
+        return self.inner.hexdigest()
+
+
+def take(counter: list[int]) -> int:
+    found, counter[0] = counter[0], 0
+    return found
+
+
+def test_the_newest_step_needs_no_metrics(tmp_path: Path) -> None:
+    path = tmp_path / checkpoint.FOLDER / "a.ckpt"
+    path.parent.mkdir()
+    write(path, STATE, bytes(16 * MEBIBYTE))
+    tracemalloc.start()
+    assert checkpoint.newest_step(tmp_path) == 7
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * MEBIBYTE

@@ -146,6 +146,9 @@ def test_the_newest_step_is_that_which_the_next_run_goes_on_from(work: Path) -> 
     assert checkpoint.newest_step(work) == 2
     rewrite(work / FOLDER / SLOTS[1], flip_a_bit)
     assert checkpoint.newest_step(work) == 1
+    found = loaded(work)
+    assert found is not None
+    assert found.step == 1
     (work / FOLDER / SLOTS[1]).write_bytes(b"not a checkpoint")
     assert checkpoint.newest_step(work) == 1
 
