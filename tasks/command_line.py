@@ -30,6 +30,7 @@ from flytekit.constants import CopyFileDetection
 from flytekit.core.data_persistence import flyte_tmp_dir
 from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
+from flytekit.tools import script_mode
 
 from flyte_ddp.checks.parsing import MisreadError
 from flyte_ddp.config import Hyperparameters
@@ -48,12 +49,9 @@ CALL_SECONDS = 30.0  # time limit of a call to a cluster
 FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # which may name files of JSON or YAML
 
 
-def set_up_command() -> None:
-    """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command."""
-    context = click.get_current_context(silent=True)
-    command = None if context is None else context.find_root().invoked_subcommand
-    if context is None or command not in ("run", "register", "package"):
-        return
+def set_up_command(context: click.Context) -> None:
+    """Set up the ``pyflyte`` command that imports our modules: run, register or package."""
+    command = context.find_root().invoked_subcommand
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
     if command == "run":
@@ -64,6 +62,7 @@ def set_up_command() -> None:
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_settings_for_pods()
+        leave_out_virtual_environment()
     else:
         context.with_resource(outcomes.hold_last_outcome())  # flytekit then prints the outputs
     if is_remote:
@@ -71,6 +70,11 @@ def set_up_command() -> None:
 
         context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
         change_remote_run(context.obj)
+
+
+def leave_out_virtual_environment() -> None:
+    """Make flytekit skip .venv when packing sources. Asking for each file there whether it is ignored takes seconds."""
+    script_mode.EXCLUDE_DIRS.add(".venv")
 
 
 def print_fields(context: click.Context) -> None:

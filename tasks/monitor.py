@@ -16,8 +16,7 @@ from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.platforms import author_name, is_in_pod
-from flyte_ddp.pods.run_inputs import NO_SCHEDULE
+from flyte_ddp.pods.platforms import NO_SCHEDULE, author_name, is_in_pod
 from flyte_ddp.release.promotion import find_champion
 from flyte_ddp.settings import read_settings
 from tasks import pods

@@ -7,9 +7,7 @@ from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import is_quickly_prepared
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set, identify_data
 from tasks import pods
 from tasks.flyte import flyte_task, output_folder
 
@@ -32,6 +30,8 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
 
     Give the hyperparameters of these names, and the data_version that check_inputs returns.
     """
+    from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
+
     return output_folder(find_or_fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
@@ -52,6 +52,9 @@ def check_inputs(
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
+    from flyte_ddp.datasets import is_quickly_prepared
+    from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set, identify_data
+
     if model_name is not None:
         from flyte_ddp.release.registry import Registry
 

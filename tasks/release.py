@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, List, NamedTuple
 
 from flytekit import Deck
+from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -22,6 +23,9 @@ from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
 from tasks.flyte import PythonPickledFile, flyte_task, output_folder
+from tasks.input_form import KnownTransformer
+
+TypeEngine.register(KnownTransformer(Verdict))
 
 
 class Judged(NamedTuple):

@@ -7,6 +7,7 @@ from typing import List, NamedTuple, Optional
 
 from flytekit import Deck, map_task
 from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -23,7 +24,9 @@ from flyte_ddp.sweep.halving import Rung
 from flyte_ddp.sweep.space import Sweep, check_sweep
 from tasks import pods
 from tasks.flyte import PLATFORM, flyte_task, output_file
+from tasks.input_form import KnownTransformer
 
+TypeEngine.register(KnownTransformer(Rung))
 SOME = 0.0001  # share of a rung's trials that must not be lost: at least one
 LOST = "its pods were lost in all attempts, perhaps as memory ran out; the console says why"
 

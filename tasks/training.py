@@ -1,7 +1,7 @@
 """The training task: one pod, one rank for each of its GPUs."""
 
 from pathlib import Path
-from typing import List, NamedTuple
+from typing import TYPE_CHECKING, List, NamedTuple
 
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -9,16 +9,14 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import shorten_path
 from flyte_ddp.pods import paths
-from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.retries import sync_checkpoints
-from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
-from flyte_ddp.run import Result, read_result, run_training
-from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
-from flyte_ddp.runs.work import Launch
 from flyte_ddp.text.formatting import format_measure, name_measure
 from tasks import pods
 from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
+
+if TYPE_CHECKING:
+    from flyte_ddp.run import Result
+    from flyte_ddp.runs.work import Launch
 
 
 class TrainingOutputs(NamedTuple):
@@ -42,9 +40,15 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 
 
 def train_in_run_folder(
-    hp: Hyperparameters, data: FlyteDirectory, run_version: str, launch: Launch | None = None
-) -> Result:
+    hp: Hyperparameters, data: FlyteDirectory, run_version: str, launch: "Launch | None" = None
+) -> "Result":
     """Download the data, train in the run's folder unless a local run is finished there, and return the result."""
+    from flyte_ddp.pods.live_page import publish_report_while_training
+    from flyte_ddp.pods.retries import sync_checkpoints
+    from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+    from flyte_ddp.run import read_result, run_training
+    from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
+
     folder = paths.resolve_folder(run_version)
     # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.
     if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
@@ -60,7 +64,7 @@ def train_in_run_folder(
         return run_training(hp, prepared, folder, read_run_settings(PLATFORM, folder.name), launch=launch)
 
 
-def training_outputs(result: Result) -> TrainingOutputs:
+def training_outputs(result: "Result") -> TrainingOutputs:
     """Return a result as a training task's outputs; in a local run, print where the files are."""
     files = {
         result.model: "the weights, a bare state_dict",

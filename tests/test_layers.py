@@ -8,6 +8,17 @@ from cli import ROOT
 
 HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "boto3", "botocore", "ray", "dask", "distributed")
 LAUNCHER = "flyte_ddp.run, flyte_ddp.training.job, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
+FIRST_STEPS = """
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from flyte_ddp import Hyperparameters, fetch, run_training
+from flyte_ddp.settings import read_settings
+settings = replace(read_settings(), wandb_mode="disabled", progress="off")
+with tempfile.TemporaryDirectory() as folder:
+    data = fetch("digits", "", Path(folder, "data"), progress="off")
+    run_training(Hyperparameters(dataset="digits", max_steps=2, num_ranks=1), data, Path(folder, "run"), settings)
+"""
 IDENTITY = (
     "from flyte_ddp.config import Hyperparameters; from flyte_ddp.runs.identity import run_name\n"
     "run_name(Hyperparameters(model='resnet18', init_from='torchvision:DEFAULT'), 'data')"
@@ -23,6 +34,15 @@ IDENTITY = (
             marks=pytest.mark.slow,
             id="workflows",
         ),
+        pytest.param(
+            "import tasks.training",
+            ("numpy", "mashumaro.jsonschema", "flyte_ddp.datasets", "flyte_ddp.report.report", *HEAVY),
+            id="the tasks of a training",
+        ),
+        pytest.param(
+            "import workflows.elastic_training", ("torch",), marks=pytest.mark.slow, id="what registers Elastic"
+        ),
+        pytest.param(FIRST_STEPS, ("sympy", "torch._dynamo", "torchvision"), marks=pytest.mark.slow, id="a training"),
         pytest.param(f"import {LAUNCHER}", ("torch", "wandb"), id="what starts ranks"),
         pytest.param("import flyte_ddp.loops.run_ranks", ("numpy", *HEAVY), id="what starts ranks of own functions"),
         pytest.param(IDENTITY, ("torch", "torchvision"), id="what identifies a run with torchvision's weights"),

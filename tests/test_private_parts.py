@@ -26,6 +26,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteTimeout
 from flytekit.models.core.types import BlobType
 from flytekit.models.literals import Blob, BlobMetadata, Literal, LiteralMap, Scalar
+from flytekit.tools import script_mode
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from torch import nn
@@ -38,6 +39,7 @@ from flyte_ddp.machine.process import list_helper_pids
 from flyte_ddp.parallel import distributed
 from flyte_ddp.pods.elastic import publish_address_each_time
 from flytekitplugins.ddp.inputs import share_downloads
+from tasks.command_line import leave_out_virtual_environment
 from tasks.flyte import flyte_task
 
 HERE = "127.0.0.1"
@@ -224,6 +226,32 @@ def test_elastics_plugin_calls_what_we_replace() -> None:
     task = Task(kfpytorch.Elastic(nnodes=1, nproc_per_node=1), function)
     task._task_function = other
     assert task.execute(x=1) == ("ours", other, {"x": 1})
+
+
+@pytest.mark.parametrize("nodes", [1, 2, "2:3"])
+def test_elastics_task_is_what_the_plugin_makes_of_it(nodes: int | str) -> None:
+    kfpytorch = pytest.importorskip("flytekitplugins.kfpytorch.task")
+    from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
+
+    def function(x: int) -> int:
+        return x
+
+    config = kfpytorch.Elastic(**elastic_options(2, 2, 1) | {"nnodes": nodes})
+    plugins, ours = (vars(kind(config, function)) for kind in (kfpytorch.PytorchElasticFunctionTask, ReplacedPodsTask))
+    assert plugins.keys() == ours.keys()
+    for name, value in plugins.items():
+        if isinstance(value, (int, str, kfpytorch.Elastic)):
+            assert ours[name] == value
+
+
+def test_flytekit_does_not_look_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here.py", ".venv/lib/there.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(script_mode, "EXCLUDE_DIRS", set())
+    assert len(script_mode.list_all_files(str(tmp_path), False)) == 2
+    leave_out_virtual_environment()
+    assert script_mode.list_all_files(str(tmp_path), False) == [str(tmp_path / "here.py")]
 
 
 @pytest.mark.filterwarnings("ignore:`disable_deck`:DeprecationWarning")

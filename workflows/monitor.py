@@ -8,7 +8,7 @@ from datetime import datetime
 from flytekit import workflow
 
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.pods.run_inputs import NO_SCHEDULE
+from flyte_ddp.pods.platforms import NO_SCHEDULE
 from tasks.monitor import Monitored, raise_alarm, watch_champion
 from workflows.schedules import make_launch_plans
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from flytekit import conditional, workflow
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.run_inputs import NO_SCHEDULE
+from flyte_ddp.pods.platforms import NO_SCHEDULE
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Released
 from tasks.finished_run import load_finished_run

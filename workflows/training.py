@@ -8,7 +8,7 @@ from datetime import datetime
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.run_inputs import NO_SCHEDULE
+from flyte_ddp.pods.platforms import NO_SCHEDULE
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs, train_model
 from workflows.schedules import make_launch_plans

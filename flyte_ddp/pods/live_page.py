@@ -9,8 +9,6 @@ from pathlib import Path
 from flyte_ddp.pods.elastic import WORKER_VARIABLE, has_rank_0
 from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.retries import start_thread_in_context
-from flyte_ddp.report import report
-from flyte_ddp.report.function_page import render_function_page
 from flyte_ddp.runs.run_folder import REPORT, UNFINISHED
 
 PAGE_SECONDS = 30.0  # between two pages
@@ -63,10 +61,17 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Abstr
     def render(failure: str, is_last: bool) -> str:
         if is_last and not failure:
             return (run_folder / REPORT).read_text(encoding="ascii")
-        return report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
+        from flyte_ddp.report.report import render_report
+
+        return render_report(run_folder / UNFINISHED, run_folder.name, failure)
 
     return publish_page_while_running(platform, render, title=TITLE, placeholder=PLACEHOLDER)
 
 
 def publish_function_page(platform: Platform, folder: Path, name: str) -> AbstractContextManager[None]:
-    return publish_page_while_running(platform, lambda failure, _: render_function_page(folder, name, failure))
+    def render(failure: str, _: bool) -> str:
+        from flyte_ddp.report.function_page import render_function_page
+
+        return render_function_page(folder, name, failure)
+
+    return publish_page_while_running(platform, render)

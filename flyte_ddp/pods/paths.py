@@ -15,7 +15,6 @@ from flyte_ddp.files import atomic_write
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.outcomes import print_outcome
 from flyte_ddp.pods.platforms import is_in_pod, pod_folder
-from flyte_ddp.runs.run_folder import hold_run_folder, publish_if_complete
 from flyte_ddp.settings import read_text, runs_folder
 
 
@@ -39,6 +38,8 @@ def registry_address() -> str:
 
 def complete_interrupted_move(name: str) -> bool:
     """Complete a local run's interrupted move; return whether there is a result. UserError while the run goes on."""
+    from flyte_ddp.runs.run_folder import hold_run_folder, publish_if_complete
+
     if is_in_pod():
         return False
     folder = resolve_folder(name)

@@ -9,11 +9,13 @@ import os
 import re
 import socket
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
 EXECUTION_ID = "FLYTE_INTERNAL_EXECUTION_ID"
 POD_FOLDER = "FLYTE_DDP_POD_FOLDER"  # folder of a pod's task; its child processes inherit the variable
+NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of an execution that no schedule started
 
 
 class Platform(Protocol):

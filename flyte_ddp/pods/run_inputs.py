@@ -7,14 +7,13 @@ from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetching
 from flyte_ddp.pods import paths
+from flyte_ddp.pods.platforms import NO_SCHEDULE
 from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import read_settings
 from flyte_ddp.user_code.callables import split_spec
 from flyte_ddp.user_code.modules import refuse_foreign_module
 from flyte_ddp.user_code.source import explain_own_errors
-
-NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
 
 def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:

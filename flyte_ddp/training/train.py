@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, cast
 
 import numpy as np
@@ -147,14 +147,13 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
                 trial.refuse_foreign_parameters(state.model, loss)
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
-            # Times the number of ranks, because gradients are averaged over ranks. Divided by the sum of the global
-            # batch's weights, or by its size, so that a smaller last batch is exact. A factor of the gradient costs
-            # less than one of the loss, whose arithmetic autograd would record.
+            # Divided by the sum of the global batch's weights, or by its size, so that a smaller last batch is exact.
             if isinstance(divisor, int):
-                factor = torch.full_like(loss, 1 / divisor)
+                factor = make_loss_factor(divisor, world_size(), loss.dtype, loss.device)
             else:
-                factor = (torch.ones_like(loss) / divisor).to(loss.dtype)
-            loss.backward(factor if world_size() == 1 else factor * world_size())  # type: ignore[no-untyped-call]
+                factor = (torch.ones_like(loss) / divisor).to(loss.dtype) * world_size()
+            # Given to backward(), the factor would make torch import sympy: 0.3 s of each rank's first step.
+            (factor * loss).backward()  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
         # A copy, on the state's device: an own objective may have another, or compute in fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
@@ -164,6 +163,12 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
         with state.clock("communication"):
             loss_sum = exchange_gradients(state, loss_sum)
     return StepSums(loss_sum, total, len(batch))
+
+
+@lru_cache(maxsize=8)  # each tensor that a step makes costs microseconds
+def make_loss_factor(divisor: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return num_ranks / divisor. Gradients are averaged over the ranks, so that num_ranks cancels out."""
+    return torch.full((), 1 / divisor, dtype=dtype, device=device) * num_ranks
 
 
 def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:

@@ -55,6 +55,15 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
     A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod.
     """
 
+    def __init__(self, task_config: Elastic, task_function: Function, **options: Any) -> None:
+        """Set what the plugin sets, without its import of torch, which takes seconds of each registration."""
+        least, _, most = str(task_config.nnodes).partition(":")
+        kind = "python-task" if task_config.nnodes == 1 else "pytorch"
+        super(PytorchElasticFunctionTask, self).__init__(
+            task_config, task_function, task_type=kind, task_type_version=1, **options
+        )
+        self.min_nodes, self.max_nodes, self.rdzv_backend = int(least), int(most or least), "c10d"
+
     def get_custom(self, settings: SerializationSettings) -> Any:
         custom = super().get_custom(settings)
         if custom:

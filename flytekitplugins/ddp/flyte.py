@@ -11,7 +11,6 @@ from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.pods import retries
 from flyte_ddp.pods.platforms import EXECUTION_ID
 
 
@@ -61,7 +60,9 @@ PLATFORM = Flyte()
 
 
 def translate_errors_for_flyte() -> AbstractContextManager[None]:
-    return retries.raise_retryable_errors(PLATFORM)  # Flyte counts any exception but its own retryable one as final
+    from flyte_ddp.pods.retries import raise_retryable_errors
+
+    return raise_retryable_errors(PLATFORM)  # Flyte counts any exception but its own retryable one as final
 
 
 @contextmanager
