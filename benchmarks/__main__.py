@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that it works; into build/")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each side")
     parser.add_argument("--output", type=Path, help="folder of results (benchmarks/results)")
-    parser.add_argument("--against", metavar="REV", default="HEAD", help="in same_bits, the git revision (HEAD)")
+    parser.add_argument("--against", metavar="REV", help="in same_bits (HEAD) and startup (none), a git revision")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in ALL]:
         parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(ALL)}")
@@ -60,7 +60,7 @@ def check(name: str, arguments: argparse.Namespace) -> bool:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
         module = importlib.import_module(f"benchmarks.{name}")
-        passed: bool = module.check(Path(folder), arguments.against, quick=arguments.quick)
+        passed: bool = module.check(Path(folder), arguments.against or "HEAD", quick=arguments.quick)
     print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
     return passed
 
@@ -77,7 +77,8 @@ def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
 
     try:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
-            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), output, keep)
+            against = arguments.against or ""
+            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), output, against, keep)
             result = importlib.import_module(f"benchmarks.{name}").measure(options)
     except StoppedError as error:
         raise SystemExit(f"{name}: {error}") from None

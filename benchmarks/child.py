@@ -5,6 +5,7 @@ Imports nothing more, so that each function decides what its process has importe
 
 import importlib
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -26,6 +27,34 @@ def train_library(order: dict[str, Any]) -> float:
     began = time.time()
     run_training(hp, Path(order["data"]), Path(order["folder"]), settings)
     return began
+
+
+def write_pod_inputs(path: str) -> None:
+    """Write the file of inputs that Flyte gives to a pod of train_model."""
+    from flytekit import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+    from flytekit.types.directory import FlyteDirectory
+
+    from flyte_ddp.config import Hyperparameters
+    from tasks.training import train_model
+
+    values = {"hp": Hyperparameters(), "data": FlyteDirectory(str(Path(path).parent)), "run_version": "run"}
+    types = train_model.python_interface.inputs
+    literals = TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), values, types)
+    Path(path).write_bytes(literals.to_flyte_idl().SerializeToString())
+
+
+def load_in_pod(inputs: str) -> None:
+    """Do what the command of a pod of train_model does, and exit where the task's body would begin."""
+    from flytekit.bin.entrypoint import execute_task_cmd
+    from flytekit.core.python_function_task import PythonFunctionTask
+
+    PythonFunctionTask.execute = lambda *_, **__: os._exit(0)
+    resolver = "flytekit.core.python_auto_container.default_task_resolver"
+    places = {"inputs": inputs, "output-prefix": f"{inputs}-outputs", "raw-output-data-prefix": f"{inputs}-data"}
+    options = [f"--{name}={value}" for name, value in {**places, "resolver": resolver}.items()]
+    execute_task_cmd([*options, "--", "task-module", "tasks.training", "task-name", "train_model"])
+    raise RuntimeError("the task's body was not reached")
 
 
 def spawn_bare(num_ranks: int, folder: str) -> dict[str, float]:

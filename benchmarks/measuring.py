@@ -28,6 +28,7 @@ class Options:
     quick: bool  # tiny settings, to see that it works; the figures mean nothing
     folder: Path  # a fresh temporary folder
     output: Path  # where results go
+    against: str = ""  # a git revision to compare with; "": none
     keep: Callable[[Result], object] = lambda _: None  # is given what there is, after each measurement
 
     def number(self, full: int, quick: int = 1) -> int:

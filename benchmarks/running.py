@@ -71,15 +71,17 @@ def most_memory() -> int:
     return int(kilobytes) * 1024
 
 
-def run_command(command: list[str], variables: Mapping[str, str], limit: float = LIMIT_SECONDS) -> None:
-    """Run a command from the repository's root, up to ``limit`` seconds.
+def run_command(
+    command: list[str], variables: Mapping[str, str], limit: float = LIMIT_SECONDS, folder: Path = ROOT
+) -> None:
+    """Run a command from a folder, by default the repository's root, up to ``limit`` seconds.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
 
     """
     done = subprocess.run(
-        command, cwd=ROOT, env=dict(variables), capture_output=True, text=True, timeout=limit, check=False
+        command, cwd=folder, env=dict(variables), capture_output=True, text=True, timeout=limit, check=False
     )
     if done.returncode:
         how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
@@ -115,6 +117,18 @@ def run_library(
     run = Run(began, read_records(folder / "metrics.jsonl"))
     shutil.rmtree(folder)
     return run
+
+
+def extract_revision(revision: str, folder: Path, *parts: str) -> None:
+    """Make a folder with parts of this repository at a revision; SystemExit if git has none there."""
+    folder.mkdir()
+    archive = folder / "revision.tar"
+    command = ["git", "archive", f"--output={archive}", revision, *parts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"--against {revision}: {done.stderr.strip()}; name a commit with {', '.join(parts)}")
+    shutil.unpack_archive(archive, folder, filter="data")
+    archive.unlink()
 
 
 def fashion_mnist(folder: Path) -> Path:

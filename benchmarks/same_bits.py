@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import generated_images
-from benchmarks.running import ROOT, environment
+from benchmarks.running import ROOT, environment, extract_revision
 
 LIBRARY = "flyte_ddp"
 SCRIPT = Path(__file__).with_name("same_bits_runs.py")
@@ -114,7 +114,7 @@ def check(folder: Path, revision: str, *, quick: bool) -> bool:
     and RuntimeError, with the end of its output, if a process ends early.
     """
     there, here = folder / "revision", folder / "working-tree"
-    extract_library(revision, there)
+    extract_revision(revision, there, LIBRARY)
     shutil.copytree(ROOT / LIBRARY, here / LIBRARY, ignore=shutil.ignore_patterns("__pycache__"))
     generated_images.write_shards(folder / "shards", shards=4, samples_per_shard=10)
     generated_images.write_folder(folder / "images", 40)
@@ -134,17 +134,6 @@ def check(folder: Path, revision: str, *, quick: bool) -> bool:
             print(f"  differs  {name}: {difference}" if difference else f"  same     {name}", flush=True)
     print(f"  {same} of {len(chosen)} configurations are the same at {revision} and here", flush=True)
     return same == len(chosen)
-
-
-def extract_library(revision: str, folder: Path) -> None:
-    """Make a folder with the library at a revision of this repository; SystemExit if git has none there."""
-    folder.mkdir()
-    archive = folder / "library.tar"
-    command = ["git", "archive", f"--output={archive}", revision, LIBRARY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"same_bits: --against {revision}: {done.stderr.strip()}; name a commit with {LIBRARY}/")
-    shutil.unpack_archive(archive, folder, filter="data")
 
 
 def start_runs(side: Path, configurations: list[dict[str, Any]]) -> subprocess.Popen[str]:

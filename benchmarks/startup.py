@@ -6,12 +6,16 @@ default model on FashionMNIST). It stands against a fresh process that does a ba
 a gloo group: counted with the parent's import of torch, which mp.spawn needs, and without. The time of a cache hit is
 that of the second of two identical ``pyflyte run``, against the second run of an empty cached workflow, and of one that
 has a dataclass and a dynamic task, as ours has.
+
+Beside these: ``package``, ``--help``, a pod's command up to the task's body, and ``make train`` up to the record of the
+first optimiser step, with nothing cached. ``--against REV`` measures these four of another revision, too.
 """
 
 import time
 from functools import partial
 from pathlib import Path
 
+from benchmarks.commands import measure_commands
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.preset import PYFLYTE
 from benchmarks.running import call, environment, fashion_mnist, run_command, run_library
@@ -89,6 +93,7 @@ def measure(options: Options) -> Result:
         ),
     ]
     cache_hits(options, result)
+    measure_commands(options, result)
     return result
 
 

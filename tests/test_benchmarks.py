@@ -40,7 +40,7 @@ def measure(crashes: int) -> Callable[[Options], Result]:
 def benchmark(monkeypatch: pytest.MonkeyPatch, output: Path, measure: Callable[[Options], Result]) -> bool:
     monkeypatch.setattr(command, "description", lambda _: "A peer that crashes.")
     monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(measure=measure))
-    return command.run("crashing", argparse.Namespace(repeats=0, quick=True), output)
+    return command.run("crashing", argparse.Namespace(repeats=0, quick=True, against=None), output)
 
 
 def test_a_peer_that_crashes_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_page_of_results_is_made_of_its_files_and_names_those_without_a_prog
 
 @pytest.mark.exhaustive
 def test_all_that_is_measured_on_a_gpu_also_runs_on_a_cpu(tmp_path: Path) -> None:
-    assert command.run("gpu", argparse.Namespace(repeats=0, quick=True), tmp_path)
+    assert command.run("gpu", argparse.Namespace(repeats=0, quick=True, against=None), tmp_path)
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["notes"] == []
     assert len(found["targets"]) == len(gpu.STEPS) + 4
