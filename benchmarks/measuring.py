@@ -18,7 +18,7 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.files import replace_file
 
 TRIES = 3  # of a measurement whose process fails
-PACKAGES = ["torch", "torchvision", "torchcodec", "pillow", "flytekit", "flytekitplugins-kfpytorch", "lightning"]
+PACKAGES = ["torch", "torchvision", "torchcodec", "simplejpeg", "pillow", "flytekit", "flytekitplugins-kfpytorch", "lightning"]
 PACKAGES += ["accelerate", "wandb", "numpy", "webdataset", "wids", "litdata", "ray", "distributed"]
 
 

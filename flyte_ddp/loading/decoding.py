@@ -1,9 +1,10 @@
-"""Decode images (JPEG, PNG and others) to pixels, with torchcodec if it is installed, else with Pillow."""
+"""Decode images (JPEG, PNG and others) to pixels, with simplejpeg and torchcodec if installed, else with Pillow."""
 
 import functools
+import importlib
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,6 +15,9 @@ from PIL import Image, UnidentifiedImageError
 from flyte_ddp.samples.pictures import opaque_picture, png_layout
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
+JPEG = b"\xff\xd8\xff"  # first bytes of a file
+APP1, SOS = 0xFFE1, 0xFFDA  # markers in a JPEG: EXIF data, and the start of a scan, which ends the header
+SAME_RGB = ("YCbCr", "RGB", "Gray")  # stored colours that all decoders convert alike, by simplejpeg's names
 ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")  # formats that can hold many images
 ORIENTATION = 0x0112  # tag in EXIF data
 # Pillow's transpositions that turn images of EXIF orientation 2 to 8 upright; orientation 1 is upright.
@@ -27,19 +31,50 @@ class DecodingError(ValueError):
 def decode_image(content: bytes) -> Pixels:
     """Decode an image file; return upright RGB pixels, white where transparent, with the upper 8 bits of 16-bit values.
 
-    Uses torchcodec if it can be imported, else Pillow. Raises DecodingError for bytes that are no image, a damaged
-    image, more than twice Pillow's limit of pixels, or floating-point, 32-bit or signed pixels, whose range is unknown.
+    Uses simplejpeg for most JPEGs and torchcodec for other images if they can be imported, else Pillow. Raises
+    DecodingError for bytes that are no image, a damaged image, more than twice Pillow's limit of pixels, or
+    floating-point, 32-bit or signed pixels, whose range is unknown.
     """
-    return choose_decoder()(content)
+    if content.startswith(JPEG) and can_import("simplejpeg") and (pixels := decode_plain_jpeg(content)) is not None:
+        return pixels
+    return decode_with_torchcodec(content) if can_import("torchcodec.decoders") else decode_with_pillow(content)
 
 
 @functools.cache
-def choose_decoder() -> Callable[[bytes], Pixels]:
+def can_import(module: str) -> bool:
     try:
-        import torchcodec.decoders  # noqa: F401
+        importlib.import_module(module)
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
-        return decode_with_pillow
-    return decode_with_torchcodec
+        return False
+    return True
+
+
+def decode_plain_jpeg(content: bytes) -> Pixels | None:
+    """Decode with simplejpeg; return None for a JPEG that is damaged, turned, not grey or in RGB or YCbCr, or huge."""
+    import simplejpeg
+
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
+        if colours not in SAME_RGB or height * width > (Image.MAX_IMAGE_PIXELS or 0) or not is_upright(content):
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(content)
+    except (ValueError, KeyError):  # KeyError: unusual subsampling, for which simplejpeg has no name
+        return None
+    return pixels
+
+
+def is_upright(content: bytes) -> bool:
+    """Return whether no EXIF data turn a JPEG; False, too, for rare markers and for damaged data that may turn it."""
+    position, marker = 2, 0
+    while marker != SOS:
+        marker, length = struct.unpack_from(">HH", content, position)
+        if marker == APP1:  # torchcodec reads the first APP1 only, whatever its first six bytes are
+            exif = memoryview(content)[position + 10 : position + 2 + length]
+            return all(read_orientation(exif, order) == 1 for order in "<>")
+        if not 0xFFC0 <= marker < 0xFFD0 and not SOS <= marker < 0xFFFF:  # fill bytes, or without a length
+            return False
+        position += 2 + length
+    return True
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
@@ -77,17 +112,21 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
 def exif_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged."""
-    # Reads 16 bits whatever the entry's type, and no XMP: as torchcodec, and unlike Pillow's exif_transpose.
     exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    return read_orientation(exif, order) if order else 1
+
+
+def read_orientation(exif: bytes | memoryview, order: str) -> int:
+    # Reads 16 bits whatever the entry's type, and no XMP: as torchcodec, and unlike Pillow's exif_transpose.
     try:
-        order = {b"II*\0": "<", b"MM\0*": ">"}[exif[:4]]
         (start,) = struct.unpack_from(f"{order}I", exif, 4)
         (entries,) = struct.unpack_from(f"{order}H", exif, start)
         for entry in range(entries):
             tag, value = struct.unpack_from(f"{order}H6xH", exif, start + 2 + 12 * entry)
             if tag == ORIENTATION:
                 return int(value)
-    except (KeyError, struct.error):
+    except struct.error:
         pass
     return 1
 

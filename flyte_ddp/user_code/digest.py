@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 version = cache(metadata.version)  # which reads and parses a file
-# torchcodec is an extra and may be missing. SciPy draws mixup's shares, scikit-learn's measures select weights.
-ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", "scikit-learn")
+# torchcodec and simplejpeg are an extra. SciPy draws mixup's shares, scikit-learn's measures select weights.
+ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "simplejpeg", "scipy", "scikit-learn")
 
 # The code that decides results. tests/test_code_digest.py lists what else it imports, and why that decides nothing.
 DECIDING = (

@@ -1,11 +1,14 @@
-"""Decoding by torchcodec and by Pillow, against each other and against what was stored."""
+"""Decoding by simplejpeg, torchcodec and Pillow, against each other and against what was stored."""
 
+import itertools
 import struct
 import sys
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import simplejpeg
 import torchcodec.decoders
 from image_folders import stored
 from PIL import Image
@@ -66,21 +69,134 @@ def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError])
-def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+def test_where_no_other_decoder_can_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+    others = "torchcodec", "simplejpeg"
+
     class Broken:
         def find_spec(self, name: str, *_: object) -> None:
-            if name.startswith("torchcodec"):
+            if name.startswith(others):
                 raise error(f"no {name}")
 
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in others]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    decoding.choose_decoder.cache_clear()
+    decoding.can_import.cache_clear()
     try:
-        assert decoding.choose_decoder() is decoding.decode_with_pillow
         assert np.array_equal(decoding.decode_image(PNG), np.array(PICTURE))
+        assert np.array_equal(decoding.decode_image(JPEG), decoding.decode_with_pillow(JPEG))
     finally:
-        decoding.choose_decoder.cache_clear()
+        decoding.can_import.cache_clear()
+
+
+def photo(height: int, width: int) -> Image.Image:
+    """All colours, smooth with a little noise."""
+    small = np.random.default_rng(height).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+    smooth = np.array(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    noise = np.random.default_rng(width).integers(-9, 10, smooth.shape)
+    return Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8))
+
+
+PHOTO = photo(61, 83)
+SUBSAMPLED = {name: simplejpeg.encode_jpeg(np.array(PHOTO), colorsubsampling=name) for name in ("440", "411")}
+PLAIN = {
+    **{f"{h} x {w}": stored(photo(h, w), "JPEG") for h, w in ((1, 1), (8, 8), (1, 40), (33, 1), (375, 500))},
+    **{
+        f"quality {quality}, subsampling {subsampling}, progressive {progressive}": stored(
+            PHOTO, "JPEG", quality=quality, subsampling=subsampling, progressive=progressive
+        )
+        for quality, subsampling, progressive in itertools.product((30, 75, 95), (0, 1, 2), (False, True))
+    },
+    **SUBSAMPLED,
+    "grey": stored(PHOTO.convert("L"), "JPEG"),
+    "RGB": stored(PHOTO, "JPEG", keep_rgb=True),
+    "restart markers": stored(PHOTO, "JPEG", restart_marker_blocks=3),
+    "optimised": stored(PHOTO, "JPEG", optimize=True),
+    "profile": stored(PHOTO, "JPEG", icc_profile=bytes(3000)),
+    "upright by EXIF": turned("JPEG", 1),
+    "upright by XMP": stored(PHOTO, "JPEG", xmp=b'<x:xmpmeta tiff:Orientation="6"/>'),
+    "bytes behind": JPEG + bytes(9),
+}
+
+
+@pytest.mark.parametrize("content", PLAIN.values(), ids=PLAIN)
+def test_of_a_plain_jpeg_all_decoders_give_the_same_bits(content: bytes) -> None:
+    ours = decoding.decode_plain_jpeg(content)
+    assert ours is not None
+    for decode in (*DECODERS, decoding.decode_image):
+        assert np.array_equal(decode(content), ours)
+
+
+def decoded_or_error(decode: Callable[[bytes], np.ndarray], content: bytes) -> object:
+    try:
+        pixels = decode(content)
+    except DecodingError as error:
+        return str(error)
+    return pixels.shape, pixels.tobytes()
+
+
+def with_bytes(content: bytes, found: bytes, others: bytes) -> bytes:
+    assert found in content
+    return content.replace(found, others, 1)
+
+
+NOT_PLAIN = {
+    **{
+        name: content
+        for name, content in ALIKE.items()
+        if name.startswith("turned") and name[-4:] not in ("ed 1", "PNG")
+    },
+    "CMYK": ALIKE["CMYK"],
+    "turned, name damaged": with_bytes(turned("JPEG", 6), b"Exif", b"EXIF"),
+    "turned, byte order damaged": with_bytes(turned("JPEG", 6), b"MM\0*", b"Mm\0*"),
+    "fill bytes": with_bytes(JPEG, b"\xff\xdb", b"\xff\xff\xdb"),
+    "truncated": JPEG[: len(JPEG) // 2],
+    "no end": JPEG[:-2],
+    "bytes between segments": with_bytes(JPEG, b"\xff\xc4", b"\0\0\xff\xc4"),
+    "unusual subsampling": with_bytes(JPEG, b"\x01\x22\x00", b"\x01\x14\x00"),
+    "12 bits": with_bytes(JPEG, b"\xff\xc0\x00\x11\x08", b"\xff\xc0\x00\x11\x0c"),
+    "huge": with_bytes(JPEG, struct.pack(">HH", 30, 40), struct.pack(">HH", 14_000, 14_000)),
+}
+
+
+@pytest.mark.parametrize("content", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_other_jpegs_are_as_torchcodec_and_pillow_decode_or_refuse_them(content: bytes) -> None:
+    assert decoding.decode_plain_jpeg(content) is None
+    assert decoded_or_error(decoding.decode_image, content) == decoded_or_error(
+        decoding.decode_with_torchcodec, content
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of damaged EXIF data
+def test_damaged_jpegs_are_as_torchcodec_and_pillow_decode_or_refuse_them() -> None:
+    rng, plain, refused = np.random.default_rng(0), 0, 0
+    sources = [stored(PICTURE, "JPEG", progressive=True), turned("JPEG", 1), turned("JPEG", 6), *SUBSAMPLED.values()]
+    for number in range(400):
+        content = bytearray(sources[number % len(sources)])
+        place = int(rng.integers(2, 300 if number % 3 else len(content)))
+        match number % 4:
+            case 0:
+                del content[place:]
+            case 1:
+                del content[place : place + int(rng.integers(1, 9))]
+            case 2:
+                content[place:place] = rng.bytes(int(rng.integers(1, 9)))
+            case 3:
+                content[place] ^= 1 << int(rng.integers(8))
+        ours, theirs = (
+            decoded_or_error(decode, bytes(content))
+            for decode in (decoding.decode_image, decoding.decode_with_torchcodec)
+        )
+        assert ours == theirs, bytes(content).hex()
+        plain += content[:3] == JPEG[:3] and decoding.decode_plain_jpeg(bytes(content)) is not None
+        refused += isinstance(theirs, str)
+    assert plain > 20
+    assert refused > 100
+
+
+def test_a_jpeg_above_pillows_limit_warns_as_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40 * 30 - 1)
+    with pytest.warns(Image.DecompressionBombWarning):
+        assert decoding.decode_image(JPEG).shape == (30, 40, 3)
 
 
 @BOTH
