@@ -1,9 +1,9 @@
 """Loaders of images that are compared: this library's, its peers', and the least that any loader must do.
 
 All loaders read the same shards and return the same images in batches of random crops of 224 x 224 pixels, with two
-workers or threads. Each peer is measured twice: as in its documentation (Pillow or torchvision decodes; crop, flip,
-conversion and normalisation for each image in the workers), and with our decoder and torchvision's transforms on uint8,
-where the batch is normalised by the library's own function.
+workers or threads. Each peer is measured as in its documentation (Pillow or torchvision decodes; crop, flip, conversion
+and normalisation for each image in the workers; DALI's pipeline does all of this itself). All but DALI are measured
+again with our decoder and torchvision's transforms on uint8, where the library's own function normalises the batch.
 """
 
 import json
@@ -120,9 +120,7 @@ def ours_uint8(order: dict[str, Any], folder: Path) -> Epoch:
 def webdataset(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
     import webdataset as wds
 
-    index = Path(order["dataset"].partition(":")[2])
-    urls = [str(index.parent / shard["url"]) for shard in json.loads(index.read_text())["shardlist"]]
-    samples = wds.WebDataset(urls, shardshuffle=100).shuffle(1000)
+    samples = wds.WebDataset(shard_paths(order), shardshuffle=100).shuffle(1000)
     if fast:
         samples = samples.to_tuple("jpg", "cls").map_tuple(Fast(), int)
     else:
@@ -166,6 +164,38 @@ def litdata(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
     data = Images(order["chunks"]["bytes" if fast else "images"], shuffle=True)
     loader = StreamingDataLoader(data, batch_size=order["batch_size"], num_workers=WORKERS, persistent_workers=True)
     return lambda _: normalised(loader) if fast else images_of(loader)
+
+
+def dali(order: dict[str, Any], _: Path) -> Epoch:
+    """The pipeline of its ImageNet example on a CPU: decodes the part that a crop needs."""
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    paths = shard_paths(order)
+
+    @pipeline_def(batch_size=order["batch_size"], num_threads=WORKERS, device_id=None)  # type: ignore[untyped-decorator]
+    def pipeline() -> Any:
+        members: Any = fn.readers.webdataset(paths=paths, ext=["jpg", "cls"], random_shuffle=True, name="shards")
+        stored, label = members
+        parts = fn.decoders.image_random_crop(
+            stored, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], output_type=types.RGB
+        )
+        squares = fn.resize(parts, size=[SIZE, SIZE])
+        mean, std = ([255 * value for value in values] for values in (MEAN, STD))
+        mirror = fn.random.coin_flip()
+        images = fn.crop_mirror_normalize(squares, mean=mean, std=std, mirror=mirror, output_layout="CHW")
+        return images, label
+
+    partial = LastBatchPolicy.PARTIAL
+    batches = DALIGenericIterator(
+        pipeline(), ["images", "labels"], reader_name="shards", last_batch_policy=partial, auto_reset=True
+    )
+    return lambda _: (found["images"] for [found] in batches)
+
+
+def shard_paths(order: dict[str, Any]) -> list[str]:
+    index = Path(order["dataset"].partition(":")[2])
+    return [str(index.parent / shard["url"]) for shard in json.loads(index.read_text())["shardlist"]]
 
 
 def write_chunks(folder: Path, images: int) -> dict[str, str]:
@@ -225,6 +255,7 @@ SIDES: dict[str, Side] = {
     "webdataset as documented": webdataset,
     "wids as documented": wids,
     "litdata as documented": litdata,
+    "dali as documented": dali,
     "webdataset, our decoder": fast(webdataset),
     "wids, our decoder": fast(wids),
     "litdata, our decoder": fast(litdata),

@@ -18,8 +18,9 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.files import replace_file
 
 TRIES = 3  # of a measurement whose process fails
-PACKAGES = ["torch", "torchvision", "torchcodec", "simplejpeg", "pillow", "flytekit", "flytekitplugins-kfpytorch", "lightning"]
-PACKAGES += ["accelerate", "wandb", "numpy", "webdataset", "wids", "litdata", "ray", "distributed"]
+PACKAGES = ["torch", "torchvision", "torchcodec", "simplejpeg", "pillow", "flytekit", "flytekitplugins-kfpytorch"]
+PACKAGES += ["lightning", "accelerate", "wandb", "numpy", "webdataset", "wids", "litdata", "ray", "distributed"]
+PACKAGES += ["nvidia-dali-cuda120"]
 
 
 @dataclass(frozen=True)
