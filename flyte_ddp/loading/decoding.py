@@ -50,7 +50,7 @@ def can_import(module: str) -> bool:
 
 
 def decode_plain_jpeg(content: bytes) -> Pixels | None:
-    """Decode with simplejpeg; return None for a JPEG that is damaged, turned, not grey or in RGB or YCbCr, or huge."""
+    """Decode an upright, sound JPEG in RGB, YCbCr or grey with simplejpeg. Return None for others and for huge ones."""
     import simplejpeg
 
     try:
@@ -64,7 +64,7 @@ def decode_plain_jpeg(content: bytes) -> Pixels | None:
 
 
 def is_upright(content: bytes) -> bool:
-    """Return whether no EXIF data turn a JPEG; False, too, for rare markers and for damaged data that may turn it."""
+    """Return True if no EXIF data can turn a JPEG, and False if the header has rare markers."""
     position, marker = 2, 0
     while marker != SOS:
         marker, length = struct.unpack_from(">HH", content, position)
