@@ -68,13 +68,19 @@ def is_upright(content: bytes) -> bool:
     position, marker = 2, 0
     while marker != SOS:
         marker, length = struct.unpack_from(">HH", content, position)
-        if marker == APP1:  # torchcodec reads the first APP1 only, whatever its first six bytes are
+        if marker == APP1:  # torchcodec reads the first one, whatever its first six bytes are
             exif = memoryview(content)[position + 10 : position + 2 + length]
-            return all(read_orientation(exif, order) == 1 for order in "<>")
+            if any(read_orientation(exif, order) != 1 for order in "<>"):
+                return False
         if not 0xFFC0 <= marker < 0xFFD0 and not SOS <= marker < 0xFFFF:  # fill bytes, or without a length
             return False
         position += 2 + length
     return True
+
+
+def is_exif_first(content: bytes) -> bool:
+    """Return whether the first APP1 segment of a JPEG holds EXIF data."""
+    return content[content.find(APP1.to_bytes(2)) + 4 :].startswith(b"Exif\0\0")
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
@@ -85,6 +91,8 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
     with open_with_pillow(content) as image:
         animated = image.format in ANIMATIONS and getattr(image, "is_animated", False)
         for_pillow = animated or png_layout(image).endswith(";16B")
+        # torchcodec looks for EXIF data in the first APP1 segment alone, which may hold XMP data.
+        for_pillow |= exif_orientation(image) != 1 and content.startswith(JPEG) and not is_exif_first(content)
         transparent = image.has_transparency_data
     # Given bytes, torchcodec changes the global warning filters for a moment. Threads that do this at the same time can
     # leave the filters changed. Given a tensor, torchcodec leaves the filters alone.

@@ -68,6 +68,16 @@ def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
         assert decode(stored(PICTURE, kind, **note)).shape == (30, 40, 3)
 
 
+@BOTH
+def test_exif_data_after_xmp_turn_a_picture(decode) -> None:
+    """torchcodec looks for them in the first APP1 segment alone, where programs that edit photos may put XMP data."""
+    content = turned("JPEG", 6)
+    xmp = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta/>"
+    after = content[:2] + b"\xff\xe1" + struct.pack(">H", len(xmp) + 2) + xmp + content[2:]
+    assert decode(after).shape == (40, 30, 3)
+    assert np.abs(decode(after).astype(int) - decode(content).astype(int)).max() <= 1
+
+
 @pytest.mark.parametrize("error", [ImportError, OSError])
 def test_where_no_other_decoder_can_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
     others = "torchcodec", "simplejpeg"
