@@ -14,6 +14,7 @@ from training_runs import Train, cut_off, losses, records_of, resumed_steps, wei
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.launch import spawn
 from flyte_ddp.machine.clock import SPIN, keep_gpu_busy
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.parallel import hang_watch
@@ -71,6 +72,24 @@ def test_losses_of_masks_have_a_deterministic_form(device: str) -> None:
 def test_the_default_precision_trains(train: Train, device: str) -> None:
     hp = Hyperparameters(epochs=8, batch_size=100, num_ranks=1, learning_rate=0.05)
     assert train(on_device(hp, device)).test_accuracy > 0.8
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks"),
+    [
+        pytest.param("cpu", 2, marks=pytest.mark.exhaustive),
+        pytest.param("cuda", 1, marks=needs_gpu),
+        pytest.param("cuda", 2, marks=needs_two_gpus),
+    ],
+)
+def test_a_killed_rank_is_replaced_in_place(train: Train, device: str, num_ranks: int, tmp_path, monkeypatch) -> None:
+    """A single one, too, where a launcher gives it a process of its own."""
+    hp = on_device(replace(HP, num_ranks=num_ranks), device)
+    expected = train(hp, "undisturbed", launch=spawn.launch)
+    faults.inject(monkeypatch, tmp_path / "marker", rank=num_ranks - 1, at="training", kind="SIGKILL", **{"pass": 5})
+    found = train(hp, "killed", launch=spawn.launch, restarts=1, checkpoint_seconds=0.01)
+    assert next(record["reason"] for record in records_of(found, "restart")).startswith("rank ")
+    assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(found).items())
 
 
 @also_on_cpu
