@@ -20,6 +20,7 @@ from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, print_to_stderr
@@ -29,7 +30,7 @@ from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK, host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.restarts import run_with_restarts
-from flyte_ddp.launch.supervise.stopping import call_on_signals, catch_stop_signals, stop_error
+from flyte_ddp.launch.supervise.stopping import StopRequest, call_on_signals, catch_stop_signals, stop_error
 from flyte_ddp.machine import process, resources
 from flyte_ddp.machine.process import hide_main_script, stop_signals
 from flyte_ddp.machine.resources import Request, World
@@ -70,15 +71,18 @@ def launch(work: Work, *, retries: int = 0) -> None:
     if RUN_ID in os.environ:
         run_as_rank_0(work)
         return
-    with catch_stop_signals() as stop:  # for the moments when Elastic does not listen
-        run_with_restarts(work, lambda work: start_workers(work, retries), stop)
+    with catch_stop_signals() as stop:  # between two starts, and while torch is imported
+        run_with_restarts(work, lambda work: start_workers(work, retries, stop), stop)
 
 
-def start_workers(work: Work, retries: int) -> None:
+def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
     """Start Elastic's workers on this machine, and wait for their end; raise the error of a failed run."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def end_start(number: int, _: FrameType | None) -> None:
+        raise stop_error(signal.Signals(number), checkpoint.newest_step(work.output_folder))
 
     with (
         silence_elastic_logs(),
@@ -106,7 +110,10 @@ def start_workers(work: Work, retries: int) -> None:
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
-            elastic_launch(config, run_local_worker)(work, secrets.token_hex(32), f"{logs}/tickets")
+            with process.signal_handlers(dict.fromkeys(stop_signals(), end_start)):  # until Elastic sets its own
+                if stop.signal is not None:
+                    end_start(stop.signal, None)
+                elastic_launch(config, run_local_worker)(work, secrets.token_hex(32), f"{logs}/tickets")
         except ChildFailedError as error:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from engines import AGENTS, ELASTIC, SPAWN, Launch, on
 from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
 from kept_checkpoints import IDENTITY
+from torch.distributed.elastic.rendezvous import registry
 from training_runs import losses, records_of
 from trials import Trial, starts
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp import run_ranks
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
+from flyte_ddp.launch import elastic
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.launch.supervise.restarts import Restarts, run_with_restarts
 from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.machine import process
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.run import Result
 from flyte_ddp.runs import checkpoint
@@ -196,6 +200,26 @@ def test_a_stop_that_comes_between_two_starts_is_obeyed(work: Work) -> None:
     save(work, 7)
     with pytest.raises(StoppedError) as caught:
         run_with_restarts(work, fail, stop)
+    assert caught.value.step == 7
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [(process, "count_out_of_memory_kills"), (registry, "get_rendezvous_handler")],
+    ids=["before Elastic", "in Elastic"],
+)
+def test_a_stop_while_elastic_has_no_handlers_yet_is_obeyed(moment, work: Work, monkeypatch) -> None:
+    owner, name = moment
+    function = getattr(owner, name)
+
+    def be_stopped(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args)
+
+    save(work, 7)
+    monkeypatch.setattr(owner, name, be_stopped)
+    with pytest.raises(StoppedError) as caught:
+        elastic.launch(replace(work, request=Request(2, "gloo")))
     assert caught.value.step == 7
 
 
