@@ -80,11 +80,12 @@ def remove_outputs(unfinished: Path) -> None:
     remove_temporary_files(unfinished)
 
 
-def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed processes have written in part: in the run's folder, its checkpoints and its results."""
+def remove_temporary_files(folder: Path, keep: str = "") -> None:
+    """Remove what killed processes have left: in the run's folder, but for ``keep``, its checkpoints and its results."""
     inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
     for path in (*folder.glob(".*.tmp"), *inner):
-        path.unlink(missing_ok=True)
+        if path.name != keep:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from trials import Trial, starts
 from benchmarks.running import descendants, process_name
 from flyte_ddp import run_ranks
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
+from flyte_ddp.files import list_files
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.launch.supervise.restarts import Restarts, run_with_restarts
@@ -229,6 +230,19 @@ def test_checkpoints_that_cannot_be_read_end_the_run(work: Work) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="cannot read the run's checkpoints"):
         run_with_restarts(work, partial(raise_in_turn, [LOST]), StopRequest())
+
+
+def test_a_restart_removes_what_killed_ranks_have_left(work: Work) -> None:
+    """But for the file by which agents find out that they see the run's folder."""
+    left = [".returned.pickle.1.tmp", ".shared-1.tmp", "checkpoints/.a.ckpt.1.tmp", "results/maps/.1.png.1.tmp"]
+    kept = ["metrics.jsonl", ".shared-2.tmp", "results/maps/0.png"]
+    for name in (*left, *kept):
+        (work.output_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (work.output_folder / name).touch()
+    save(work, 1)
+    Restarts(3).rewind(work, LOST, keep=".shared-2.tmp")
+    files = {path.relative_to(work.output_folder).as_posix() for path in list_files(work.output_folder)}
+    assert files == {*kept, "checkpoints/a.ckpt"}
 
 
 def test_restarts_are_counted_from_the_last_progress(work: Work) -> None:

@@ -94,7 +94,7 @@ class Rendezvous:
                 try:
                     self.gather_agents(group, num_ranks, stop, check_engine)
                     if isinstance(failure, RankError) and in_place:
-                        self.work = restarts.rewind(self.work, failure)
+                        self.work = restarts.rewind(self.work, failure, keep=self.mark)
                     elif failure is not None:
                         self.work = rewind_work(self.work, str(failure).splitlines()[0])
                     hosts = tuple(handle.host for handle in group)

@@ -9,6 +9,7 @@ from flyte_ddp.errors import OutOfMemoryError, RankError
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import rewind_to_newest_checkpoint
+from flyte_ddp.runs.run_folder import remove_temporary_files
 from flyte_ddp.runs.work import Restart, Work
 
 MEMORY_FIX = "give the ranks more memory, or let them hold less"
@@ -21,13 +22,13 @@ class Restarts:
         self.most = most
         self.without_progress: tuple[Restart, ...] = ()
 
-    def rewind(self, work: Work, error: RankError) -> Work:
+    def rewind(self, work: Work, error: RankError, keep: str = "") -> Work:
         """Return the work of the next start, from the newest checkpoint, to which the run's folder is set back.
 
-        Raises UserError for checkpoints that cannot be read.
+        Of the temporary files, which killed ranks have left, only ``keep`` stays. Raises UserError for checkpoints that
+        cannot be read.
         """
-        for path in (work.output_folder / checkpoint.FOLDER).glob(".*.tmp"):  # in which a killed rank has written
-            path.unlink()
+        remove_temporary_files(work.output_folder, keep)
         found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
         self.count(error, found.step if found else 0)
         return replace(work, checkpoint=found, restarts=self.without_progress)
