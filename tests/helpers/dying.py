@@ -50,5 +50,25 @@ def count_to(last: int, kill_at: list[int], folder: str) -> tuple[int, int]:
     return state["step"], state["sum"]
 
 
+def leave_a_process(folder: str) -> str:
+    """Kill rank 1 once, of which a process stays that has its connections; rank 0 notes that it has noticed."""
+    here = current_rank()
+    here.join()
+    if here.load():
+        return "went on"
+    here.save(1, {"step": 1})
+    if here.rank == 1:
+        if os.fork() == 0:
+            signal.pause()
+        wait_until(partial(is_saved, here.folder, 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        Path(folder, "noticed").touch()
+        raise
+    return "was not disturbed"
+
+
 def is_saved(folder: Path, step: int) -> bool:
     return checkpoint.newest_step(folder) == step

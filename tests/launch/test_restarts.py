@@ -142,6 +142,13 @@ def test_a_function_of_users_goes_on_from_its_last_save(run, tmp_path: Path, cap
 
 
 @pytest.mark.slow
+def test_processes_of_a_lost_rank_hold_nobody_up(run, tmp_path: Path) -> None:
+    """They have its connections, in which the other rank waits for it; the launcher would wait for the other's save."""
+    assert run(1, dying.leave_a_process) == "went on"
+    assert (tmp_path / "noticed").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_without_progress_the_run_ends(restarts: int, run, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:

@@ -31,6 +31,9 @@ from flyte_ddp.machine.process import (
     become_subreaper,
     die_with_parent,
     kill_descendants,
+    kill_process_trees,
+    list_children,
+    list_helper_pids,
     set_process_name,
     spawn_context,
 )
@@ -216,6 +219,8 @@ def wait_for_ranks(ranks: list[RankPipes]) -> None:
         pid, status = os.wait()
         if pid in running:  # else it was an orphan of a rank
             send_to_launcher(running.pop(pid), os.waitstatus_to_exitcode(status))
+            if status:  # a loader process of the rank keeps the rank's connections open, for which other ranks wait
+                kill_process_trees(lambda: list_children(os.getpid()) - list_helper_pids() - running.keys())
     kill_descendants()
     with suppress(ChildProcessError):
         while True:
