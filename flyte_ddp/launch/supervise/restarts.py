@@ -21,6 +21,7 @@ class Restarts:
     def __init__(self, most: int) -> None:
         self.most = most
         self.without_progress: tuple[Restart, ...] = ()
+        self.last_error: RankError | None = None  # which the last restart followed
 
     def rewind(self, work: Work, error: RankError, keep: str = "") -> Work:
         """Return the work of the next start, from the newest checkpoint, to which the run's folder is set back.
@@ -38,6 +39,7 @@ class Restarts:
         number = len(self.without_progress) + 1
         restart = Restart(f"{error.message}{at}", step, number, self.most, error.noticed)
         self.without_progress += (restart,)
+        self.last_error = error
         return restart
 
     def are_allowed(self, output_folder: Path, error: RankError) -> bool:
@@ -55,7 +57,7 @@ class Restarts:
             self.without_progress = ()
             return
         where = f"after step {step:,}" if step else "before the first checkpoint"
-        if isinstance(error, OutOfMemoryError) and last[0].reason.startswith(error.message):
+        if isinstance(error, OutOfMemoryError) and isinstance(self.last_error, OutOfMemoryError):
             raise error.with_reason(f", for the second time {where}; {MEMORY_FIX}")
         if len(self.without_progress) == self.most:
             raise error.with_reason(f"; restarted {self.most} times {where} without progress (FLYTE_DDP_RESTARTS)")
