@@ -131,7 +131,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
     """Yield each record of metrics.jsonl from byte ``offset`` on, until training has ended and all is read."""
-    pending, ended, inode = b"", False, None
+    first, pending, ended, inode = offset, b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
     while not ended:
         ended = wait_for_end(POLL_SECONDS)  # before reading, so the last lines are read, too
@@ -141,8 +141,8 @@ def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> I
             continue
         with file:
             before, inode = inode, os.fstat(file.fileno()).st_ino
-            if before not in (None, inode):  # a restarted run has replaced the file
-                offset, pending = 0, b""
+            if before not in (None, inode):  # a restarted run has replaced the file, but for earlier attempts' records
+                offset, pending = first, b""
             file.seek(offset)
             chunk = file.read()
         offset += len(chunk)

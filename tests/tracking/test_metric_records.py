@@ -77,20 +77,21 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
     assert list(later) == [{"step": step} for step in (2, 3, 4)], "not those of an earlier attempt"
 
 
-def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [b"", b'{"step": 0}\n'], ids=["a new run", "a resumed run"])
+def test_records_of_a_run_that_is_started_again_are_followed_once(earlier: bytes, tmp_path: Path) -> None:
     """The file is replaced by one with what the checkpoint had, and grows from there."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    path.write_bytes(earlier + b'{"step": 1}\n{"step": 2}\n{"st')
 
     def start_again() -> None:
         with replace_file(path) as file:
-            file.write(b'{"step": 1}\n')
+            file.write(earlier + b'{"step": 1}\n')
         with path.open("a") as file:
             file.write('{"step": 2, "again": true}\n')
 
     over = over_after(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
-    assert list(wandb_feed.follow_records(tmp_path, 0, over)) == steps
+    assert list(wandb_feed.follow_records(tmp_path, len(earlier), over)) == steps
 
 
 @pytest.mark.parametrize("names", [[f"class/{number}.jpg" for number in range(6)], []])
