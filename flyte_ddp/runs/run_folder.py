@@ -81,7 +81,7 @@ def remove_outputs(unfinished: Path) -> None:
 
 
 def remove_temporary_files(folder: Path, keep: str = "") -> None:
-    """Remove what killed processes have left: in the run's folder, but for ``keep``, its checkpoints and its results."""
+    """Remove what killed processes have left in the run's folder, but for ``keep``, its checkpoints and its results."""
     inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
     for path in (*folder.glob(".*.tmp"), *inner):
         if path.name != keep:
