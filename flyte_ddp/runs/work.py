@@ -24,7 +24,7 @@ class Restart:
     time: float  # when the failure was noticed, in seconds since 1970
 
     def describe(self, seconds: float) -> str:
-        after = f"from step {self.step:,}" if self.step else "from scratch, as there is no checkpoint yet"
+        after = f"from step {self.step:,}" if self.step else "from scratch, as there is no checkpoint"
         return f"{self.reason}; restarted {after}, in {seconds:.1f} s ({self.number} of {self.most})"
 
 

@@ -134,10 +134,11 @@ class Recorder:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
     def add_warning(self, warning: str) -> None:
-        """Keep a warning for the report and print it, unless it is empty. On rank 0 only."""
+        """Keep a warning for the report, unless it is empty, and print it on rank 0."""
         if warning:
             self.warnings.append(warning)
-            self.progress.print_note(warning)
+            if self.writes:
+                self.progress.print_note(warning)
 
     def seconds_by_activity(self) -> dict[str, float]:
         """Return this rank's seconds by activity, and their sum as ``total``.

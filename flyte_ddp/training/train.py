@@ -59,8 +59,8 @@ def train(rank: Rank) -> None:
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             load_training_state(state, recorder, work.checkpoint)
-        elif (warning := trial.try_evaluation(state)) and recorder.writes:
-            recorder.add_warning(warning)
+        else:
+            recorder.add_warning(trial.try_evaluation(state))
         fix = (
             f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result without BatchNorm, or "
             f"lower batch_size ({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"

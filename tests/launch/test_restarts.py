@@ -196,7 +196,7 @@ def test_memory_that_runs_out_twice_at_one_step_ends_the_run(work: Work) -> None
     restarts = Restarts(3)
     restarts.rewind(work, OUT_OF_MEMORY)
     save(work, 1205)
-    assert restarts.are_allowed(work.output_folder, OUT_OF_MEMORY)
+    assert restarts.find_reason_to_end(work.output_folder, OUT_OF_MEMORY) is None
 
 
 def test_a_stop_that_comes_between_two_starts_is_obeyed(work: Work) -> None:
@@ -259,12 +259,12 @@ def test_restarts_are_counted_from_the_last_progress(work: Work) -> None:
     restarts, numbers = Restarts(3), []
     for step in (1, 1, 2, 2, 2):
         save(work, step)
-        assert restarts.are_allowed(work.output_folder, LOST)
+        assert restarts.find_reason_to_end(work.output_folder, LOST) is None
         numbers.append([each.number for each in restarts.rewind(work, LOST).restarts])
     assert numbers == [[1], [1, 2], [1], [1, 2], [1, 2, 3]]
-    assert not restarts.are_allowed(work.output_folder, LOST)
-    assert not Restarts(0).are_allowed(work.output_folder, LOST)
-    assert not restarts.are_allowed(work.output_folder, RankError("its own"))
+    assert restarts.find_reason_to_end(work.output_folder, LOST) is not None
+    assert Restarts(0).find_reason_to_end(work.output_folder, LOST) is LOST
+    assert restarts.find_reason_to_end(work.output_folder, RankError("its own")) is not None
 
 
 START, FIRST, SECOND = {"kind": "start"}, {"kind": "train", "step": 1}, {"kind": "train", "step": 2}

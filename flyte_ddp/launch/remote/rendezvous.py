@@ -103,7 +103,9 @@ class Rendezvous:
                     supervise_ranks(group, stop, work)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
-                        failure, in_place = error, restarts.are_allowed(self.work.output_folder, error)
+                        failure = restarts.find_reason_to_end(self.work.output_folder, error)
+                        in_place = failure is None
+                        failure = failure or error
                         self.living = restart_agents(group) if in_place else {}
                         group = [handle for handle in group if handle.rank not in self.living]
                         continue

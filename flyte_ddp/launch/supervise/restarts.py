@@ -1,7 +1,6 @@
 """Starts the ranks of a run again in place, in the same process and pod, after a failure that a retry may mend."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,25 +41,25 @@ class Restarts:
         self.last_error = error
         return restart
 
-    def are_allowed(self, output_folder: Path, error: RankError) -> bool:
-        with suppress(RankError):
-            self.refuse_hopeless(output_folder, error)
-            return True
-        return False
-
     def refuse_hopeless(self, output_folder: Path, error: RankError) -> None:
         """Raise ``error``, with the reason, unless another start may help."""
+        if (final := self.find_reason_to_end(output_folder, error)) is not None:
+            raise final
+
+    def find_reason_to_end(self, output_folder: Path, error: RankError) -> RankError | None:
+        """Return ``error``, with the reason, if the run is to end; None if another start may help."""
         if not error.recoverable or not self.most:
-            raise error
+            return error
         step, last = checkpoint.newest_step(output_folder), self.without_progress[-1:]
         if step is None or not last or step > last[0].step:
             self.without_progress = ()
-            return
+            return None
         where = f"after step {step:,}" if step else "before the first checkpoint"
         if isinstance(error, OutOfMemoryError) and isinstance(self.last_error, OutOfMemoryError):
-            raise error.with_reason(f", for the second time {where}; {MEMORY_FIX}")
+            return error.with_reason(f", for the second time {where}; {MEMORY_FIX}")
         if len(self.without_progress) == self.most:
-            raise error.with_reason(f"; restarted {self.most} times {where} without progress (FLYTE_DDP_RESTARTS)")
+            return error.with_reason(f"; restarted {self.most} times {where} without progress (FLYTE_DDP_RESTARTS)")
+        return None
 
 
 def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest) -> None:
