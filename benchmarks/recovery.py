@@ -31,7 +31,7 @@ from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.json_lines import read_records
 
-STEPS = {"tutorial": 600, "wide": 45}
+STEPS = {"tutorial": 80, "wide": 40}
 MODELS = {"tutorial": "tutorial", "wide": "benchmarks.recovery_ranks:wide"}
 NAMES = {"tutorial": "tutorial", "wide": "400 MB state"}
 FIRST_STEP, LAST_STEP = 20, 30  # between which a rank is killed
