@@ -55,10 +55,12 @@ def measure(options: Options) -> Result:
         begin: Callable[..., Any] = begin_torchrun if side == "torchrun" else partial(begin_ours, side, data)
         is_whole = side != "torchrun" and repeat == 0
         with begin(net, folder) as process:
-            seconds, twice = kill_and_measure(process, folder, rank, at[repeat])
-            if is_whole and process.wait(LIMIT_SECONDS):
-                raise RuntimeError((folder / "output.txt").read_text()[-3000:])
-            end(process)
+            try:
+                seconds, twice = kill_and_measure(process, folder, rank, at[repeat])
+                if is_whole and process.wait(LIMIT_SECONDS):
+                    raise RuntimeError((folder / "output.txt").read_text()[-3000:])
+            finally:
+                end(process)
         label = f"{NAMES[net]}, rank {rank} killed: {side}"
         result.add(label, seconds, "s")
         result.add(f"{label}: steps done twice", twice, "steps")
