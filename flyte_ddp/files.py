@@ -56,7 +56,10 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
-    """Turn an OSError of the block, which only writes ``path``, into a UserError with two fixes: one is ``other``."""
+    """Raise UserError in place of an OSError of the block, which must only write ``path``.
+
+    The text of the UserError has the reason, a fix for this reason, and ``other`` as another fix.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:

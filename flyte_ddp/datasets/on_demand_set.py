@@ -121,9 +121,9 @@ def require_samples(set_name: str, samples: Any) -> int:
 
 
 def unwrap(samples: Any) -> list[Any]:
-    """Return a map-style set, then the set in its attribute ``dataset``, such as torch's Subset has, and so on.
+    """Return a map-style set and the sets that it wraps, the outermost first; an empty list for any other object.
 
-    Returns an empty list if ``samples`` is no map-style set.
+    A set wraps the set in its attribute ``dataset``, as torch's Subset does.
     """
     found = list[Any]()
     # An attribute ``dataset`` may also be something else, such as a file that is open.

@@ -156,9 +156,9 @@ def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkp
 
 
 def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
-    """Return ``write()``, and make room for it on a full disk by the run's older checkpoint.
+    """Return the result of ``write()``. On a full disk delete the run's older checkpoint, and call ``write()`` again.
 
-    The newest checkpoint stays. ``write`` raises a UserError, whose cause is an OSError, if it fails.
+    The newest checkpoint stays. ``write`` must raise a UserError whose cause is an OSError if it fails.
     """
     try:
         return write()
@@ -249,9 +249,10 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest readable checkpoint or None, and by path the faults of those that would be newer.
+    """Return the newest readable checkpoint, or None, and the faults of unreadable files by path.
 
-    Computes no SHA-256 of an older checkpoint. ``most_bytes`` is that of :func:`read_checkpoint`.
+    Reads the headers of all files. Computes the SHA-256 of the newest file, and of an older file only if the newer file
+    is damaged. ``most_bytes`` is that of :func:`read_checkpoint`.
     """
     unreadable: dict[Path, str] = {}
 
@@ -273,9 +274,9 @@ def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[C
 
 
 def trust_checkpoint(output_folder: Path, step: int) -> None:
-    """Take a run's newest checkpoint for verified, as its writer says that it is written, unless it is of another step.
+    """Skip the SHA-256 of a run's newest checkpoint from now on, if the checkpoint is of this step.
 
-    The writer has computed the SHA-256 of what it has written.
+    Call it when a rank has just written the checkpoint. The rank has computed the SHA-256 of the bytes that it wrote.
     """
     newest = verify_checkpoints(output_folder / FOLDER, most_bytes=0)[0]
     if newest is not None and newest.step == step and (version := file_version(newest.path)):
@@ -284,9 +285,8 @@ def trust_checkpoint(output_folder: Path, step: int) -> None:
 
 def newest_step(output_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
-    found, unreadable = verify_checkpoints(
-        output_folder / FOLDER, most_bytes=QUICK_BYTES
-    )  # a run that is to end has little time
+    # A run that is to end has little time.
+    found, unreadable = verify_checkpoints(output_folder / FOLDER, most_bytes=QUICK_BYTES)
     if found is not None:
         return found.step
     return None if unreadable else 0

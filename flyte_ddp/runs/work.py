@@ -23,9 +23,11 @@ class Restart:
     most: int  # how many of these are allowed
     time: float  # when the failure was noticed, in seconds since 1970
 
-    def describe(self, seconds: float) -> str:
+    def describe(self, seconds: float | None = None) -> str:
+        """Return a sentence for people; ``seconds`` is how long the restart took, None if that is not known yet."""
         after = f"from step {self.step:,}" if self.step else "from scratch, as there is no checkpoint"
-        return f"{self.reason}; restarted {after}, in {seconds:.1f} s ({self.number} of {self.most})"
+        took = "" if seconds is None else f", in {seconds:.1f} s"
+        return f"{self.reason}; restarted {after}{took} ({self.number} of {self.most})"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Dimension:
         return min(int(value) if self.whole else value, self.high)
 
     def place_of(self, value: Any) -> float:
-        """Return a place whose value this is: of several the middle, as of a choice and of a whole number."""
+        """Return the place in [0, 1] to which :meth:`value_at` gives this value, the middle one of several places."""
         if self.choices:
             texts, text = [*map(json.dumps, self.choices)], json.dumps(value)  # true is no 1
             number = texts.index(text) if text in texts else self.choices.index(value)

@@ -1,7 +1,6 @@
 """Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
 
 import pickle
-import time
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -84,10 +83,10 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
                 return self.launch_once(function, **inputs)
             except RankError as error:
                 restarts.refuse_hopeless(output_folder, error)
-                restart = restarts.count(error, newest_step(output_folder) or 0)
-                print_to_stderr(restart.describe(time.time() - restart.time))
+                print_to_stderr(restarts.count(error, newest_step(output_folder) or 0).describe())
 
     def launch_once(self, function: Function, **inputs: Any) -> Any:
+        """Start this node's workers once, and return rank 0's value; raise the errors of :meth:`launch_workers`."""
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs

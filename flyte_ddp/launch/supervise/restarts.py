@@ -34,6 +34,9 @@ class Restarts:
         return replace(work, checkpoint=found, restarts=self.without_progress)
 
     def count(self, error: RankError, step: int) -> Restart:
+        """Count a restart from the checkpoint of this step, from 1 if the step is later than the last restart's."""
+        if self.without_progress and step > self.without_progress[-1].step:
+            self.without_progress = ()
         at = f" at step {error.step:,}" if error.step else ""
         number = len(self.without_progress) + 1
         restart = Restart(f"{error.message}{at}", step, number, self.most, error.noticed)
@@ -50,9 +53,8 @@ class Restarts:
         """Return ``error``, with the reason, if the run is to end; None if another start may help."""
         if not error.recoverable or not self.most:
             return error
-        step, last = checkpoint.newest_step(output_folder), self.without_progress[-1:]
-        if step is None or not last or step > last[0].step:
-            self.without_progress = ()
+        step = checkpoint.newest_step(output_folder)
+        if step is None or not self.without_progress or step > self.without_progress[-1].step:
             return None
         where = f"after step {step:,}" if step else "before the first checkpoint"
         if isinstance(error, OutOfMemoryError) and isinstance(self.last_error, OutOfMemoryError):

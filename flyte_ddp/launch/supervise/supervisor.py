@@ -116,6 +116,7 @@ def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: 
 def await_saved(
     group: Sequence[RankHandle], stop: StopRequest, handle: RankHandle, request: str, seconds: float, **values: Any
 ) -> int | None:
+    """Send a rank the request "save" or "stand_in", and wait up to ``seconds``; return the step, None for no answer."""
     handle.answered, handle.saved = False, None
     handle.send(request, seconds=seconds, **values)
     deadline = time.monotonic() + seconds
@@ -133,7 +134,7 @@ def print_restart(group: Sequence[RankHandle], work: Work) -> None:
 
 
 def end_ranks(group: Sequence[RankHandle]) -> None:
-    """Kill the ranks that still run, wait up to 10 s (forked ones: 20 s) for the end of each, and close their pipes."""
+    """Kill the ranks that still run, wait up to 10 s for the end of each, and close their pipes."""
     for handle in group:
         handle.kill()
     for handle in group:
