@@ -13,9 +13,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -35,10 +35,11 @@ from flyte_ddp.machine import process, resources
 from flyte_ddp.machine.process import hide_main_script, stop_signals
 from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.work import Work
+from flyte_ddp.runs.work import Restart, Work
 
 RUN_ID = "TORCHELASTIC_RUN_ID"  # variable that is set in the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
+RESTARTS_VARIABLE = "FLYTE_DDP_ELASTIC_RESTARTS"  # which tells workers of the restarts in place, as JSON
 TICKET = "flyte-ddp ticket"  # key in Elastic's store
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
@@ -69,10 +70,24 @@ def launch(work: Work, *, retries: int = 0) -> None:
     """
     work = work.choose_world(find_world)
     if RUN_ID in os.environ:
-        run_as_rank_0(work)
+        run_as_rank_0(replace(work, restarts=read_restarts()))
         return
     with catch_stop_signals() as stop:  # between two starts, and while torch is imported
         run_with_restarts(work, lambda work: start_workers(work, retries, stop), stop)
+
+
+@contextmanager
+def tell_restarts(restarts: Sequence[Restart]) -> Iterator[None]:
+    """Let the workers that start in the block know of the restarts in place: rank 0 records them."""
+    os.environ[RESTARTS_VARIABLE] = json.dumps([asdict(restart) for restart in restarts])
+    try:
+        yield
+    finally:
+        del os.environ[RESTARTS_VARIABLE]
+
+
+def read_restarts() -> tuple[Restart, ...]:
+    return tuple(Restart(**values) for values in json.loads(os.environ.get(RESTARTS_VARIABLE, "[]")))
 
 
 def start_workers(work: Work, retries: int, stop: StopRequest) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from flyte_ddp.errors import MachineError, RankError, UserError
-from flyte_ddp.launch.supervise.link import OfferSaving, RankInfo, SaveFunction, exception_message
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.launch.supervise.link import OfferSaving, RankInfo, SaveFunction, classify_failure, exception_message
 from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.machine.process import kill_new_descendants_at_end
@@ -36,7 +36,7 @@ def launch(work: Work) -> None:
             raise RankError(f"rank 0 ended with exit code {error.code} before it had finished") from error
         except Exception as error:
             message = f"rank 0: {type(error).__name__}: {exception_message(error)}"
-            raise RankError(message, recoverable=isinstance(error, MachineError)) from error
+            raise RankError(message, recoverable=classify_failure(error) == "machine") from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +36,9 @@ class Checkpoints(CheckpointWriter):
         checkpoint_seconds: float,
         *,
         link_name: str = "",
+        announce: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        super().__init__(folder, identity, found)
+        super().__init__(folder, identity, found, announce=announce)
         self.link = folder / FOLDER / link_name if link_name else None
         self.checkpoint_seconds = checkpoint_seconds
         self.last_step = found.step if found else 0  # that save got
@@ -72,7 +73,8 @@ class Checkpoints(CheckpointWriter):
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
         Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
-        if the function has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
+        if the function has neither saved, loaded nor asked, or has returned. Then waits, without a limit, until a state
+        that was saved in time is written. No checkpoint is written after this call.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
@@ -81,10 +83,10 @@ class Checkpoints(CheckpointWriter):
             if self.used:
                 is_saved = lambda: self.closed or self.handled > so_far  # noqa: E731
                 self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
+        self.wait_until_written()
         self.refuse_more()  # because the caller reports this step as the one to resume after
-        if self.write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # no file is being written
-            self.write_lock.release()
-        return self.newest_step
+        with self.write_lock:  # no file is being written
+            return self.newest_step
 
     def load(self) -> dict[str, Any] | None:
         """Wait until the last save is written; return the newest checkpoint's state from disk, or None without one."""

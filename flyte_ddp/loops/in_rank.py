@@ -65,6 +65,7 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
     checkpoints = Checkpoints(
         *(work.output_folder, work.identity, work.checkpoint, settings.checkpoint_seconds),
         link_name="" if beside_writer else f".rank-{info.rank}.tmp",
+        announce=rank.announce_writing,
     )
     is_leader = info.rank == 0
     first = work.checkpoint.step if work.checkpoint else 0

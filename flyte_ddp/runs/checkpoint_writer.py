@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,22 @@ class Snapshot:
 class CheckpointWriter:
     """Writes snapshots to the output folder's two files in turn; a new snapshot replaces one that waits.
 
-    ``found`` is the checkpoint that the attempt begins with. A subclass says by :meth:`take_snapshot` what is written
+    ``found`` is the checkpoint that the attempt begins with; ``announce`` is called with True before a file is written,
+    and with False afterwards. A subclass says by :meth:`take_snapshot` what is written
     every ``seconds`` (None: only what :meth:`put` gets).
     """
 
     def __init__(
-        self, output_folder: Path, identity: Identity, found: Checkpoint | None, seconds: float | None = None
+        self,
+        output_folder: Path,
+        identity: Identity,
+        found: Checkpoint | None,
+        seconds: float | None = None,
+        *,
+        announce: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.output_folder, self.identity, self.seconds = output_folder, identity, seconds
-        self.newest = found
+        self.newest, self.announce = found, announce
         self.write_lock = threading.Lock()  # held while a snapshot is taken by the thread, and written
         self.changed = threading.Condition()  # of the attributes below, and newest
         self.waiting: Snapshot | None = None
@@ -126,6 +134,10 @@ class CheckpointWriter:
         """Write a snapshot to a file, from then on the newest checkpoint; ``metrics`` is up to the snapshot."""
         epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
         new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
-        self.newest = checkpoint.write_with_room(
-            self.output_folder, lambda: checkpoint.write_checkpoint(new, snapshot.values)
-        )
+        self.announce(True)
+        try:
+            self.newest = checkpoint.write_with_room(
+                self.output_folder, lambda: checkpoint.write_checkpoint(new, snapshot.values)
+            )
+        finally:
+            self.announce(False)

@@ -3,6 +3,7 @@
 Random numbers depend on the position alone, so they have no state.
 """
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -50,8 +51,11 @@ class Checkpointer(CheckpointWriter):
     ``checkpoint_seconds`` is 0.
     """
 
-    def __init__(self, work: Work, state: TrainingState, recorder: Recorder) -> None:
-        super().__init__(work.output_folder, work.identity, work.checkpoint, state.settings.checkpoint_seconds)
+    def __init__(
+        self, work: Work, state: TrainingState, recorder: Recorder, announce: Callable[[bool], None] = lambda _: None
+    ) -> None:
+        seconds = state.settings.checkpoint_seconds
+        super().__init__(work.output_folder, work.identity, work.checkpoint, seconds, announce=announce)
         self.state, self.recorder = state, recorder
         self.trained_before = work.checkpoint.trained_in if work.checkpoint else ()
         self.saves = state.settings.checkpoint_seconds > 0

@@ -65,7 +65,7 @@ def train(rank: Rank) -> None:
             f"raise accumulation_steps (now {hp.accumulation_steps}), which changes no result without BatchNorm, or "
             f"lower batch_size ({hp.batch_size} on {world_size()} rank(s)) or test_batch_size ({hp.test_batch_size})"
         )
-        with Checkpointer(work, state, recorder) as checkpoints, explain_full_device(fix):
+        with Checkpointer(work, state, recorder, rank.announce_writing) as checkpoints, explain_full_device(fix):
             rank.offer_saving(checkpoints.save_last)
             if rank.link is not None:
                 rank.link.offer_standing_in(checkpoints.save_for_rank_0)

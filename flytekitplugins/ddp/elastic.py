@@ -1,6 +1,7 @@
 """Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
 
 import pickle
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
-from flyte_ddp.errors import RankError, print_to_stderr
+from flyte_ddp.errors import RankError
 from flyte_ddp.launch.supervise.restarts import Restarts
 from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.loops.call import Call, pickle_by_value
@@ -23,6 +24,7 @@ from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import open_checkpoint_store, record_result
 from flyte_ddp.runs.checkpoint import newest_step
+from flyte_ddp.runs.work import Restart
 from flyte_ddp.settings import read_settings, read_whole_number
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
@@ -80,22 +82,30 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         restarts = Restarts(read_settings().restarts if elastic_pods.is_only_pod() else 0)
         while True:
             try:
-                return self.launch_once(function, **inputs)
+                return self.launch_once(function, restarts.without_progress, **inputs)
             except RankError as error:
                 restarts.refuse_hopeless(output_folder, error)
-                print_to_stderr(restarts.count(error, newest_step(output_folder) or 0).describe())
+                restarts.count(error, newest_step(output_folder) or 0)
 
-    def launch_once(self, function: Function, **inputs: Any) -> Any:
-        """Start this node's workers once, and return rank 0's value; raise the errors of :meth:`launch_workers`."""
+    def launch_once(self, function: Function, restarts: Sequence[Restart], **inputs: Any) -> Any:
+        """Start this node's workers once, and return rank 0's value; raise the errors of :meth:`launch_workers`.
+
+        ``restarts`` are those in place since the newest checkpoint, which rank 0 records.
+        """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
+        from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs, tell_restarts
 
         memory_kills = count_out_of_memory_kills()
         workers = copy(self)  # the plugin sends this copy's function to the workers
         workers._task_function = function
         try:
-            with hide_main_script(), silence_elastic_logs(), elastic_pods.end_after_rank_0(IgnoreOutputs):
+            with (
+                hide_main_script(),
+                silence_elastic_logs(),
+                tell_restarts(restarts),
+                elastic_pods.end_after_rank_0(IgnoreOutputs),
+            ):
                 return PytorchElasticFunctionTask._execute(workers, **inputs)
         except FlyteUserRuntimeException as error:
             raise first_worker_error(error.value, memory_kills) from None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from processes import wait_until
+from torch.utils.data import DataLoader, Dataset
 
 from flyte_ddp import current_rank
 from flyte_ddp.runs import checkpoint
@@ -68,6 +69,30 @@ def leave_a_process(folder: str) -> str:
         Path(folder, "noticed").touch()
         raise
     return "was not disturbed"
+
+
+class KillsItsLoader(Dataset[int]):
+    """Two samples, of which the last kills the loader process that reads it, once."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def lose_a_loader(folder: str) -> list[int]:
+    """Read all samples by a process of torch's DataLoader, which is killed once, of the last rank."""
+    note_call(folder)
+    here = current_rank()
+    marker = Path(folder, "killed" if here.rank == here.world_size - 1 else "calls")
+    return [int(sample) for sample in DataLoader(KillsItsLoader(marker), batch_size=None, num_workers=1)]
 
 
 def is_saved(folder: Path, step: int) -> bool:

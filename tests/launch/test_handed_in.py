@@ -78,6 +78,16 @@ def test_what_rank_0_writes_comes_before_the_message_about_it(tmp_path: Path, mo
     assert {name: (copy / name).read_bytes() for name in content} == content
 
 
+def test_files_that_are_being_written_are_not_sent(tmp_path: Path) -> None:
+    sent: list[dict[str, Any]] = []
+    sender = FileSender(tmp_path, sent.append)
+    for name in ("checkpoints/.a.ckpt.1.tmp", ".returned.pickle.1.tmp", "own/.settings", "own/model"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    sender.send_changes(all_files=True)
+    assert sorted(piece["name"] for piece in sent) == ["own/.settings", "own/model"]
+
+
 def test_a_checkpoint_does_not_wait_for_results() -> None:
     """Of the rank that saves in another thread: what it says of its checkpoint comes between a result's pieces."""
     launcher, theirs = Pipe()

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneEr
 from flyte_ddp.launch.remote import elastic_link
 from flyte_ddp.launch.supervise.failures import find_first_failure
 from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
+from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.launch.supervise.supervisor import await_saved
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import translate_collective_errors
 
@@ -112,6 +116,22 @@ def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float 
     error = {"cause": kind, "type": "E", "message": f"of {rank}", "traceback": "", "time": time} if kind else None
     values = {"exitcode": exit_code, "error": error, "completed": False, "lost": False, "host": "h", **values}
     return SimpleNamespace(rank=rank, ran_out_of_memory=lambda: False, **values)
+
+
+@pytest.mark.parametrize(("writing", "expected"), [([], None), ([True], 7), ([True, False], None)])
+def test_a_rank_that_writes_a_checkpoint_is_waited_for(writing: list[bool], expected: int | None) -> None:
+    """Here the time for its answer is over at once, but while it writes."""
+    ours, theirs = Pipe()
+    leader = RankHandle(0, ours, "host")
+    for begins in writing:
+        leader.handle_message({"kind": "writing", "begins": begins})
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(await_saved, [leader], StopRequest(), leader, "save", seconds=0.0, most_seconds=60.0)
+        assert theirs.recv()["kind"] == "save"
+        if expected is None:
+            assert saved.result() is None
+        theirs.send({"kind": "saved", "step": 7})
+        assert saved.result() == expected
 
 
 HANGING = handle(1, read_stack=lambda: "its stack")

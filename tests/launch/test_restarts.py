@@ -23,6 +23,7 @@ from flyte_ddp import run_ranks
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UserError
 from flyte_ddp.files import list_files
 from flyte_ddp.launch import elastic
+from flyte_ddp.launch.remote.rendezvous import rewind_work
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.launch.supervise.restarts import Restarts, run_with_restarts
 from flyte_ddp.launch.supervise.stopping import StopRequest
@@ -113,12 +114,12 @@ def test_a_rank_that_is_lost_while_results_are_written(rank: int, expected: Resu
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_models: None) -> Callable[..., Any]:
-    """Return a function that runs another one on two ranks, with so many restarts."""
+    """Return a function that runs another one on two ranks, or on so many, with so many restarts."""
 
-    def run(restarts: int, function: Callable[..., Any], *args: Any) -> Any:
+    def run(restarts: int, function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> Any:
         monkeypatch.setenv("FLYTE_DDP_RESTARTS", str(restarts))
         monkeypatch.setenv("FLYTE_DDP_PROGRESS", "lines")
-        return run_ranks(function, *args, str(tmp_path), num_ranks=2, folder=tmp_path / "run")
+        return run_ranks(function, *args, str(tmp_path), num_ranks=num_ranks, folder=tmp_path / "run")
 
     return run
 
@@ -164,6 +165,16 @@ def test_an_error_of_the_code_is_not_tried_again(run, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="ArithmeticError: its own words"):
         run(3, dying.fail)
     assert calls(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_torchs_data_loader_is_a_failure_of_the_machine(run, tmp_path: Path) -> None:
+    assert run(1, dying.lose_a_loader) == [0, 1]
+    assert calls(tmp_path) == 2
+    (tmp_path / "killed").unlink()
+    with pytest.raises(RankError, match="DataLoader worker") as caught:
+        run(1, dying.lose_a_loader, num_ranks=1)
+    assert caught.value.recoverable
 
 
 LOST = RankLostError("rank 1 was killed by SIGKILL", recoverable=True)
@@ -241,7 +252,8 @@ def test_checkpoints_that_cannot_be_read_end_the_run(work: Work) -> None:
         run_with_restarts(work, partial(raise_in_turn, [LOST]), StopRequest())
 
 
-def test_a_restart_removes_what_killed_ranks_have_left(work: Work) -> None:
+@pytest.mark.parametrize("rewind", [Restarts(3).rewind, lambda work, error, keep: rewind_work(work, str(error), keep)])
+def test_a_restart_removes_what_killed_ranks_have_left(rewind: Callable[..., Work], work: Work) -> None:
     """But for the file by which agents find out that they see the run's folder."""
     left = [".returned.pickle.1.tmp", ".shared-1.tmp", "checkpoints/.a.ckpt.1.tmp", "results/maps/.1.png.1.tmp"]
     kept = ["metrics.jsonl", ".shared-2.tmp", "results/maps/0.png"]
@@ -249,7 +261,7 @@ def test_a_restart_removes_what_killed_ranks_have_left(work: Work) -> None:
         (work.output_folder / name).parent.mkdir(parents=True, exist_ok=True)
         (work.output_folder / name).touch()
     save(work, 1)
-    Restarts(3).rewind(work, LOST, keep=".shared-2.tmp")
+    rewind(work, LOST, keep=".shared-2.tmp")
     files = {path.relative_to(work.output_folder).as_posix() for path in list_files(work.output_folder)}
     assert files == {*kept, "checkpoints/a.ckpt"}
 

@@ -64,7 +64,7 @@ class FileSender:
             name = path.relative_to(self.folder).as_posix()
             with suppress(FileNotFoundError):
                 version = file_version(path)
-                if path != metrics and not name.startswith(".") and self.versions.get(path) != version:
+                if path != metrics and not path.match(".*.tmp") and self.versions.get(path) != version:
                     for piece in read_file_as_messages(path, name):
                         self.send(piece)
                     self.versions[path] = version

@@ -26,7 +26,7 @@ from flyte_ddp.launch.supervise.restarts import Restarts
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint
-from flyte_ddp.runs.run_folder import METRICS
+from flyte_ddp.runs.run_folder import METRICS, remove_temporary_files
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 
@@ -96,7 +96,7 @@ class Rendezvous:
                     if isinstance(failure, RankError) and in_place:
                         self.work = restarts.rewind(self.work, failure, keep=self.mark)
                     elif failure is not None:
-                        self.work = rewind_work(self.work, str(failure).splitlines()[0])
+                        self.work = rewind_work(self.work, str(failure).splitlines()[0], self.mark)
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
                     send_work_in_turn(group, work, stop)
@@ -274,8 +274,12 @@ def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest
             raise stop_error(stop.signal, handle.resumed_step)
 
 
-def rewind_work(work: Work, why: str) -> Work:
-    """Rewind the output folder to its newest checkpoint, or to the start; print ``why``; return the work to do then."""
+def rewind_work(work: Work, why: str, keep: str = "") -> Work:
+    """Rewind the output folder to its newest checkpoint, or to the start; print ``why``; return the work to do then.
+
+    Of the temporary files, which killed ranks have left, only ``keep`` stays.
+    """
+    remove_temporary_files(work.output_folder, keep)
     found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
     if work.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"

@@ -19,6 +19,8 @@ from flyte_ddp.runs.checkpoint import Handover
 
 GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # parts of the texts of gloo's errors: a source file, and words
 TORCH_TIMEOUTS = ("timed out", "timeout")  # parts of the texts of NCCL's errors, and of torch's stores'
+# Parts of the text of the error that torch raises for a process of a DataLoader which a signal has ended.
+KILLED_LOADER = ("DataLoader worker (pid", "is killed by signal")
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 OfferSaving = Callable[[SaveFunction], None]
@@ -140,7 +142,8 @@ def shorten_text(text: str) -> str:
 def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
-    One of "mistake", "unreachable", "machine", "timeout" (of a collective), "peer" (another failed first), "own".
+    One of "mistake", "unreachable", "machine", "timeout" (of a collective), "peer" (another failed first), "own". A
+    process of torch's DataLoader that a signal has ended is of the machine.
     """
     for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
         if isinstance(error, kind):
@@ -157,7 +160,14 @@ def classify_failure(error: BaseException) -> str:
             return "peer"
         if isinstance(origin, of_torch):
             return "timeout" if any(words in str(origin).lower() for words in TORCH_TIMEOUTS) else "peer"
-        if type(origin) is RuntimeError and GLOO in str(origin):
-            return "timeout" if GLOO_TIMEOUT in str(origin) else "peer"
+        if type(origin) is RuntimeError and (cause := classify_text(str(origin))):
+            return cause
         origin = origin.__cause__
     return "own"
+
+
+def classify_text(message: str) -> str:
+    """Return the cause of a failure by the text of torch's RuntimeError; empty for any other text."""
+    if GLOO in message:
+        return "timeout" if GLOO_TIMEOUT in message else "peer"
+    return "machine" if all(words in message for words in KILLED_LOADER) else ""

@@ -52,6 +52,11 @@ class Rank:
         if restarts and self.link is not None:
             self.link.send("goes_on")
 
+    def announce_writing(self, begins: bool) -> None:
+        """Tell the launcher that this rank begins, or ends, writing a checkpoint: then it waits for the file."""
+        if self.link is not None:
+            self.link.send("writing", begins=begins)
+
     def open_store(self) -> TCPStore:
         """Open the ranks' common store, also for ``env://`` groups. Rank 0 serves it; others wait for its address."""
         info, link, timeout = self.info, self.link, timedelta(seconds=self.work.settings.timeout)

@@ -35,6 +35,7 @@ class RankHandle(PipeEnd):
         self.resumed_step = 0  # step of the checkpoint that the work resumes from
         self.answered = False  # whether the rank has answered a request for a checkpoint
         self.saved: int | None = None  # step of that checkpoint; None: the rank has no state to save
+        self.last_write = -math.inf  # when the rank ended writing a checkpoint; infinite while it writes
         self.goes_on = False  # whether the rank has just begun to go on from a checkpoint
         self.stop_requested = False  # whether the rank, or its agent, got SIGTERM
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
@@ -85,6 +86,8 @@ class RankHandle(PipeEnd):
             self.completed = True
         elif message["kind"] == "saved":
             self.answered, self.saved = True, message["step"]
+        elif message["kind"] == "writing":
+            self.last_write = math.inf if message["begins"] else time.monotonic()
         elif message["kind"] == "goes_on":
             self.goes_on = True
         elif message["kind"] == "stop":

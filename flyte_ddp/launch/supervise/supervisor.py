@@ -23,7 +23,8 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> None:
     """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
 
-    Before it raises, waits up to 8 s for a checkpoint by a rank, after a stop up to the settings' ``save_seconds``.
+    Before it raises, waits for a checkpoint: after a failure up to 8 s until a rank writes one, and until it is written
+    within ``timeout``; after a stop up to ``save_seconds`` in all. Both are settings.
     """
     settings = work.settings
     deadline = time.monotonic() + START_SECONDS
@@ -84,19 +85,22 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> int | None:
     """Have rank 0 save, or without rank 0 the lowest rank that lives; return the step, None if no rank answers.
 
-    All ranks of a training have the same state. Waits up to 8 s for rank 0, and as long for the others.
+    All ranks of a training have the same state. Waits up to 8 s for rank 0, and as long for the others. A rank that
+    writes gets the time that the settings give to a collective operation.
     """
-    saver, saved = group[0], request_checkpoint(group, stop, SAVE_AFTER_FAILURE_SECONDS)
+    seconds, timeout = SAVE_AFTER_FAILURE_SECONDS, work.settings.timeout
+    saver, saved = group[0], request_checkpoint(group, stop, seconds, timeout)
     # A GPU that waits for a lost peer copies nothing, on no rank.
     others = group[1:] if work.world.device_type == "cpu" or not group[0].listening else ()
-    deadline = time.monotonic() + SAVE_AFTER_FAILURE_SECONDS
+    deadline = time.monotonic() + seconds
     for handle in others:
         left = deadline - time.monotonic()
         if saved is not None or left <= 0 or any(is_of_code(other) for other in group):
             break
         if handle.has_started() and handle.listening:
             handover = describe_handover(work.output_folder)
-            saver, saved = handle, await_saved(group, stop, handle, "stand_in", left, handover=handover)
+            limits = {"seconds": left, "most_seconds": timeout}
+            saver, saved = handle, await_saved(group, stop, handle, "stand_in", handover=handover, **limits)
     if saved and saver.sees_run_folder:
         trust_checkpoint(work.output_folder, saved)
     return saved
@@ -107,20 +111,38 @@ def is_of_code(handle: RankHandle) -> bool:
     return handle.error is not None and handle.error["cause"] not in (*CONSEQUENCES, "machine")
 
 
-def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
-    """Have rank 0 save within ``seconds``; return the newest checkpoint's step: 0 without one, None for no answer."""
+def request_checkpoint(
+    group: Sequence[RankHandle], stop: StopRequest, seconds: float, most_seconds: float = 0.0
+) -> int | None:
+    """Have rank 0 save; return the newest checkpoint's step: 0 without one, None for no answer (await_saved)."""
     leader = group[0]
-    return await_saved(group, stop, leader, "save", seconds) if leader.has_started() else leader.resumed_step
+    if not leader.has_started():
+        return leader.resumed_step
+    return await_saved(group, stop, leader, "save", seconds=seconds, most_seconds=most_seconds)
 
 
 def await_saved(
-    group: Sequence[RankHandle], stop: StopRequest, handle: RankHandle, request: str, seconds: float, **values: Any
+    group: Sequence[RankHandle],
+    stop: StopRequest,
+    handle: RankHandle,
+    request: str,
+    *,
+    seconds: float,
+    most_seconds: float,
+    **values: Any,
 ) -> int | None:
-    """Send a rank the request "save" or "stand_in", and wait up to ``seconds``; return the step, None for no answer."""
+    """Send a rank the request "save" or "stand_in", and return the step that it answers; None for no answer.
+
+    Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint.
+    """
     handle.answered, handle.saved = False, None
     handle.send(request, seconds=seconds, **values)
-    deadline = time.monotonic() + seconds
-    while not handle.answered and handle.listening and (left := deadline - time.monotonic()) > 0:
+    begin = time.monotonic()
+    latest = begin + max(seconds, most_seconds)
+    while not handle.answered and handle.listening:
+        left = min(max(begin, handle.last_write) + seconds, latest) - time.monotonic()
+        if left <= 0:
+            break
         wait_and_handle_messages(group, stop, left)
     return handle.saved
 
