@@ -6,10 +6,10 @@ HP ?= {"num_ranks": 2, "backend": "gloo"}
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-fast lint bench libraries chaos gpu-check cluster-test lock package clean
+.PHONY: help install train test test-exhaustive test-all test-fast lint bench libraries chaos gpu-check cluster-test lock package clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Before anything is downloaded: flytekit, and so each pyflyte command, fails on newer versions of Python.
 FITS := import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
@@ -40,8 +40,10 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 test: install ## Run the tests, each promise once (7 to 9 minutes on two cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (about half an hour)
-	$(BIN)/python -m pytest $(PARALLEL)
+test-exhaustive: install ## Run what repeats these with more faults, stores, launchers and seeds (about 20 minutes)
+	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
+
+test-all: test test-exhaustive ## Run both, one after the other (about half an hour)
 
 test-fast: install ## Run the tests one wants while working (50 to 80 seconds)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
