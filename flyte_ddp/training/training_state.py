@@ -35,7 +35,7 @@ from flyte_ddp.objectives.requirements import require_weights
 from flyte_ddp.order.sampling import Order, steps_per_epoch
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
-from flyte_ddp.parallel.distributed import world_size
+from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.exchange import RankExchange
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
@@ -75,10 +75,12 @@ class TrainingState:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products
             torch.use_deterministic_algorithms(True)
         own_code = hp.own_code("dataset")  # but for the data set's, which has run before
-        own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
+        writes = rank() == 0  # only rank 0 writes the results, to which the user's sources belong
+        # Before the user's code runs, as the digest finds them.
+        own_files = user_source.list_user_files(*own_code) if writes else set()
         packed = data.preprocessing if isinstance(data, SampleArrays) else {}
         preparing = [packed[key] for key in ("prepare", TABLE) if key in packed]
-        self.own_sources = user_source.read_user_sources(*own_code, *preparing)
+        self.own_sources = user_source.read_user_sources(*own_code, *preparing) if writes else {}
         self._open_splits()
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         for source in self.splits.sources:
@@ -115,7 +117,7 @@ class TrainingState:
         self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
         # Base classes, too: a layer's class may have been replaced by a library's subclass, as by torch's parametrize.
         modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-        self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
+        self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules) if writes else []
 
     def _open_splits(self) -> None:
         """Open the splits, starting their loaders; set the numbers of steps and epochs, and the model's ``spec``."""

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import own_functions
@@ -23,6 +22,7 @@ from training_runs import QUIET
 
 from flyte_ddp import RankError, StoppedError, UserError, load_optimizer_state
 from flyte_ddp.launch.supervise.link import RankInfo
+from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loops import checkpoints
 from flyte_ddp.loops.checkpoints import Checkpoints
 from flyte_ddp.loops.in_rank import provide_current_rank
@@ -270,7 +270,7 @@ def test_only_a_rank_that_reads_what_another_host_writes_keeps_a_name(
     monkeypatch.setenv("LOCAL_RANK", "0")
     world = World(2, hosts=("a", host))
     work = Work("", None, Request(2), tmp_path, NO_IDENTITY, QUIET, world=world, sees_run_folder=sees_run_folder)
-    rank = SimpleNamespace(work=work, info=RankInfo(1, 2, 1, "", "cpu"), offer_saving=lambda _: None)
+    rank = Rank(work, RankInfo(1, 2, 1, "", "cpu"), lambda _: None)
     with provide_current_rank(rank, None) as current:
         link = current._checkpoints.link
     assert (link and link.name) == name

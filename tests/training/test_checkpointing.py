@@ -1,0 +1,22 @@
+"""Which weights a checkpoint may hold."""
+
+import math
+
+import pytest
+import torch
+
+from flyte_ddp.training.checkpointing import is_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 3.0, -3.0])
+@pytest.mark.parametrize("place", [0, 1000, 4095])
+def test_a_number_that_is_not_finite_is_found(dtype: torch.dtype, number: float, place: int) -> None:
+    weights = torch.full((4096,), torch.finfo(dtype).max if dtype != torch.complex64 else 1.0, dtype=dtype)
+    weights[place] = number
+    assert is_finite(weights.view(64, 64).T) == math.isfinite(number) == bool(weights.isfinite().all())
+
+
+@pytest.mark.parametrize("weights", [torch.empty(0, 3), torch.tensor(1.0), torch.ones(2) > 0])
+def test_other_tensors_are_finite(weights: torch.Tensor) -> None:
+    assert is_finite(weights)
