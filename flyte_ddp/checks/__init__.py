@@ -1,1 +1,1 @@
-"""Checks of what users set."""
+"""Checks of values and files that users give."""

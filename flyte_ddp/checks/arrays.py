@@ -1,4 +1,4 @@
-"""Read NumPy's files, which may be damaged or made to do harm, with errors of one type and a bound on the memory."""
+"""Read NumPy files, which may be damaged or malicious, with a single type of error and limited memory."""
 
 import io
 import zipfile
@@ -10,16 +10,21 @@ from numpy.typing import NDArray
 
 
 class DamagedArraysError(ValueError):
-    """A file is not one of NumPy's, or holds more than its reader takes."""
+    """A file is no NumPy file, or holds more than the reader accepts."""
 
 
 def map_array(path: Path) -> NDArray[Any]:
-    """Return the memory-mapped array of an ``.npy`` file; raise DamagedArraysError, or OSError."""
+    """Return the memory-mapped array of an ``.npy`` file.
+
+    Raises:
+        DamagedArraysError: The file is damaged.
+        OSError: The file cannot be read.
+    """
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r")
     except OSError:
         raise
-    except Exception as error:  # of Python's tokenizer and parser, which NumPy uses for the header, among others
+    except Exception as error:  # NumPy parses the header with Python's tokenizer and parser, which raise many types
         raise DamagedArraysError(f"{path.name}: {error}") from error
     return array
 
@@ -40,6 +45,6 @@ def read_arrays(file: Path | bytes, most_bytes: int) -> dict[str, NDArray[Any]]:
                 return dict(arrays)
     except OSError:
         raise
-    except Exception as error:  # of zipfile, zlib, struct and NumPy's own parser
+    except Exception as error:  # of zipfile, zlib, struct and NumPy's parser
         raise DamagedArraysError(f"{type(error).__name__}: {error}") from error
     raise DamagedArraysError(f"it unpacks to {size:,} bytes, more than {most_bytes:,}")

@@ -1,6 +1,6 @@
-"""Flat, frozen dataclasses that people fill in: each field has a help text and a range, and each value is checked.
+"""Flat, frozen dataclasses for user settings. Each field has a help text and a range, and each value is checked.
 
-Values are checked on every path by which they arrive: Python, command-line JSON, the console's form, a pod's msgpack.
+Values are checked in Python calls, command-line JSON, the console's form, and a pod's msgpack.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -26,11 +26,11 @@ TYPES: dict[type, str] = {
     float: "a finite number",
 }
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
-BRIEF = reprlib.Repr()  # looks at few parts of a value: aliases of YAML may stand for millions
+BRIEF = reprlib.Repr()  # examines few parts of a value, because aliases of YAML may stand for millions
 BRIEF.maxlevel = 4
 BRIEF.maxdict = BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxset = BRIEF.maxfrozenset = 12
 BRIEF.maxstring = BRIEF.maxlong = BRIEF.maxother = sys.maxsize  # cut at the end, not in the middle
-OWN_CODE = "package.module:callable"  # the form of a name of users' own code
+OWN_CODE = "package.module:callable"  # the form of a name of user code
 
 
 def setting(
@@ -43,11 +43,16 @@ def setting(
     number: bool = False,
     **bounds: float,
 ) -> Any:
-    """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
+    """Return a dataclass field with a default, a help text, and rules for :func:`check_value`.
 
-    ``own``: also takes a user's own ``package.module:callable``, beside its ``choices``. ``json``: takes a JSON object,
-    or its text. ``number``: a text that may be given as a number. ``bounds`` of a number: at_least, at_most (2**53 by
-    default for whole numbers), above, below.
+    Args:
+        default: The default value.
+        doc: The help text.
+        choices: The accepted values.
+        own: Whether a user-defined ``package.module:callable`` is also accepted.
+        json: Whether the field accepts a JSON object, or its text.
+        number: Whether a text may be given as a number.
+        bounds: Bounds of a number: at_least, at_most (by default 2**53 for whole numbers), above, below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
@@ -56,7 +61,7 @@ def setting(
 
 
 class CheckedFields(DataClassJsonMixin):
-    """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
+    """Base class of dataclasses with fields made by :func:`setting`. All values are checked at instantiation.
 
     A subclass gives ``called``, the noun for a field in errors.
     """
@@ -68,7 +73,7 @@ class CheckedFields(DataClassJsonMixin):
         cls.called = called
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
-        """Raise UserError for an unknown field, with the nearest known one; ``__init__`` would raise a TypeError."""
+        """Raise UserError for an unknown field, with the nearest known field. ``__init__`` would raise a TypeError."""
         cls.check_field_names(values)
         return super().__new__(cls)
 
@@ -77,14 +82,14 @@ class CheckedFields(DataClassJsonMixin):
             object.__setattr__(self, field.name, check_value(field, getattr(self, field.name)))
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal object, without the fields that have their defaults."""
+        """Return the call that makes an equal object, without fields that have their defaults."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = ((each.name, getattr(self, each.name)) for each in fields if getattr(self, each.name) != each.default)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
     @classmethod
     def check_field_names(cls, values: Any) -> dict[str, Any]:
-        """Return a mapping as a new dict; UserError if it is no mapping, or if a key is not the name of a field."""
+        """Return a mapping as a new dict. Raises UserError if it is no mapping or a key is no field name."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -95,12 +100,15 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> Self:
-        """Return an instance from untrusted pairs; the inherited method would drop unknown keys and convert values."""
+        """Return an instance from untrusted pairs. The inherited method would drop unknown keys and convert values."""
         return cls(**cls.check_field_names(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
-        """Return an instance from JSON text; texts such as "1e-1", left by flytekit's YAML reader, become numbers."""
+        """Return an instance from JSON text.
+
+        Texts in number fields, for example "1e-1", become numbers, because flytekit's YAML reader leaves them as texts.
+        """
         try:
             values = parse_json(s)
         except ValueError as error:
@@ -112,21 +120,24 @@ class CheckedFields(DataClassJsonMixin):
         return cls(**values)
 
     def json(self) -> str:
-        """Return JSON of the fields that differ from their defaults; flytekit shows it as an option's default."""
+        """Return JSON of the fields that differ from their defaults. flytekit shows the JSON as an option's default."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return json.dumps({each.name: value for each in fields if (value := getattr(self, each.name)) != each.default})
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:
-        """Return the checked fields of raw values; mashumaro calls this in pods, before it converts values."""
+        """Return the checked fields of raw values. In pods, mashumaro calls this method before converting values."""
         return {**vars(cls.from_dict(values))}
 
 
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return a value in its field's type; UserError for one that does not fit.
+    """Return a value in the type of a field.
 
-    In an int field 3.0 becomes 3, because the console's form has only doubles. Refuses addresses with a user name or a
-    password. Where own code is allowed, any text with a colon is a choice.
+    In an int field 3.0 becomes 3, because the console's form has only doubles. If user code is allowed, any text with a
+    colon is accepted.
+
+    Raises:
+        UserError: The value does not fit, or is an address with a user name or a password.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -162,7 +173,7 @@ def dump_object(name: str, value: Mapping[Any, Any]) -> str:
 
 
 def refuse_unfit_text(name: str, value: str) -> None:
-    """Raise UserError for a text with the character NUL, which no path may have, or with credentials."""
+    """Raise UserError if a text has credentials, or the character NUL, which no path may contain."""
     if "\0" in value:
         raise UserError(f"{name}={short_repr(value)}: must not have the character NUL (\\0); leave it out")
     refuse_credentials(name, value)

@@ -1,9 +1,8 @@
-"""Check that a JSON value has the form that its reader expects, before anything else looks at the value.
+"""Check that a JSON value has the form that readers expect, before the value is used.
 
-Forms are a type (float takes whole numbers, too), None, a range of whole numbers, and a set of texts.
-``[form]`` is a list of items of a form. ``{str: form}`` is an object of values of a form.
-``{"key": form, "other?": form}`` is an object that has the key, may have the other, and may have further ones.
-A tuple is a choice of forms.
+A form is a type (float also accepts whole numbers), None, a range of whole numbers, or a set of texts. ``[form]`` is a
+list of items of a form. ``{str: form}`` is an object of values of a form. In ``{"key": form, "other?": form}``, the
+object must have "key", may have "other", and may have further keys. A tuple is a choice of forms.
 """
 
 import sys
@@ -18,13 +17,13 @@ WORDS: dict[Any, str] = {**TYPES, dict: "an object", list: "a list", None: "null
 
 
 def require_form(value: Any, form: Any, where: str) -> None:
-    """Raise UserError, which begins with ``where`` and names the first wrong part, unless a value has a form."""
+    """Raise UserError that names the first wrong part unless a value has a form. ``where`` begins the text."""
     if misfit := find_misfit(value, form, ""):
         raise UserError(f"{where}: {misfit}")
 
 
 def find_misfit(value: Any, form: Any, place: str) -> str:
-    """Return place, value and rule of the first part that does not have its form, or "" if all have."""
+    """Return place, value and rule of the first part without the required form, or "" if all parts fit."""
     if isinstance(form, tuple):
         found = [find_misfit(value, each, place) for each in form]
         return "" if "" in found else found[-1]
@@ -46,7 +45,7 @@ def find_misfit_in_object(value: Mapping[str, Any], form: Mapping[Any, Any], pla
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Return whether a value has a form, apart from its parts."""
+    """Return whether a value has a form, without a check of the value's parts."""
     if isinstance(form, range):
         return type(value) is int and value in form
     if isinstance(form, set):

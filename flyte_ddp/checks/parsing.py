@@ -1,4 +1,4 @@
-"""Parse JSON and numbers of users, and refuse what readers would understand otherwise than written."""
+"""Parse JSON and numbers of users, and reject texts that readers would misunderstand."""
 
 import json
 import re
@@ -7,22 +7,22 @@ from typing import Any
 
 from flyte_ddp.errors import UserError
 
-# Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.
+# Numbers such as 1e-1 and 1.5e3. YAML 1.1, which flytekit uses to read YAML files, reads them as text.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 
-DEEPEST = 64  # levels of JSON and YAML: functions that call themselves for each level end long after
+DEEPEST = 64  # maximum number of levels of JSON and YAML, far below the limit of recursive functions
 TOO_DEEP = f"it is nested more than {DEEPEST} levels deep; write it flatter"
 
 
 class MisreadError(UserError):
-    """A part of JSON or YAML that readers understand otherwise than it is written, or that no reader should follow."""
+    """A part of JSON or YAML that readers would misunderstand, or that is nested too deeply."""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        MisreadError: A key is there twice, or the text is nested too deeply.
+        MisreadError: A key occurs twice, or the text is nested too deeply.
         ValueError: The text is not JSON.
     """
     try:
@@ -50,7 +50,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def find_doubled(keys: Sequence[Hashable]) -> int | None:
-    """Return the place of the first key that repeats another one, or None if all keys differ."""
+    """Return the position of the first key that repeats an earlier key, or None if all keys differ."""
     known = set[Hashable]()
     for place, key in enumerate(keys):
         if key in known:
@@ -60,12 +60,15 @@ def find_doubled(keys: Sequence[Hashable]) -> int | None:
 
 
 def parse_yaml_number(value: Any) -> Any:
-    """Return a text such as "1e-1", a number that YAML 1.1 reads as text, as a number, and other values unchanged."""
+    """Return a text that is a number, but not in YAML 1.1, as a number. An example is "1e-1".
+
+    Other values are returned unchanged.
+    """
     return float(value) if isinstance(value, str) and YAML_NUMBER.fullmatch(value) else value
 
 
 def list_texts(value: Any) -> Iterator[str]:
-    """Yield all texts of a JSON value but the keys of its objects."""
+    """Yield all texts of a JSON value, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):

@@ -1,4 +1,4 @@
-"""Convert the columns of tables to numbers; name row and column of what is missing or no number."""
+"""Convert the columns of tables to numbers, and report missing or non-numeric values with row and column."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,15 +14,18 @@ DAYS = "count days, by .astype('datetime64[D]').astype('int64')"
 SECONDS = "count seconds, by .astype('timedelta64[s]').astype('int64')"
 LISTS = "give them as an input of their own: inputs may be a dict of arrays"
 FIELDS = "give its fields as a dict, {name: values[name] for name in ...}"
-# Of values that are no numbers, by the kind of NumPy's type.
+# Advice for values that are no numbers, by the kind of their NumPy type.
 FIXES = {"U": CATEGORIES, "M": DAYS, "m": SECONDS, "V": FIELDS, "c": "give .real and .imag as two inputs"}
 OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
-STEPS = 1000  # of float32 in the range of a column of fractions: enough to learn from
-NOISE = 1e-12  # of a column's largest value: a smaller range comes from rounding
+STEPS = 1000  # float32 steps in the range of a column of fractions that suffice to learn from
+NOISE = 1e-12  # relative to a column's largest value: a smaller range comes from rounding
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Return ``array``, made of the user's ``given``, as numbers; UserError that names a column of texts or dates."""
+    """Return the user's leaf ``given`` as numbers. ``array`` holds the same values, unconverted.
+
+    Raises UserError if the leaf is no array, or if a column holds texts, dates or other non-numeric values.
+    """
     if not array.ndim and array.dtype.kind == "O":
         rule = "must be an array, a table, a tensor, or a list of numbers or of arrays"
         raise UserError(f"{name}: is of the type {type(given).__name__}, and {rule}")
@@ -44,35 +47,35 @@ def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
             raise UserError(f"{name}: {name_column(given, place)} has lists, and must be numbers; {LISTS}")
     try:
         return np.array(columns[0]) if array.ndim == 1 else np.array(columns, dtype=float).T
-    except (TypeError, ValueError):  # such as for lists
+    except (TypeError, ValueError):  # for example, lists
         return array
 
 
 def unpack_values(name: str, values: Any) -> Any:
-    """Return a leaf in a container that NumPy misreads as an array, a tensor or a list, and others unchanged.
+    """Return a leaf as an array, a tensor or a list if NumPy would misread its container, else unchanged.
 
     Raises:
         UserError: The leaf is a dict, or a table with a column of texts or dates.
     """
     if isinstance(values, Mapping):
         raise UserError(f"{name}: is a {type(values).__name__}; give all arrays in one dict, without dicts inside it")
-    if hasattr(values, "toarray"):  # sparse ones of SciPy and scikit-learn
+    if hasattr(values, "toarray"):  # sparse matrices of SciPy and scikit-learn
         return values.toarray()
-    # NumPy gets dates of a frame of polars as floats, and those of pandas as they are.
+    # NumPy reads dates in a polars frame as floats, and dates in a pandas frame as dates.
     if column_names(values) is not None and not hasattr(type(values), "iloc") and hasattr(type(values), "__getitem__"):
         return stack_columns(name, values)
     if isinstance(values, Sequence) and not isinstance(values, (list, tuple, str, bytes)):
-        return values[:]  # a column of datasets, which NumPy would read item by item
+        return values[:]  # a column of a Hugging Face dataset, which NumPy would read item by item
     return drop_tensor_parts(values)
 
 
 def stack_columns(name: str, table: Any) -> NDArray[Any]:
-    """Return a frame of polars, or a table of pyarrow or datasets, as an array [n, columns]."""
-    if hasattr(table, "with_format"):  # of datasets
+    """Return a polars frame, a pyarrow table or a Hugging Face dataset as an array [n, columns]."""
+    if hasattr(table, "with_format"):  # a Hugging Face dataset
         table = table.with_format("arrow")[:]
     found = {column: np.asarray(table[column]) for column in column_names(table) or ()}
     for column, values in found.items():
-        if values.dtype.kind not in "biufO":  # objects are looked at one by one
+        if values.dtype.kind not in "biufO":  # convert_objects() checks objects value by value
             what = {"U": "texts", "M": "dates"}.get(values.dtype.kind, str(values.dtype))
             fix = FIXES.get(values.dtype.kind, OTHERWISE)
             raise UserError(f"{name}: column {column!r} has {what}, and must be numbers; {fix}")
@@ -80,15 +83,15 @@ def stack_columns(name: str, table: Any) -> NDArray[Any]:
 
 
 def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
-    """Raise a UserError if float32 keeps at most half of the different float64 values, as of times and ids.
+    """Raise a UserError if float32 keeps at most half of a column's different float64 values.
 
-    Whole numbers count from 2**24 on. Fractions count where float32 has fewer than ``STEPS`` steps in their range, as
-    among many measured numbers some are always equal in float32.
+    Times and ids are typical examples. Whole numbers are checked from 2**24 on. Fractions are checked if float32 has
+    fewer than ``STEPS`` steps in their range, because some of many measured numbers are always equal in float32.
     """
     if values.dtype.kind != "f" or values.dtype.itemsize < 8 or not values.size:
         return
     table = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values[:, np.newaxis]
-    with np.errstate(invalid="ignore"):  # of inf
+    with np.errstate(invalid="ignore"):  # inf - inf
         highest, lowest = np.fmax.reduce(table), np.fmin.reduce(table)
         largest, spread = np.fmax(abs(highest), abs(lowest)), highest - lowest
         step = np.spacing(largest.astype(np.float32))
@@ -105,7 +108,10 @@ def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
 
 
 def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
-    """Return the first sample with NaN or infinity, and the indices of that number; None if all numbers are finite."""
+    """Return the first sample with a NaN or infinite number, and the number's indices in ``values``.
+
+    If all numbers are finite, return None.
+    """
     if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
         return None
     at = [*map(int, np.unravel_index((~np.isfinite(values)).argmax(), values.shape))]
@@ -113,7 +119,10 @@ def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None)
 
 
 def find_bad_rows(values: NDArray[Any], given: Any, ends: NDArray[np.int64] | None = None) -> dict[int, str]:
-    """Return by row why the row cannot be used: a number is NaN or infinite. ``ends`` are those of ragged samples."""
+    """Return a text with column and value for each row that has a NaN or infinite number.
+
+    ``ends`` holds the end of each sample in ``values`` if the samples are ragged.
+    """
     if find_non_finite(values, ends) is None:
         return {}
     found = dict[int, str]()
@@ -127,7 +136,10 @@ def find_bad_rows(values: NDArray[Any], given: Any, ends: NDArray[np.int64] | No
 def require_finite(
     name: str, values: NDArray[Any], given: Any, ids: NDArray[np.str_] | None, ends: NDArray[np.int64] | None = None
 ) -> None:
-    """Raise UserError, with row and column, if a number is NaN or infinite; ``ends`` are those of ragged samples."""
+    """Raise a UserError with row, id and column if a number is NaN or infinite.
+
+    ``ends`` holds the end of each sample in ``values`` if the samples are ragged.
+    """
     if (found := find_non_finite(values, ends)) is None:
         return
     row, at = found
@@ -138,10 +150,7 @@ def require_finite(
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:
-    """Return the columns' names of each leaf that is a frame, such as one of pandas, by the leaf's name.
-
-    Raises UserError for two columns of one name.
-    """
+    """Return the column names of each frame among the leaves. Raises UserError if two columns have the same name."""
     columns = {key: column_names(each) for key, each in name_leaves(inputs).items()}
     found = {key: [*map(str, names)] for key, names in columns.items() if names is not None}
     for names in found.values():
@@ -151,7 +160,7 @@ def list_columns(inputs: Any) -> dict[str, list[str]]:
 
 
 def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> Any:
-    """Return inputs with the columns of each frame in the ``expected`` order, by the leaf's name.
+    """Return the inputs with the columns of each frame in the ``expected`` order, given by the leaf's name.
 
     Raises:
         UserError: A frame has other columns.
@@ -172,15 +181,15 @@ def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) 
 
 
 def column_names(frame: Any) -> Sequence[Any] | None:
-    """Return the columns' names of a frame of pandas or polars, or a table of pyarrow or datasets; else None.
+    """Return the column names of a pandas or polars frame, a pyarrow table or a Hugging Face dataset, else None.
 
     Raises:
-        UserError: The frame has not been computed.
+        UserError: The frame is lazy and has not been computed.
     """
     kind = type(frame)
     if hasattr(kind, "columns") and hasattr(kind, "collect"):
         raise UserError(f"a {kind.__name__} has no rows yet; give what its collect() returns")
-    # Of the type: a frame of pandas has its columns as attributes, too.
+    # The type is examined because a pandas frame also has its columns as attributes.
     return frame.column_names if hasattr(kind, "column_names") else getattr(frame, "columns", None)
 
 

@@ -1,4 +1,4 @@
-"""A data set that a callable of the user returns; the hyperparameter ``dataset`` names the callable."""
+"""A data set that a user-defined callable returns. The hyperparameter ``dataset`` names the callable."""
 
 import re
 from dataclasses import dataclass, replace
@@ -36,18 +36,21 @@ SETS = ("training set", "test set")
 
 @dataclass(frozen=True)
 class CustomSet:
-    """A data set that the callable ``spec`` (``package.module:callable``) returns, given the data source."""
+    """A data set that the callable ``spec`` (``package.module:callable``) returns for a data source."""
 
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a text that changes with the callable's name or code, or ``source`` or its content; import nothing."""
+        """Return a text that changes with the callable's name or code, ``source`` or its content. Imports nothing."""
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:
-        """Call the user's callable with ``source``, passing on errors; return checked data, and the call as text."""
-        del workspace  # the user's code chooses its own place for downloads
+        """Call the user's callable with ``source``, and return its checked data and the call as text.
+
+        Exceptions of the user's code pass through. Sets the time limit of waits in this process to FLYTE_DDP_TIMEOUT.
+        """
+        del workspace  # user code decides where to download to
         waiting.limit_seconds = read_number("FLYTE_DDP_TIMEOUT", at_least=1.0)
         function = load_callable(self.spec)
         if isinstance(function, type) and issubclass(function, Table):
@@ -62,13 +65,13 @@ class CustomSet:
             digest = digest_lines([self.fingerprint(source), *content])
             pictures = has_images("training set", result.train)
             for name, side in zip(SETS, (result.train, result.test), strict=True):
-                refuse_stream(f"dataset={self.spec!r}: the {name}", side)  # which some sets open at the first item
+                refuse_stream(f"dataset={self.spec!r}: the {name}", side)  # some sets open a stream at the first item
             return OnDemandSet(self.spec, source, *samples, result.classes, digest, weights, pictures), called
         return arrays_from_result(self.spec, result, progress), called
 
 
 def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArrays:
-    """Return a callable's ``result`` as arrays named ``spec``, map-style sets read into memory; UserError if unfit."""
+    """Return a callable's ``result`` as arrays named ``spec``. Map-style sets are read into memory."""
     if isinstance(result, SampleArrays):
         return replace(result, name=spec)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -92,7 +95,10 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
 
 
 def has_images(set_name: str, samples: Any) -> bool:
-    """Read the first item of a map-style set; return whether it is a pair with a picture; UserError for no such set."""
+    """Read the first item of a map-style set and return whether the item is a pair with a picture.
+
+    Raises UserError if ``samples`` is empty or no map-style set.
+    """
     require_samples(set_name, samples)
     item = get_own_item(f"{set_name}: item 0", samples, 0)
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -102,7 +108,10 @@ def has_images(set_name: str, samples: Any) -> bool:
 
 
 def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictures: bool) -> tuple[Leaves, Leaves]:
-    """Read all items; return inputs (pictures: one array) and targets, leaves as value lists; UserError if unfit."""
+    """Read all items, and return inputs and targets as leaves of value lists.
+
+    Inputs of ``pictures`` are one array uint8 [N, H, W, C]. Raises UserError if items differ in form or image size.
+    """
     pairs, images = list[tuple[Leaves, Leaves]](), np.empty(0, np.uint8)
     names = [f"{set_name}: item {index}" for index in range(require_samples(set_name, samples))]
     with progress.track(set_name, len(names), "samples") as advance:
@@ -129,7 +138,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
 
 
 def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Return pixels uint8 [H, W, C] and label of an item; ``where`` begins the text of a UserError."""
+    """Return an item's pixels (uint8 [H, W, C]) and label. The text of a UserError begins with ``where``."""
     try:
         image, given = item
         label = require_array("its label", given)

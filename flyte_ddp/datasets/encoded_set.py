@@ -1,4 +1,4 @@
-"""Data sets of encoded images that stay where they are: the prepared folder holds lists, addresses and class names."""
+"""Data sets of encoded images that stay where they are: a prepared folder holds lists, addresses and class names."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class EncodedSet:
     digest: str  # SHA-256 (hex) of both sources
     train: ShardIndex | ImageList
     test: ShardIndex | ImageList | None
-    mean, std = IMAGENET  # torchvision's pretrained models expect it
+    mean, std = IMAGENET  # torchvision's pretrained models expect ImageNet's values
     pictures: ClassVar[bool] = True
 
     @property
@@ -43,7 +43,7 @@ class EncodedSet:
 
 
 def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
-    """Read the shard indexes, or list the image files, of both addresses; UserError if their classes differ."""
+    """Read the shard indexes, or list the image files, of both addresses. Raises UserError if the classes differ."""
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
     test: Any = read(test_dataset.partition(":")[2]) if test_dataset else None
@@ -56,7 +56,10 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
-    """Write indexes or file lists into an existing folder, ``dataset.json`` last; UserError for an unfit data set."""
+    """Write indexes or file lists into an existing folder, ``dataset.json`` last.
+
+    If ``decoded_by_user`` is set, samples of shards need no image and no label. Raises UserError if the data are unfit.
+    """
     data = read_encoded_set(dataset, test_dataset)
     others = {}
     for split, source in {"train": data.train, "test": data.test}.items():
@@ -101,7 +104,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
 
 
 class NameList(Sequence[str]):
-    """Many texts in one memory-mapped array: ``content`` holds their bytes, ``ends`` the end of each."""
+    """A list of texts in one memory-mapped array. ``content`` holds the bytes, and ``ends`` the end of each text."""
 
     def __init__(self, content: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self.content, self.ends = content, ends

@@ -1,4 +1,4 @@
-"""Find a data set by its name, compute its fingerprint, and fetch it into a prepared folder."""
+"""Find a data set by name, compute a fingerprint of the data, and fetch the data into a prepared folder."""
 
 import secrets
 import shutil
@@ -19,7 +19,10 @@ from flyte_ddp.progress import MODES, Progress
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return a data set's definition, None for encoded images, without importing it; UserError for an unknown name."""
+    """Return the definition of a data set, or None for encoded images. User code is not imported.
+
+    Raises UserError if the name is unknown, or if encoded images have a ``data_source``.
+    """
     if encoded_kind(dataset):
         if source:
             problem = f"dataset={dataset!r} says where its data are"
@@ -33,40 +36,49 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """Return a text, fit for a file name, that changes with the data; it may ask servers. UserError for unfit data."""
+    """Return a text that changes with the data and can be part of a file name. May send requests to servers.
+
+    Raises:
+        UserError: The data set is unknown, unreadable or unfit.
+    """
     definition = find_dataset(dataset, source)
     if definition is not None:
         return definition.fingerprint(source)
-    # The names hold the addresses. The prepared folder refers to the addresses, so another address is another folder.
+    # The names contain the addresses. A prepared folder refers to addresses, so another address needs another folder.
     identity = digest_lines([dataset, test_dataset, read_encoded_set(dataset, test_dataset).digest])
     return f"{encoded_kind(dataset)}-{identity[:16]}"
 
 
 def is_quickly_prepared(dataset: str) -> bool:
-    """Return whether :func:`fetch` gets only an index, a list of files, or nothing."""
+    """Return whether :func:`fetch` downloads at most an index or a list of files."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
 def fetch(
     dataset: str, source: str, folder: Path, *, test_dataset: str = "", sample: str = "", progress: str = "auto"
 ) -> Path:
-    """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
+    """Download a data set, verify the data and write a prepared folder.
 
-    Does nothing if ``folder`` holds this data set of this source, unchanged since; replaces one that is damaged, and
-    says so. Does not notice changed content of the same source: put the :func:`fingerprint` into the folder's
-    name. Calls the code of a ``package.module:callable``, whose errors are not caught.
+    The folder appears complete or not at all. If ``folder`` already holds this data set of this source, undamaged,
+    nothing is done. A damaged folder is replaced, which is logged. Changed content of the same source is not noticed,
+    so put the :func:`fingerprint` into the folder's name. A ``package.module:callable`` is called, and exceptions of
+    user code pass through.
 
     Args:
-        dataset: a name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
-            ``image_folder:...``, of which only the index or the list of files is fetched, and a first sample.
-        source: the hyperparameter ``data_source``.
-        folder: destination; missing parents are created.
-        test_dataset: shards or folder of images to test on.
-        sample: the hyperparameter; if it is set, samples of shards need no image and no label.
-        progress: auto, bar, lines or off; printed to stderr.
+        dataset: A name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
+            ``image_folder:...``. Of the last three only the index or the list of files, and a first sample, are
+            fetched.
+        source: The hyperparameter ``data_source``.
+        folder: The destination. Missing parents are created.
+        test_dataset: Shards or a folder of images to test on.
+        sample: The hyperparameter ``sample``. If set, samples of shards need no image and no label.
+        progress: auto, bar, lines or off. Progress is printed to stderr.
 
-    Returns the absolute path of ``folder``. Raises a UserError for an unknown data set, unusable data, or a folder that
-    holds something else or cannot be written.
+    Returns:
+        The absolute path of ``folder``.
+
+    Raises:
+        UserError: The data set is unknown or unusable, or the folder holds another data set or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -95,7 +107,7 @@ def fetch(
         except OSError:
             if not folder.exists():
                 raise
-            # The folder is damaged, or another process has just prepared it. Only a damaged one is replaced.
+            # The folder is damaged, or another process has just prepared it. Only a damaged folder is replaced.
             if not holds_usable_set(folder, dataset, requested):
                 with make_workspace_beside(folder) as damaged:
                     folder.rename(damaged / folder.name)
@@ -104,7 +116,10 @@ def fetch(
 
 
 def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
-    """Return whether ``folder`` holds this data set in this release's format; UserError if it holds another one."""
+    """Return whether ``folder`` holds this data set, undamaged and in this release's format. Prints damage to stderr.
+
+    Raises UserError if the folder holds another data set.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     description = read_description(folder)
@@ -119,7 +134,7 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened and has this release's format."""
+    """Return whether a prepared data set has this release's format and can be opened."""
     return not find_problem(folder)
 
 
@@ -133,8 +148,11 @@ def find_problem(folder: Path) -> str:
 
 @contextmanager
 def make_workspace_beside(folder: Path) -> Iterator[Path]:
-    """Yield a new temporary folder on the same file system; remove it after the block, unless it was renamed."""
-    # Not tempfile.mkdtemp, whose folders other users cannot read.
+    """Yield a new temporary folder on the same file system as ``folder``.
+
+    After the block, the temporary folder is deleted unless the block renamed it.
+    """
+    # tempfile.mkdtemp would create a folder that other users cannot read.
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         workspace.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Hash the content of an address that the user gives, so that the cache key changes when the content does."""
+"""Hash the content of an address that the user gives, so that the cache key changes with the content."""
 
 import hashlib
 import os
@@ -12,17 +12,20 @@ from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
 from flyte_ddp.settings import runs_folder
 
-IGNORE_FILE = ".flyteddpignore"  # of a data folder: names of files, a pattern a line, that are no data
-# What libraries write beside the data while they read: LMDB's lock, Hugging Face's caches, GDAL's statistics.
+IGNORE_FILE = ".flyteddpignore"  # in a data folder: patterns of file names that are no data, one per line
+# Files that libraries write beside the data on reading: LMDB's lock, Hugging Face's caches, GDAL's statistics.
 WRITTEN_BY_READERS = ("lock.mdb", "cache-*.arrow", "*.aux.xml")
 SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
-    """Return a digest of a file, a folder, a bucket's listing or a web server's answer; "" without a source.
+    """Return a digest of a file, a folder, a bucket's listing or a web server's answer.
 
-    Asks a web server for SHA256SUMS, then for the file's tag; downloads the file if there is neither. Raises UserError
-    about ``hyperparameter`` if ``source`` is unreadable.
+    A web server is asked for SHA256SUMS, then for the file's tag. If the server has neither, the file is downloaded. If
+    ``source`` is empty, the digest is "".
+
+    Raises:
+        UserError: ``source`` is unreadable or empty. The text names ``hyperparameter``.
     """
     if not source:
         return ""
@@ -50,10 +53,11 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
 
 
 def list_data_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, but none of the runs folder, of ``__pycache__`` and of hidden folders.
+    """Yield the files below a folder that are data.
 
-    Nor those that ``WRITTEN_BY_READERS`` and the folder's ``IGNORE_FILE`` name. All these change with each run, so that
-    no run would be the same as the one before. Follows links to files only.
+    Skips the runs folder, ``__pycache__``, hidden folders, and names in ``WRITTEN_BY_READERS`` or the folder's
+    ``IGNORE_FILE``. The skipped files may change with each run, and then no run would equal an earlier run. Links to
+    files are followed, links to folders are not.
     """
     runs = runs_folder().resolve()
     ignored = [*WRITTEN_BY_READERS, IGNORE_FILE, *read_ignore_file(folder)]
@@ -63,7 +67,7 @@ def list_data_files(folder: Path) -> Iterator[Path]:
         place = Path(parent).relative_to(folder)
         for name in names:
             path = Path(parent, name)
-            # A pattern without a slash is that of a name in any folder, as git has it.
+            # As in git, a pattern without a slash matches a name in any folder.
             named = (name, (place / name).as_posix())
             if not any(fnmatchcase(named["/" in pattern], pattern) for pattern in ignored) and path.is_file():
                 yield path
@@ -101,7 +105,10 @@ def hash_object_listing(source: str) -> str:
 
 
 def identify_http_content(source: str) -> str:
-    """Return a SHA-256 (hex) of ``SHA256SUMS`` in ``source``, else of the file's headers, else of the file."""
+    """Return a SHA-256 (hex) that changes with the content of an HTTP address.
+
+    Hashes ``SHA256SUMS`` in ``source``, else the file's size and tag from its headers, else the file.
+    """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()
     except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too

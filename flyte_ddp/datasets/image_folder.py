@@ -1,4 +1,4 @@
-"""List and read images in a folder or under a prefix, with one folder for each class: ``class/name.jpg``."""
+"""List and read images in a folder or under a prefix, with one folder for each class (``class/name.jpg``)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.text.formatting import format_count
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
-LISTED = 10  # classes that a printed line lists at most
+LISTED = 10  # maximum number of classes in a printed line
 SPLIT_NAMES = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
 
 
 @dataclass(frozen=True, eq=False)
 class ImageList:
-    """The images below an address, and their classes, both in the order of their names."""
+    """The images below an address and the names of the classes, each sorted by name."""
 
     address: str
     classes: tuple[str, ...]
     names: Sequence[str]  # relative to the address
     labels: NDArray[np.int64]
     sizes: NDArray[np.int64]  # bytes
-    tags: NDArray[np.bytes_]  # texts that change when the files do
+    tags: NDArray[np.bytes_]  # texts that change with the files
     others: int = 0  # number of files that are no images of a class
 
     def image_address(self, number: int) -> str:
         return storage.join(self.address, self.names[number])
 
     def read_image(self, number: int) -> bytes:
-        """Return the bytes of an image file; UserError if it cannot be read, or has changed since it was listed."""
+        """Return the bytes of an image file. Raises UserError if it is unreadable or has changed since the listing."""
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
@@ -72,7 +72,11 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address`` in folders of their classes; UserError if unlistable, or a class has none."""
+    """List the images below ``address`` in one folder for each class.
+
+    Raises:
+        UserError: The address cannot be listed, or a class has no images.
+    """
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     if not images:

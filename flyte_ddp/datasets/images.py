@@ -1,4 +1,4 @@
-"""Data sets of images as arrays: uint8 [N, H, W, C] with class numbers, several labels, numbers or masks."""
+"""Data sets of images as arrays uint8 [N, H, W, C], with class numbers, several labels, numbers or masks."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import require_array, require_numbers
 
 Images = NDArray[np.uint8]
-CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount takes eight times their memory
+CHUNK_BYTES = 4 << 20  # size of chunks in which pixels are counted: np.bincount needs eight times their memory
 
 
 def image_arrays(
@@ -26,15 +26,23 @@ def image_arrays(
     name: str = "",
     sample_weights: Any = None,
 ) -> SampleArrays:
-    """Return a data set of images and labels: arrays, lists or CPU tensors.
+    """Return a data set of images and labels, given as arrays, lists or CPU tensors.
 
-    Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
-    channels. Labels are what the objective needs: class numbers [N], positions in ``classes``; 0 and 1, or NaN for
-    unknown, for each of several labels [N, len(classes)]; numbers to predict, float [N] or [N, d], without ``classes``;
-    or a mask of class numbers for each image [N, H, W], 255 where a pixel does not count. ``name`` may be empty if the
-    hyperparameter ``dataset`` names the callable that returns these arrays. ``sample_weights`` [N], for ``sampling``
-    "weighted", are of the training images, not all 0. Raises a UserError for another type or shape, unfit class names,
-    or class numbers outside 0..len(classes)-1. Copies arrays only to convert them.
+    The objective decides what labels are. Class numbers are whole numbers [N], positions in ``classes``. Several labels
+    are [N, len(classes)] with 1, 0, or NaN for unknown. Numbers to predict are float [N] or [N, d], with empty
+    ``classes``. Masks are class numbers [N, H, W], with 255 for ignored pixels. Arrays are copied only to convert them.
+
+    Args:
+        train_images: uint8 [N, H, W, C], or [N, H, W] if grey.
+        train_labels: Labels of the training images.
+        test_images: Images with the training images' height, width and channels.
+        test_labels: Labels of the test images.
+        classes: Names of the classes.
+        name: May be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
+        sample_weights: Weights [N] of the training images for ``sampling`` "weighted", not all 0.
+
+    Raises:
+        UserError: A type, a shape, a class name or a weight is unfit, or a class number is outside 0..len(classes)-1.
     """
     images, labels = dict[str, Images](), dict[str, NDArray[Any]]()
     for side, pixels, given in (("train", train_images, train_labels), ("test", test_images, test_labels)):
@@ -64,7 +72,10 @@ def require_images(name: str, values: Any) -> Images:
 
 
 def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDArray[Any]:
-    """Return contiguous targets, int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W]; or UserError."""
+    """Return contiguous targets: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W].
+
+    Raises UserError if targets do not fit the images, or if their type does not fit the number of ``classes``.
+    """
     targets = require_array(name, values)
     require_numbers(name, targets, "give class numbers, or numbers to predict")
     whole = targets.dtype.kind in "iu"
@@ -88,14 +99,17 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
 
 
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return exact mean and deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1."""
+    """Return exact mean and deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
+
+    The deviation of a constant channel is returned as 1.
+    """
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
     counts = sum(np.stack([np.bincount(column, minlength=256) for column in chunk.T]) for chunk in chunks)
     mean, std = [], []
     for row in np.asarray(counts).tolist():
         pixels, total, squares = (sum(value**power * count for value, count in enumerate(row)) for power in range(3))
-        spread = pixels * squares - total * total  # exact, as Python's integers are: 0 for a constant channel
+        spread = pixels * squares - total * total  # exact integers: 0 for a constant channel
         mean.append(total / (255 * pixels))
-        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)  # inputs are divided by it
+        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)  # inputs are divided by the deviation
     return tuple(mean), tuple(std)

@@ -1,4 +1,4 @@
-"""Data sets that stay where they are: each sample is read by the user's own code when a batch needs it."""
+"""Data sets that stay where they are. User code reads each sample when a batch needs the sample."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from flyte_ddp.samples.class_names import normalize_class_names
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.user_code.callables import load_callable
 
-ON_DEMAND = "on_demand"  # key in the description of the numbers of samples
-MAP_STYLE = {"__len__": "len()", "__getitem__": "[number]"}  # methods of such a set, and how they are called
-PICTURES = "pictures"  # key in the description, true of a set of pictures
+ON_DEMAND = "on_demand"  # key in dataset.json of the numbers of samples
+MAP_STYLE = {"__len__": "len()", "__getitem__": "[number]"}  # methods of a map-style set, and how to call them
+PICTURES = "pictures"  # key in dataset.json, true for a set of pictures
 
 
 @dataclass(frozen=True, eq=False)
 class OnDemand:
-    """What :func:`on_demand` returns: two map-style data sets, and the names of the classes."""
+    """The return value of :func:`on_demand`: two map-style data sets and the names of the classes."""
 
     train: Any
     test: Any
@@ -34,7 +34,7 @@ class OnDemand:
 
 @dataclass(frozen=True, eq=False)
 class OnDemandSet(StoredSet):
-    """A prepared data set whose folder holds the description alone: each process calls the user's function again."""
+    """A prepared data set whose folder holds only the description. Each process calls the user's function again."""
 
     name: str  # the ``package.module:callable``
     source: str  # the hyperparameter ``data_source``, given to the callable
@@ -43,11 +43,14 @@ class OnDemandSet(StoredSet):
     classes: tuple[str, ...]
     digest: str
     sample_weights: NDArray[np.float64] | None = None
-    pictures: bool = False  # whether the inputs of the first training sample, and so of all, are a picture
+    pictures: bool = False  # whether inputs are pictures, judged by the first training sample
 
     @cached_property
     def sets(self) -> OnDemand:
-        """What the user's function returns, called at the first use in this process; UserError if lengths changed."""
+        """Call the user's function at the first use in this process, and return its data sets.
+
+        Raises UserError if the function returned another type, or if the number of samples has changed.
+        """
         found = call_seeded(load_callable(self.name), self.source)
         if not isinstance(found, OnDemand):
             raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
@@ -62,12 +65,12 @@ class OnDemandSet(StoredSet):
     def describe_content(self) -> dict[str, Any]:
         return {ON_DEMAND: [self.train_samples, self.test_samples], PICTURES: self.pictures}
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, which each process makes for itself
+    def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, because each process creates them itself
         return OnDemandSet, tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
 
 def explain_change(before: tuple[int, int], now: tuple[int, int]) -> str:
-    """Return what to do about other lengths of a set than before, in a rank or elsewhere."""
+    """Return advice for a set that has another length than before, in a rank or elsewhere."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -78,7 +81,7 @@ def explain_change(before: tuple[int, int], now: tuple[int, int]) -> str:
 
 
 def call_seeded(function: Callable[[str], Any], source: str) -> Any:
-    """Return ``function(source)``, called with seeded generators (Python, NumPy, torch), which are then restored."""
+    """Return ``function(source)``, called with seeded generators of Python, NumPy and torch. Restores their states."""
     import torch
 
     with keep_random_state():
@@ -91,13 +94,19 @@ def call_seeded(function: Callable[[str], Any], source: str) -> Any:
 def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand:
     """Return a data set whose samples stay where they are, for a callable that the hyperparameter ``dataset`` names.
 
-    ``train`` and ``test`` are map-style data sets: ``len(set)``, and ``set[i]`` for i in 0..len-1 is (inputs, targets),
-    or a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
-    of them, of equal shapes unless ``collate`` pads. If the first training sample's inputs are a picture (a PIL image,
-    or uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Each loader process calls the
-    callable for itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample
-    alone. An attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises a UserError for an empty
-    set.
+    ``train`` and ``test`` are map-style data sets with ``len(set)``. ``set[i]`` for i in 0..len-1 is (inputs, targets),
+    or a dict with the targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
+    of them. Their shapes must be equal unless ``collate`` pads.
+
+    Pictures are PIL images, uint8 [H, W] or [H, W, C], or tensors [C, H, W]. If the inputs of the first training sample
+    are a picture, all inputs must be pictures of one size.
+
+    Each loader process calls the callable itself. Random generators are seeded before each sample, so random numbers
+    depend only on seed, epoch and sample. An attribute ``sample_weights`` of ``train`` is used for ``sampling``
+    "weighted".
+
+    Raises:
+        UserError: A set is empty or no map-style set.
     """
     for name, samples in (("train", train), ("test", test)):
         require_samples(name, samples)
@@ -105,7 +114,7 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
 
 
 def require_samples(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``; UserError, which names the set, if it is empty or no map-style set."""
+    """Return ``len(samples)``. Raises UserError that names ``set_name`` if the set is empty or not map-style."""
     kind = type(samples).__name__
     for method, missing in MAP_STYLE.items():
         if not hasattr(samples, method):
@@ -121,12 +130,12 @@ def require_samples(set_name: str, samples: Any) -> int:
 
 
 def unwrap(samples: Any) -> list[Any]:
-    """Return a map-style set and the sets that it wraps, the outermost first; an empty list for any other object.
+    """Return a map-style set and the sets inside, the outermost first.
 
-    A set wraps the set in its attribute ``dataset``, as torch's Subset does.
+    A set wraps the set in its attribute ``dataset``, as torch's Subset does. For any other object the list is empty.
     """
     found = list[Any]()
-    # An attribute ``dataset`` may also be something else, such as a file that is open.
+    # An attribute ``dataset`` may also hold another object, such as an open file.
     while all(hasattr(type(samples), method) for method in MAP_STYLE) and all(samples is not each for each in found):
         found.append(samples)
         samples = getattr(samples, "dataset", None)
@@ -134,9 +143,9 @@ def unwrap(samples: Any) -> list[Any]:
 
 
 def refuse_stream(set_name: str, samples: Any) -> None:
-    """Raise UserError for a set that is a map-style IterableDataset of torch, or has an attribute of that type.
+    """Raise a UserError if a set, or an attribute of a set, is a map-style IterableDataset of torch.
 
-    The streams of mosaicml-streaming and litdata are of that type, and divide samples by ranks.
+    The streams of mosaicml-streaming and litdata have this type, and divide samples by ranks.
     """
     from torch.utils.data import IterableDataset
 
@@ -150,21 +159,23 @@ def refuse_stream(set_name: str, samples: Any) -> None:
 
 
 def get_own_item(where: str, samples: Any, number: int) -> Any:
-    """Return ``samples[number]``; OwnCodeError, which begins with ``where``, for an exception of the user's code.
+    """Return ``samples[number]``, read by user code.
 
-    Raises MachineError for a sample that does not come within FLYTE_DDP_TIMEOUT.
+    Raises:
+        OwnCodeError: User code failed. The text begins with ``where``.
+        MachineError: The sample did not arrive within FLYTE_DDP_TIMEOUT.
     """
     try:
         with limit_wait(where):
             return samples[number]
     except (UserError, MachineError):
         raise
-    except (Exception, GeneratorExit) as error:  # the second would end a generator of ours in silence
+    except (Exception, GeneratorExit) as error:  # an uncaught GeneratorExit would silently end the library's generator
         raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def split_item(item: Any) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of an item: a pair, or a dict with ``labels``; ValueError for another one."""
+    """Return inputs and targets of an item: a pair, or a dict with ``labels``. Raises ValueError for other types."""
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
     if isinstance(item, Mapping) and "labels" in item:

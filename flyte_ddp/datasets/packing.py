@@ -1,4 +1,4 @@
-"""Pack data sets into shards: a folder of images, or a published data set by its name."""
+"""Pack a folder of images or a published data set into shards."""
 
 import io
 import tempfile
@@ -19,10 +19,10 @@ from flyte_ddp.shards.packing import Members, pack_samples
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Pack a source into shards and their index in ``folder``; return the index.
+    """Pack a source into shards and an index in ``folder``, and return the index.
 
-    ``source`` is a name in ``catalog.DATASETS``, or a folder or prefix of images, all of the split "train".
-    ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
+    ``source`` is a name in ``catalog.DATASETS``, or a folder or prefix of images, all of the split "train". ``options``
+    are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
     """
     if split not in ("train", "test"):
         raise unknown_name_error("split", split, ("train", "test"))
@@ -57,13 +57,13 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
-    """Return a different key for each file: its name without the extension, and with "%2E" for other dots."""
+    """Return a unique key for each file: the name without extension, and with "%2E" for other dots."""
     keys: dict[str, None] = {}
     for name in names:
         stem, _, extension = name.rpartition(".")
         place, _, last = stem.rpartition("/")  # a key in a tar file ends at the name's first dot
         key = f"{place}/{last.replace('.', '%2E')}"
-        while key in keys:  # as for a.png beside a.jpg
+        while key in keys:  # for example, a.png beside a.jpg
             key += f"%2E{extension}"
         keys[key] = None
     return list(keys)

@@ -1,4 +1,4 @@
-"""Open a prepared data set of any kind, divide it into splits, and check it before ranks start."""
+"""Open a prepared data set of any kind, divide its samples into splits, and check the data before ranks start."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -24,15 +24,18 @@ from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.user_code.callables import load_callable, require_parameters
 
-ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves, or pictures
+ItemSet: TypeAlias = SampleArrays | OnDemandSet  # samples are any leaves, or pictures
 PreparedSet: TypeAlias = ItemSet | EncodedSet
-SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
+SampleOrder = ListedOrder | ShardOrder  # not StreamOrder, because samples of a stream have no numbers
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written; arrays and file lists are memory-mapped.
+    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written.
 
-    Raises UserError for a folder that is damaged, or has a file that has changed since.
+    Arrays and file lists are memory-mapped.
+
+    Raises:
+        UserError: The folder is damaged, a file has changed since, or another release prepared the folder.
     """
     description = read_description(folder)
     if not FORMAT.items() <= description.items():
@@ -44,7 +47,10 @@ def open_prepared(folder: Path) -> PreparedSet:
 
 
 def order_test_split(data: PreparedSet) -> SampleOrder:
-    """Return the order of the test set; without one, of a tenth of the encoded images (whole shards of a stream)."""
+    """Return the order of the test split.
+
+    If encoded images have no test set, a tenth of the images is held out, and whole shards of a stream.
+    """
     if not isinstance(data, EncodedSet):
         return ListedOrder(np.arange(data.test_samples, dtype=np.int32))
     source = data.test_source
@@ -62,7 +68,7 @@ def divide_shards(data: EncodedSet, counts: NDArray[np.int64], validation_fracti
 
 
 def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
-    """Return the orders of "training", "validation" and "test"; a validation split of a stream has whole shards."""
+    """Return the orders of "training", "validation" and "test". Splits of a stream have whole shards."""
     tests = order_test_split(data)
     if not isinstance(data, EncodedSet):
         samples = np.arange(data.train_samples, dtype=np.int32)
@@ -80,10 +86,16 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
 
 
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
-    """Return ``order`` as ``sampling`` changes it, maybe by calls of the user's function; UserError for unfit data."""
+    """Return ``order`` changed as the hyperparameter ``sampling`` says.
+
+    If ``sampling`` names a user-defined function, the returned order calls the function.
+
+    Raises:
+        UserError: The data have no weights or classes that ``sampling`` needs.
+    """
     if sampling == "shuffled":
         return order
-    assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
+    assert isinstance(order, ListedOrder)  # Hyperparameters rejects shards and streams
     if ":" in sampling:
         function = load_callable(sampling)
         require_parameters(f"sampling={sampling!r}", function, "samples", "seed", "epoch")
@@ -103,14 +115,18 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
 
 
 def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
-    """Raise UserError for a prepared data set that cannot be trained on; return notes for the user."""
+    """Check that a prepared data set can be trained on, and return notes for the user.
+
+    Raises:
+        UserError: A split is empty, or the data do not fit the hyperparameters.
+    """
     data = open_prepared(folder)
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # numbers to predict, or several labels
     refuse_unfit_settings(data, hp)
     if not isinstance(data, EncodedSet):
         of_numbers = of_numbers or hp.objective not in OF_CLASSES
-    # What the user's own function will return is known only when it is called, which ranks do.
+    # Only ranks call a user-defined ``sample`` function, so its results are unknown here.
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp.select_by, hp.objective, len(classes))
     if hp.threshold and len(classes) != 2:
@@ -128,14 +144,14 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
         counts = count_training_classes(data, orders["validation"], len(classes))
         if counts or not len(orders["validation"]):
             check_positives(hp.threshold, classes[1], counts[1] if counts else 0)
-    if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
+    if ":" not in hp.sampling:  # a user-defined function runs in ranks only
         order_training(data, orders["training"], hp.sampling)
     lists = (data.train, data.test) if isinstance(data, EncodedSet) else ()
     return notes + [note for each in lists if isinstance(each, ImageList) for note in each.describe_images()]
 
 
 def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
-    """Raise UserError for a stream with fewer training shards than ``ranks`` x ``workers``; accept all other data."""
+    """Raise UserError if a stream has fewer training shards than ``ranks`` x ``workers``. Other data are accepted."""
     if not isinstance(data, EncodedSet) or not isinstance(data.train, ShardIndex) or not data.is_stream:
         return
     splits = divide_shards(data, data.train.counts, hp.validation_fraction, hp.seed)
@@ -204,22 +220,29 @@ def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
 
 
 def count_training_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
-    """Return each class's number of training samples, labels or mask pixels; () if the data do not say that."""
+    """Return the number of samples, labels or mask pixels of each class in the order ``training``.
+
+    If the counts cannot be known from the data, return ().
+    """
     labels = find_training_targets(data)
     if labels is None:
         return ()
-    samples = np.sort(training.samples(slice(None)))  # all: an own ``sampling`` makes epochs of another length
+    samples = np.sort(training.samples(slice(None)))  # not one epoch, which a user-defined ``sampling`` may change
     if labels.dtype.kind == "f":
         return tuple(np.nansum(labels[samples], axis=0).astype(np.int64).tolist()) if labels.ndim == 2 else ()
     counts = np.zeros(classes, np.int64)
-    for rows in np.array_split(samples, len(samples) if labels.ndim > 1 else 1):  # masks one by one: they may be large
+    for rows in np.array_split(samples, len(samples) if labels.ndim > 1 else 1):  # masks may be large: one by one
         chosen = labels[rows]
         counts += np.bincount(chosen[(chosen >= 0) & (chosen < classes)], minlength=classes)
     return tuple(counts.tolist())
 
 
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:
-    """Return the set's class names, or 0..num_classes-1; UserError for a mismatch, or none unless ``of_numbers``."""
+    """Return the data set's class names, or "0" to num_classes-1 if the data set has none.
+
+    Raises:
+        UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is false.
+    """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))

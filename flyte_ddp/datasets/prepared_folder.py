@@ -1,4 +1,4 @@
-"""The folder of a prepared data set: its arrays, and ``dataset.json``, the description that says what it holds."""
+"""The folder of a prepared data set: arrays, and a description of the content in ``dataset.json``."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write, file_digest, file_version, list_files
 
-WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays of sets that have them
+WEIGHTS = "train_weights"  # name of ``sample_weights`` among the arrays
 DESCRIPTION = "dataset.json"
 FILES = "files"  # key in DESCRIPTION of the SHA-256 of each other file
 VERIFIED = "verified.json"  # the version of each file when the file was last hashed
@@ -30,7 +30,7 @@ FORM = {
     "data_source?": str,
     "weighted?": bool,
 }
-FORMAT = {"format": 3}  # version of prepared folders; raise it when the same source is prepared to other content
+FORMAT = {"format": 3}  # version of prepared folders: increase it when the same source gives other content
 
 
 class StoredSet:
@@ -38,19 +38,19 @@ class StoredSet:
 
     name: str
     classes: tuple[str, ...]
-    digest: str  # SHA-256 (hex) of all arrays, ``classes`` and ``sample_weights``; set where the folder is opened
-    sample_weights: NDArray[np.float64] | None  # [N], with which training may draw the training samples
+    digest: str  # SHA-256 (hex) of arrays, ``classes`` and ``sample_weights``, set when the folder is opened
+    sample_weights: NDArray[np.float64] | None  # [N], with which training may draw samples
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays by their files' names without ``.npy``; here only weights: the samples stay elsewhere."""
+        """Return the arrays by file name without ``.npy``. The base class has only weights."""
         return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
 
     def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
-        """Return the arrays whose content tells this data set, or its test split, from others."""
+        """Return the arrays whose content identifies this data set, or with ``test`` its test split."""
         return {name: each for name, each in self.list_arrays().items() if not test or name.startswith("test_")}
 
     def write_other_files(self, folder: Path) -> None:
-        """Write what is no array. By default there is nothing."""
+        """Write the files that are no arrays. By default nothing is written."""
 
     def describe_content(self) -> dict[str, Any]:
         """Return the entries of ``dataset.json`` that only sets of this class have."""
@@ -58,7 +58,7 @@ class StoredSet:
 
 
 def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
-    """Return the SHA-256 (hex) of class names and arrays, with ``test`` of those that tell test splits apart."""
+    """Return the SHA-256 (hex) of class names and identifying arrays, with ``test`` of the test split alone."""
     digest = hashlib.sha256(json.dumps(data.classes).encode())
     for name, array in data.list_identity(test=test).items():
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
@@ -67,7 +67,10 @@ def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
 
 
 def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write a data set into an existing folder, ``dataset.json`` last; ``origin`` are further entries of that file."""
+    """Write a data set into an existing folder, ``dataset.json`` last.
+
+    ``origin`` holds further entries of ``dataset.json``.
+    """
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
@@ -89,9 +92,10 @@ def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, di
 
 
 def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raise a UserError for a file that has changed since it was prepared; hash each file once for each change.
+    """Raise a UserError if a file is missing or has changed since the folder was prepared.
 
-    What was verified is kept in the folder. In a folder that is read-only, each call hashes the files again.
+    Each version of a file is hashed once, and the result is kept in the folder. If the folder is read-only, each call
+    hashes the files again.
     """
     known: Any = {}
     with suppress(OSError, ValueError):
@@ -122,7 +126,7 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the content of ``dataset.json`` in a prepared folder; UserError if it is missing or damaged."""
+    """Return the content of ``dataset.json`` in a prepared folder. Raises UserError if it is missing or damaged."""
     if not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
     with translate_damage_to_user_error(folder):
@@ -133,7 +137,10 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield a folder's description, and the fields of all stored sets; UserError for damage met in the block."""
+    """Yield a folder's description, and the fields that all stored sets have.
+
+    Raises UserError if reading fails here or in the block because the folder is damaged.
+    """
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
         weights = read_array(folder, f"{WEIGHTS}.npy") if description["weighted"] else None

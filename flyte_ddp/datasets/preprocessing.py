@@ -1,4 +1,4 @@
-"""Objects that data sets have fitted, packed as texts for ``dataset.json`` and ``model.json``."""
+"""Pack objects that were fitted to a data set as texts for ``dataset.json`` and ``model.json``."""
 
 import base64
 import hashlib
@@ -11,8 +11,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.user_code.callables import split_spec
 from flyte_ddp.user_code.digest import list_releases
 
-PREPROCESSING = "preprocessing"  # key in the description of a data set, and in model.json
-NUMBERED = "numbered"  # key in a preprocessing, true where whole numbers as targets are places in ``Table.classes``
+PREPROCESSING = "preprocessing"  # key in dataset.json and in model.json
+NUMBERED = "numbered"  # key in a preprocessing, true if whole numbers as targets are positions in ``Table.classes``
 TABLE = "table"  # key in a preprocessing: the Table that makes inputs of rows, as package.module:Class
 
 
@@ -22,8 +22,8 @@ def pack_preprocessing(
     """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON, or {} if the first two are None.
 
     Raises:
-        UserError: ``preprocessing`` cannot be pickled, or ``prepare`` is missing, is defined by no module, or does not
-            take two arguments.
+        UserError: ``preprocessing`` cannot be pickled, or ``prepare`` is missing, is not defined by a module, or does
+            not accept two arguments.
     """
     if prepare is None:
         if preprocessing is None:
@@ -46,14 +46,14 @@ def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
 
 
 def pack_fitted(fitted: Any) -> dict[str, Any]:
-    """Return the pickle of an object in base64, the pickle's SHA-256, and the releases of today's packages.
+    """Return the pickle of an object in base64, the pickle's SHA-256, and the releases of the installed packages.
 
     Raises:
         UserError: The object cannot be pickled.
     """
     try:
         content = pickle.dumps(fitted)
-    except Exception as error:  # whatever the user's own objects raise
+    except Exception as error:  # user-defined objects may raise anything
         fix = "in place of lambdas and inner functions take those that a module defines"
         raise UserError(f"preprocessing: cannot be pickled ({error}); {fix}") from error
     sha256 = hashlib.sha256(content).hexdigest()

@@ -25,7 +25,7 @@ Arrays = tuple[Any, Any, Any, Any]  # train images, train labels, test images, t
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: its files with their digests, where to find them, and how to read them."""
+    """A published data set: files with digests, addresses, and a function that reads the files."""
 
     name: str
     files: Mapping[str, tuple[str, ...]]  # by name: allowed MD5 digests (hex), one for each compression in use
@@ -36,13 +36,17 @@ class PublishedSet:
     sha256: Mapping[str, str] = field(default_factory=dict)  # by name: SHA-256 (hex) of files that may run code
 
     def fingerprint(self, source: str) -> str:
-        """Return the set's name with a hash of its files' published digests, whatever the ``source``."""
+        """Return the set's name with a hash of the files' published digests. ``source`` makes no difference."""
         del source
         lines = (f"{name} {digests[0]}" for name, digests in self.files.items())
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays, str]:
-        """Download, verify and read the files, using ``workspace``; return arrays, and where the files came from."""
+        """Download, verify and read the files, using ``workspace`` for temporary files.
+
+        Returns:
+            The arrays, and the addresses that the files came from.
+        """
         raw = workspace / "raw"
         raw.mkdir()
         used = [self.download_file(name, source, raw, progress) for name in self.files]
@@ -51,7 +55,11 @@ class PublishedSet:
         return arrays, " and ".join(dict.fromkeys(used))
 
     def download_file(self, name: str, source: str, folder: Path, progress: Progress) -> str:
-        """Download a file from ``source``, else a system copy or public addresses; verify it; return where it was."""
+        """Download a file into ``folder``, verify the content, and return the address of the file's directory.
+
+        If ``source`` is empty, the system copy and the public addresses are tried. Raises UserError if all addresses
+        fail.
+        """
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         addresses = [storage.join(place, name) for place in ([source] if source else [*system, *self.addresses])]
         try:
@@ -100,10 +108,11 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def read_idx_files(folder: Path) -> Arrays:
-    """Read a data set's four gzipped IDX files; return images [N, H, W] and labels [N] of training, then of test.
+    """Read four gzipped IDX files, and return images [N, H, W] and labels [N] of training, then of test.
 
-    IDX ("THE IDX FILE FORMAT", LeCun, Cortes, Burges): two zero bytes, the type of the values (8: unsigned bytes), the
-    number of dimensions, each dimension as a big-endian uint32, then the values in C order.
+    A file holds two zero bytes, the type of the values (8: unsigned bytes), and the number of dimensions. The
+    dimensions (big-endian uint32) and the values (C order) follow. Source: "THE IDX FILE FORMAT", LeCun, Cortes,
+    Burges.
     """
     arrays = []
     for name in IDX_FILES:
@@ -113,8 +122,8 @@ def read_idx_files(folder: Path) -> Arrays:
     return arrays[0], arrays[1], arrays[2], arrays[3]
 
 
-# 60,000 and 10,000 grey 28x28 images of handwritten digits. Names, digests and addresses of this set and of the next
-# two are those of torchvision.datasets; a test compares them.
+# 60,000 and 10,000 grey 28x28 images of handwritten digits. This set and the next two have the names, digests and
+# addresses of torchvision.datasets. A test compares them.
 MNIST = PublishedSet(
     name="mnist",
     files={
@@ -128,8 +137,8 @@ MNIST = PublishedSet(
     read_arrays=read_idx_files,
 )
 
-# The same of clothing (Xiao, Rasul, Vollgraf: arXiv 1708.07747). The second digest is that of Debian's copy, where the
-# gzip header lacks name and time of the original while the compressed data are the same bytes.
+# Images of clothing in MNIST's format (Xiao, Rasul, Vollgraf: arXiv 1708.07747). The second digest is of Debian's copy:
+# its gzip header lacks the original's name and time, and the compressed data are the same bytes.
 FASHION_MNIST = PublishedSet(
     name="fashion_mnist",
     files={
@@ -154,8 +163,8 @@ def read_cifar10_archive(folder: Path) -> Arrays:
         for member in archive:
             name, content = member.name.rpartition("/")[2], archive.extractfile(member)
             if content is not None and name in (*TRAIN_BATCHES, TEST_BATCH):
-                batch = pickle.load(content, encoding="latin1")  # of a file whose SHA-256 is the known one
-                rows = np.asarray(batch["data"])  # of 1,024 red, green and blue values each
+                batch = pickle.load(content, encoding="latin1")  # safe, because the file's SHA-256 was verified
+                rows = np.asarray(batch["data"])  # each row has 1,024 red, then green, then blue values
                 images[name] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
                 labels[name] = list(batch["labels"])
     train_images = np.concatenate([images[name] for name in TRAIN_BATCHES])
@@ -167,7 +176,7 @@ def read_cifar10_archive(folder: Path) -> Arrays:
 CIFAR10 = PublishedSet(
     name="cifar10",
     files={CIFAR10_FILE: ("c58f30108f718f92721af3b95e74349a",)},
-    # The authors publish the MD5 only. This is the value of Keras, and of others who compute it.
+    # The authors publish only the MD5. This is the SHA-256 in Keras, and of files that others downloaded.
     sha256={CIFAR10_FILE: "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"},
     addresses=("https://www.cs.toronto.edu/~kriz",),
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),

@@ -1,6 +1,6 @@
 """Functions of rows in the containers of users' libraries: choose rows, name columns, identify rows by content.
 
-Rows are a frame of pandas or polars, a table of pyarrow, a NumPy array, a dict of columns, or a list.
+Rows are a pandas or polars frame, a pyarrow table, a NumPy array, a dict of columns, or a list.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.text.formatting import join_first
 
 SINGLE = "row"  # name of the column of rows that have no columns, such as a list of texts
-MISSING = ""  # a text column's value where a row has none
+MISSING = ""  # the value of a text column in rows without a value
 SECONDS_OF_DAY = 86_400
 NUMBERS = (bool, int, float, np.number, np.bool_)
 MIXED = np.uint64(0x9E3779B97F4A7C15)  # Steele et al., "Fast splittable pseudorandom number generators", 2014
@@ -26,7 +26,7 @@ def count_rows(rows: Any) -> int:
 
 
 def take_rows(rows: Any, places: NDArray[np.int64]) -> Any:
-    """Return the rows at ``places``, in the container that ``rows`` are in. A frame of pandas gets a new index."""
+    """Return the rows at ``places``, in the container type of ``rows``. A pandas frame gets a new index."""
     if isinstance(rows, Mapping):
         return {name: take_rows(values, places) for name, values in rows.items()}
     if hasattr(rows, "iloc"):
@@ -39,17 +39,17 @@ def take_rows(rows: Any, places: NDArray[np.int64]) -> Any:
 def list_columns(rows: Any) -> dict[str, Any]:
     """Return the columns of rows by name, as the container holds them.
 
-    The columns of an array [n, k] are called "0", "1" and so on. Rows without columns, such as texts, are one column
-    called "row".
+    The columns of an array [n, k] are called "0", "1" and so on. Rows without columns, for example texts, become one
+    column called "row".
 
     Raises:
-        UserError: Two columns have one name.
+        UserError: Two columns have the same name.
     """
     if isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
         return {str(name): [row.get(name) for row in rows] for name in rows[0]}
     if isinstance(rows, Mapping):
         return {str(name): values for name, values in rows.items()}
-    names = getattr(rows, "column_names", getattr(rows, "columns", None))  # pyarrow's, else of pandas and polars
+    names = getattr(rows, "column_names", getattr(rows, "columns", None))  # of pyarrow, else of pandas and polars
     if names is None:
         names = getattr(getattr(rows, "dtype", None), "names", None)
     if names is not None:
@@ -64,7 +64,7 @@ def list_columns(rows: Any) -> dict[str, Any]:
 
 
 def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
-    """Return rows with the columns ``names`` in this order, without others.
+    """Return rows with only the columns ``names``, in this order.
 
     Raises:
         UserError: A column is missing. ``where`` begins the text.
@@ -90,8 +90,8 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
 def describe_columns(rows: Any) -> dict[str, NDArray[Any]]:
     """Return each column of n rows as float64 [n] or as texts [n].
 
-    Truth values are 0 and 1, and dates are days since 1970. Missing numbers are NaN, and missing texts are "". Columns
-    of arrays are left out.
+    Truth values become 0 and 1, and dates become days since 1970. Missing numbers are NaN, and missing texts are "".
+    Columns of arrays are skipped.
     """
     found = {name: describe_values(values) for name, values in list_columns(rows).items()}
     return {name: values for name, values in found.items() if values.ndim == 1}
@@ -111,7 +111,7 @@ def describe_values(values: Any) -> NDArray[Any]:
 
 
 def describe_objects(array: NDArray[Any]) -> NDArray[Any]:
-    """Return values [n] of any types as numbers, if all known ones are numbers or dates, else as texts."""
+    """Return values [n] of any types as numbers if all known values are numbers or dates, else as texts."""
     missing = np.array([is_missing(value) for value in array], dtype=bool)
     known = array[~missing].tolist()
     if known and all(isinstance(value, NUMBERS) for value in known):
@@ -131,7 +131,7 @@ def is_missing(value: Any) -> bool:
 
 
 def digest_rows(rows: Any) -> NDArray[np.uint64]:
-    """Return a number for each row, [n], which is equal for rows of equal columns by name.
+    """Return a number for each row, [n], that is equal for rows with equal columns by name.
 
     The order of the columns makes no difference.
     """
@@ -139,7 +139,7 @@ def digest_rows(rows: Any) -> NDArray[np.uint64]:
     total = np.zeros(count_rows(rows), np.uint64)
     for name, values in columns.items():
         total += mix(digest_column(values) ^ digest_text(name))
-    for name in list_columns(rows).keys() - columns.keys():  # arrays
+    for name in list_columns(rows).keys() - columns.keys():  # columns of arrays
         contents = [digest_bytes(pickle.dumps(np.asarray(value))) for value in list_columns(rows)[name]]
         total += mix(np.array(contents, np.uint64) ^ digest_text(name))
     return total
@@ -147,7 +147,7 @@ def digest_rows(rows: Any) -> NDArray[np.uint64]:
 
 def digest_column(values: NDArray[Any]) -> NDArray[np.uint64]:
     if values.dtype.kind == "f":
-        plain = np.where(np.isnan(values), np.nan, values + 0.0)  # one NaN, and no -0
+        plain = np.where(np.isnan(values), np.nan, values + 0.0)  # the same bits for all NaNs, and for 0 and -0
         return mix(plain.view(np.uint64))
     texts, places = np.unique(values, return_inverse=True)
     return np.array([digest_text(text) for text in texts.tolist()], np.uint64)[places]

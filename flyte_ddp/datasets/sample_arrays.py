@@ -30,16 +30,16 @@ from flyte_ddp.samples.leaves import (
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 IDS = ("train_ids", "test_ids")
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
-MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
-# Inputs by name that cannot be: the first is a parameter of every module's call, the second the output in ONNX files.
+MOST_CLASSES = 1_000_000  # the maximum of the hyperparameter num_classes
+# Reserved names of inputs: "self" is a parameter of every module's call, and "outputs" is the output in ONNX files.
 RESERVED = ("self", "outputs")
-# Types that torch does not compute with, and those that they become.
+# Types that torch does not compute with, and the types that replace them.
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A leaf whose samples have different lengths: sample i is ``values[ends[i - 1] : ends[i]]``."""
+    """A leaf whose samples have different lengths. Sample i is ``values[ends[i - 1] : ends[i]]``."""
 
     values: NDArray[Any]  # [sum of the lengths, ...]
     ends: NDArray[np.int64]  # [N]
@@ -47,7 +47,7 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, sample: Any) -> Any:  # of a slice a list of arrays
+    def __getitem__(self, sample: Any) -> Any:  # a slice gives a list of arrays
         if isinstance(sample, slice):
             return [self[number] for number in range(*sample.indices(len(self)))]
         return self.values[int(self.ends[sample - 1]) if sample else 0 : int(self.ends[sample])]
@@ -67,42 +67,43 @@ class Ragged:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows in a pickle of a prepared folder, which are loaded where they are needed."""
+    """Rows in a pickle of a prepared folder, loaded on demand."""
 
     path: Path
 
     def load(self) -> Any:
-        """Return the rows; UserError if they cannot be unpickled here."""
+        """Return the rows. Raises UserError if unpickling fails."""
         try:
             return pickle.loads(self.path.read_bytes())
-        except Exception as error:  # whatever the packages of the rows' own types raise
+        except Exception as error:  # the packages that define the rows' types may raise anything
             fix = "install what the data set uses, or delete the folder and fetch it again"
             raise UserError(f"{self.path}: the rows cannot be read ({type(error).__name__}: {error}); {fix}") from error
 
 
 @dataclass(frozen=True, eq=False)
 class SampleArrays(StoredSet):
-    """A data set of arrays, made by :func:`arrays` or :func:`image_arrays`; :func:`open_arrays` sets ``digest``.
+    """A data set of arrays, made by :func:`arrays` or :func:`image_arrays`.
 
-    Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them. Of a set of
-    pictures the inputs are one array uint8 [N, H, W, C].
+    Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of arrays. The inputs of a
+    set of pictures are one array uint8 [N, H, W, C]. ``digest`` is empty unless the set was opened by
+    :func:`open_arrays`.
     """
 
     name: str
     train_inputs: Leaves
-    train_targets: Leaves  # None: there are none
+    train_targets: Leaves  # None if the set has no targets
     test_inputs: Leaves
     test_targets: Leaves
     classes: tuple[str, ...] = ()
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
-    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: first sample with NaN or inf
+    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: first sample with NaN or infinity
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
-    # What pack_preprocessing() or load_table() packs; empty: nothing was fitted.
+    # Packed by pack_preprocessing() or load_table(). Empty if nothing was fitted.
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
-    rows: Mapping[str, Any] = field(default_factory=dict)  # by side, the rows as they were read, or their StoredRows
-    mean: tuple[float, ...] = ()  # of each channel of the training pictures, scaled to 0..1; of others empty
+    rows: Mapping[str, Any] = field(default_factory=dict)  # by side: rows as they were read, or StoredRows
+    mean: tuple[float, ...] = ()  # of each channel of the training pictures, scaled to 0..1 (else empty)
     std: tuple[float, ...] = ()
 
     @property
@@ -110,9 +111,9 @@ class SampleArrays(StoredSet):
         return bool(self.mean)
 
     def load_rows(self, side: str) -> Any:
-        """Return the rows of the side "train" or "test" as the user's code has read them; None if they were not kept.
+        """Return the rows of the side "train" or "test" as the user's code has read them.
 
-        Unpickles a file of the prepared folder.
+        Unpickles a file of the prepared folder. Returns None if no rows were kept.
         """
         kept = self.rows.get(side)
         return kept.load() if isinstance(kept, StoredRows) else kept
@@ -136,9 +137,8 @@ class SampleArrays(StoredSet):
 
     def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
         found = super().list_identity(test=test)
-        if (
-            self.rows and test
-        ):  # inputs depend on what was fitted, so that equal rows would be another split every night
+        # Prepared inputs depend on the fitted object, so equal rows would be another test split after each fit.
+        if self.rows and test:
             found = {name: array for name, array in found.items() if not name.startswith("test_inputs")}
         sides = ("test",) if test else ("train", "test")
         return found | {f"{side}_rows": digest_rows(self.load_rows(side)) for side in sides if side in self.rows}
@@ -166,7 +166,10 @@ class SampleArrays(StoredSet):
 
 
 def name_sample(data: object, split: str, number: int) -> str:
-    """Return a sample of the split "training", "validation" or "test" in words, with the id that the user gave it."""
+    """Return a sample's split and number in words, with the id that the user gave to the sample.
+
+    ``split`` is "training", "validation" or "test".
+    """
     ids = getattr(data, "test_ids" if split == "test" else "train_ids", None)
     return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
 
@@ -181,25 +184,29 @@ def arrays(
     preprocessing: Any = None,
     prepare: Callable[[Any, Any], Any] | None = None,
 ) -> SampleArrays:
-    """Return a data set of tables, texts, series or whatever else arrays can hold.
+    """Return a data set of tables, texts, series or other data that arrays can hold.
 
-    ``train`` and ``test`` are pairs (inputs, targets), or (inputs, targets, ids). Inputs and targets are a leaf, a
-    tuple of leaves, or a dict of leaves by name; targets may be None. The model is called with what the inputs are:
-    ``model(x)``, ``model(*leaves)`` or ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of
-    numbers or truth values, or a list of N arrays [length, ...] of different lengths, for which ``collate`` must pad.
-    Floats are kept as float32; in a batch whole numbers are int64. ``ids`` [N] name the samples in errors, report and
-    predictions. ``classes`` names the classes of targets that are class numbers or truth values [N]; default: "0", "1",
-    ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
-    ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
+    Inputs and targets are a leaf, a tuple of leaves, or a dict of leaves by name. A leaf is an array, a table or a CPU
+    tensor [N, ...] of numbers or truth values. A leaf may also be a list of N arrays [length, ...] of different
+    lengths, for which ``collate`` must pad. The form of the inputs decides how the model is called: ``model(x)``,
+    ``model(*leaves)`` or ``model(**leaves)``. Floats are stored as float32, and whole numbers are int64 in a batch.
 
-    ``preprocessing`` is any object that pickle takes, such as fitted transformers. It is saved in ``model.json``, and
-    given to ``prepare(preprocessing, source)``, a function of a module, which returns (inputs, ids or None) of new
-    rows.
+    Args:
+        train: Training samples, a pair (inputs, targets) or (inputs, targets, ids). Targets may be None. Ids [N] name
+            the samples in errors, report and predictions.
+        test: Test samples, in the same form.
+        classes: Names of the classes if targets are class numbers or truth values [N] (default: "0", "1", ...).
+        name: May be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
+        sample_weights: Weights [N] of the training samples for ``sampling`` "weighted".
+        preprocessing: Any object that can be pickled, for example fitted transformers. Saved in ``model.json``.
+        prepare: A module-level function that is called with ``preprocessing`` and a source of new rows, and returns
+            (inputs, ids or None).
 
-    Raises a UserError for leaves that are no numbers or of different numbers of samples, inputs that are NaN or
-    infinite, float64 values that float32 cannot tell apart, names that are reserved or no Python identifiers,
-    different forms of training and test samples, a ``preprocessing`` that cannot be pickled, and class names and
-    weights that :func:`flyte_ddp.image_arrays` refuses.
+    Raises:
+        UserError: Leaves are no numbers or differ in length, inputs are NaN or infinite, or float32 cannot distinguish
+            float64 values. Also if names are reserved or no Python identifiers, training and test samples have
+            different forms, ``preprocessing`` cannot be pickled, or class names or weights are unfit for
+            :func:`flyte_ddp.image_arrays`.
     """
     for side, given in (("train", train), ("test", test)):
         if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
@@ -219,13 +226,13 @@ def make_arrays(
     sample_weights: Any = None,
     rows: Mapping[str, Any] | None = None,
 ) -> SampleArrays:
-    """Return :func:`arrays` with a preprocessing that is packed already, and maybe with the rows of both sides."""
+    """Return :func:`arrays` with a packed preprocessing, and optionally with the rows of both sides."""
     parts, ids = dict[str, Leaves](), dict[str, Any]()
     listed = columns.list_columns(train[0])
     test = [columns.order_frames("test_inputs", test[0], listed), *test[1:]]
     for side, given in (("train", train), ("test", test)):
         inputs, targets, named = (*given, None)[:3]
-        # Of the training samples alone: new rows, and those of a test, may lie closer together.
+        # Only training samples are checked, because new rows and test rows may lie closer together.
         distinct = side == "train"
         parts[f"{side}_inputs"], ids[f"{side}_ids"] = convert_inputs(f"{side}_", inputs, named, distinct=distinct)
         parts[f"{side}_targets"] = number_truth_values(convert_leaves(f"{side}_targets", targets, distinct=distinct))
@@ -247,9 +254,10 @@ def make_arrays(
 def convert_inputs(
     prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
 ) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return inputs as arrays or Ragged, and ids as texts; UserError if empty, not finite, or of unequal lengths.
+    """Return inputs as arrays or Ragged, and ids as texts.
 
-    ``distinct`` also refuses values that float32 cannot tell apart.
+    Raises UserError if inputs are empty, not finite, or of unequal lengths. ``distinct`` also rejects values that
+    float32 cannot distinguish.
     """
     stored, ids = convert_new_inputs(prefix, inputs, given_ids, distinct=distinct)
     given = name_leaves(inputs)
@@ -265,7 +273,7 @@ def convert_inputs(
 def convert_new_inputs(
     prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
 ) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return what :func:`convert_inputs` does, also for inputs that are NaN or infinite."""
+    """Convert inputs and ids like :func:`convert_inputs`, but accept NaN and infinite inputs."""
     name = f"{prefix}inputs"
     stored = convert_leaves(name, inputs, distinct=distinct)
     if stored is None:
@@ -276,7 +284,10 @@ def convert_new_inputs(
 
 
 def convert_id(given: Any) -> str:
-    """Return an id as a text. A whole float is written as a whole number, as pandas makes floats of ids with a gap."""
+    """Return an id as a text.
+
+    Whole floats become whole numbers, because pandas turns whole ids with gaps into floats.
+    """
     given = given.item() if is_tensor(given) else given
     if isinstance(given, bytes):
         return given.decode(errors="backslashreplace")
@@ -309,7 +320,7 @@ def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[An
     try:
         array = require_array(name, values)
     except UserError:
-        if hasattr(values, "to_list"):  # awkward's, of samples of different lengths
+        if hasattr(values, "to_list"):  # an awkward array with samples of different lengths
             return convert_leaf(name, values.to_list(), distinct=distinct)
         if not isinstance(values, list):
             raise
@@ -317,7 +328,7 @@ def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[An
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
         return convert_ragged(name, samples, distinct=distinct)
     is_column = array.ndim == 1 and array.dtype == object and not isinstance(values, list)
-    if is_column and all(isinstance(sample, (list, np.ndarray)) for sample in array):  # of lists
+    if is_column and all(isinstance(sample, (list, np.ndarray)) for sample in array):  # a column of lists
         return convert_leaf(name, [*array], distinct=distinct)
     array = columns.convert_columns(name, given, array)
     if not array.ndim or not len(array):
@@ -329,7 +340,7 @@ def convert_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[An
 
 
 def convert_ragged(name: str, samples: Sequence[NDArray[Any]], *, distinct: bool = False) -> Ragged:
-    # An empty list is an array of floats [0], and must not make floats of the others' whole numbers.
+    # An empty list is an array of floats [0], and must not turn whole numbers of other samples into floats.
     filled = {place: sample for place, sample in enumerate(samples) if sample.shape != (0,)} or {0: samples[0]}
     first, expected = next((place, sample.shape) for place, sample in filled.items())
     for place, sample in filled.items():
@@ -353,7 +364,7 @@ def convert_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
 
 
 def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which values of a type are kept: float32 for floats, else the type, if torch can use it."""
+    """Return the type in which values are stored: float32 for floats, else a type that torch supports."""
     return np.dtype(np.float32 if dtype.kind == "f" else STORED_TYPES.get(dtype.name, dtype.newbyteorder("=")))
 
 
@@ -370,7 +381,10 @@ def require_one_length(parts: Mapping[str, Leaves]) -> None:
 
 
 def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]:
-    """Return both sides' leaves with equal types, ragged in both or neither; UserError for unequal forms or shapes."""
+    """Return both sides' leaves with equal types, and ragged in both if ragged in one.
+
+    Raises UserError if forms or shapes differ.
+    """
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
@@ -407,7 +421,10 @@ def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> Non
 
 
 def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
-    """Return ``values`` as float64 [samples], None for None; UserError unless finite, at least 0, and not all 0."""
+    """Return ``values`` as float64 [samples], or None for None.
+
+    Raises UserError unless all weights are finite and at least 0, and one is above 0.
+    """
     if values is None:
         return None
     weights = require_array("sample_weights", values)
@@ -435,7 +452,7 @@ def number_truth_values(targets: Leaves) -> Leaves:
 
 
 def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
-    """Return "0", "1", ... up to the largest class number if the targets are class numbers [N]; else ()."""
+    """Return "0", "1", ... up to the largest class number, or () if the targets are no class numbers [N]."""
     targets = [parts[f"{side}_targets"] for side in ("train", "test")]
     if not all(map(is_class_numbers, targets)):
         return ()

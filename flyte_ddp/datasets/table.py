@@ -1,4 +1,4 @@
-"""Data sets of rows: the user's class reads rows, fits to the training rows, and makes inputs of any rows."""
+"""Data sets of rows. The user's class reads rows, fits to the training rows, and prepares inputs from any rows."""
 
 import copy
 import inspect
@@ -15,7 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import name_leaves
 from flyte_ddp.text.formatting import join_first
 
-TRIED, ALONE = 16, 3  # test rows that are also prepared without the others, and of these each by itself
+TRIED, ALONE = 16, 3  # numbers of test rows that are prepared again as a group, and one by one
 PARAMETERS = {
     "read": ("source",),
     "fit": ("rows", "targets"),
@@ -26,56 +26,59 @@ UNKNOWN = -1  # the class number of a new row whose target is missing
 
 
 class Table:
-    """Base class of data sets of rows, for the hyperparameter ``dataset``: ``package.module:Class``.
+    """Base class of data sets of rows, for the hyperparameter ``dataset`` (``package.module:Class``).
 
-    Define ``read``, and where something is fitted ``fit`` and ``prepare``. The library calls ``prepare`` for the rows
-    of training, tests, judgements, predictions and windows, always with what ``fit`` returned for that model. ``fit``
-    gets the training rows alone. What ``fit`` returns is pickled into ``model.json``.
+    Define ``read``. If something is fitted, also define ``fit`` and ``prepare``. The library calls ``prepare`` for the
+    rows of training, tests, judgements, predictions and windows, always with the object that ``fit`` returned for the
+    model. ``fit`` gets the training rows only. The fitted object is pickled into ``model.json``.
     """
 
-    classes: ClassVar[Sequence[str]] = ()  # names of the classes; default: the targets' values, sorted
+    classes: ClassVar[Sequence[str]] = ()  # names of the classes (default: the targets' values, sorted)
     test: ClassVar[float] = 0.1  # share of the rows that is held out for the test
 
     def read(self, source: str) -> Any:
         """Return (rows, targets, ids) of a file of training rows or of new rows.
 
-        Rows are a frame, an array, a dict of columns or a list. Targets are None where a file has none. Texts, truth
-        values and whole numbers are classes, floats are numbers to predict. Ids may be None.
+        Rows are a frame, an array, a dict of columns or a list. Targets are None if a file has none. Texts, truth
+        values and whole numbers are classes, and floats are numbers to predict. Ids may be None.
         """
         raise NotImplementedError("define read(self, source)")
 
     def fit(self, rows: Any, targets: Any) -> Any:  # noqa: ARG002
-        """Return an object that is fitted to the training rows, such as a transformer of scikit-learn.
+        """Return an object that is fitted to the training rows, for example a scikit-learn transformer.
 
         Targets are class numbers [n], or the numbers to predict.
         """
         return None
 
     def prepare(self, fitted: Any, rows: Any) -> Any:  # noqa: ARG002
-        """Return the model's inputs of rows. The inputs of a row must not depend on the other rows."""
+        """Return the model's inputs for rows. The inputs of a row must not depend on other rows."""
         return rows
 
     def is_test(self, rows: Any, ids: Any) -> Any:
-        """Return which rows are for the test, truth values [n]. By default the id decides, else the row's content."""
+        """Return which rows are for the test, as truth values [n].
+
+        By default a hash of the id decides. If the rows have no ids, a hash of the row's content decides.
+        """
         return hash_samples(rows, ids) < np.uint64(self.test * 2**64)
 
 
 def hash_samples(found: Any, ids: Any) -> NDArray[np.uint64]:
-    """Return a number for each row by its id, or by its content if ``ids`` is None."""
+    """Return a number for each row that depends on the id, or on the content if ``ids`` is None."""
     return rows.digest_rows(found) if ids is None else rows.digest_texts([*map(convert_id, ids)])
 
 
 def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Divide samples by a hash of their ids.
 
-    A sample stays on its side when samples are added, removed or put in another order.
+    A sample keeps its side when samples are added, removed or reordered.
 
     Args:
-        ids: an id for each of N samples.
-        test: the share for the test, about which the hash varies by chance.
+        ids: An id for each of N samples.
+        test: The expected share of test samples. The actual share varies by chance.
 
     Returns:
-        The places of the training samples and of the test samples, ascending.
+        The positions of the training samples and of the test samples, ascending.
 
     Raises:
         UserError: ``test`` is not between 0 and 1.
@@ -89,10 +92,10 @@ def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray
 def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     """Read, divide, fit and prepare the rows of a user's Table.
 
-    Exceptions of the user's code go through.
+    Exceptions of the user's code pass through.
 
     Raises:
-        UserError: The table or what its methods return is unfit.
+        UserError: The table, or a value that its methods return, is unfit.
     """
     table, where = make_table(found, f"dataset={spec!r}"), f"dataset={spec!r}"
     if found.is_test is Table.is_test and not 0 < table.test < 1:
@@ -135,9 +138,9 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
 
 
 def prepare_copy(table: Table, fitted: Any, found: Any) -> Any:
-    """Return the inputs of rows, made by a new instance of the table with copies of all.
+    """Return the inputs of rows, prepared by a new instance of the table from deep copies.
 
-    So ``prepare`` has nothing but what ``fit`` returned and the rows, and changes neither.
+    The new instance ensures that ``prepare`` depends only on the fitted object and the rows, and changes neither.
     """
     return type(table)().prepare(copy.deepcopy(fitted), copy.deepcopy(found))
 
@@ -160,10 +163,10 @@ def make_table(found: Callable[[], Any], where: str) -> Table:
 
 
 def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
-    """Return rows, targets (None: none) and ids (None: none) of a source.
+    """Return rows, targets and ids of a source. Targets and ids are None if the source has none.
 
     Raises:
-        UserError: ``read`` returned something else, no row, or parts of unequal lengths.
+        UserError: ``read`` returned another type, no row, or parts of unequal lengths.
     """
     returned = table.read(source)
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
@@ -201,9 +204,9 @@ def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[
 
 
 def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> NDArray[np.str_]:
-    """Return the class of each target as a text, "" where it is missing.
+    """Return the class of each target as a text, or "" if the target is missing.
 
-    Whole numbers are places in ``declared``, unless the names there are numbers themselves.
+    Whole numbers are positions in ``declared``, unless the names in ``declared`` are numbers.
     """
     names = []
     for value in values.tolist():
@@ -219,18 +222,18 @@ def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> N
 
 
 def are_places(declared: Sequence[Any]) -> bool:
-    """Return whether whole numbers as targets are places in ``declared``: where the names there are no numbers."""
+    """Return whether whole numbers as targets are positions in ``declared``: true if a name there is no number."""
     return bool(declared) and not all(str(name).isdecimal() for name in declared)
 
 
 def number_names(names: NDArray[np.str_], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Return the place of each name in ``classes``, and -1 for the name ""."""
+    """Return the position of each name in ``classes``, and -1 for the name ""."""
     places = {name: place for place, name in enumerate(classes)} | {rows.MISSING: UNKNOWN}
     return np.array([places[name] for name in names.tolist()], np.int64)
 
 
 def require_independent_rows(table: Table, fitted: Any, some: Any, inputs: Any, where: str) -> None:
-    """Raise UserError if some rows' inputs are others when these rows are prepared without the rest."""
+    """Raise UserError if the inputs of some rows change when these rows are prepared without the rest."""
     samples = rows.count_rows(some)
     if samples < 2:
         return

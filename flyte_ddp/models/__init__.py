@@ -1,1 +1,1 @@
-"""Models by name, their input, their initial weights, and the files of trained models."""
+"""Models by name, inputs of models, initial weights, and files of trained models."""

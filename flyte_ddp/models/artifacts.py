@@ -1,4 +1,4 @@
-"""A trained model on disk: ``model.pt`` with the bare weights, and its sidecar ``model.json``, a description."""
+"""A trained model on disk: the weights in ``model.pt``, and a description (sidecar) in ``model.json``."""
 
 import copy
 import json
@@ -18,19 +18,22 @@ from flyte_ddp.models.inputs import EVALUATION_SHARE, InputSpec, LeafSpec, Leave
 from flyte_ddp.models.sidecar import FORMAT, read_model_json
 from flyte_ddp.samples.pictures import BACKGROUND
 
-# What a model is built of, which is not in each model.json that other readers take.
+# The entries from which a model is built. Other readers accept a model.json without them.
 LOADED = {"model": str, "classes": list, "input": {}, "digests": {"weights": str}, "options?": {"model?": {}}}
-MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square of images
+MIDDLE = "middle"  # the ``crop`` of a model that was evaluated on the middle square of images
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write ``model.pt`` and ``model.json`` into a folder, replacing older ones; return their paths. Makes the folder.
+    """Write ``model.pt`` and ``model.json`` into a folder, replacing older files, and return the two paths.
 
-    ``state_dict`` comes from the model itself, not from DDP's or torch.compile's wrapper. ``model.json`` also gets
-    ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
+    Creates the folder. ``state_dict`` must come from the model itself, not from DDP's or torch.compile's wrapper.
+    ``model.json`` also gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``.
+
+    Raises:
+        UserError: Writing failed.
     """
     model_path, sidecar_path = folder / WEIGHTS, folder / SIDECAR
-    # The sidecar gets its name last, so that it never exists without its weights.
+    # The sidecar is renamed last, so a sidecar never exists without weights.
     with replace_file(sidecar_path) as sidecar_file, replace_file(model_path) as model_file:
         hashing = HashingFile(model_file)
         # Equal weights are equal bytes in torch's zip format. Its older format contains memory addresses.
@@ -44,8 +47,8 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
 
 
 def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage."""
-    portable = copy.copy(state_dict)  # with ``_metadata``, which a new dict would not have
+    """Return the state_dict with copies of the tensors on the CPU, in row-major order, without shared storage."""
+    portable = copy.copy(state_dict)  # keeps ``_metadata``, which a new dict would lack
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
             own = value.detach().cpu()
@@ -57,12 +60,14 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_model(
     model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the trained model in evaluation mode on ``device``, and the content of its sidecar.
+    """Return the trained model in evaluation mode on ``device``, and the content of the sidecar.
 
-    Draws random numbers, as new weights are made first. A ``package.module:callable`` is imported from the sources in
-    the sidecar. Today's code, with the working directory on ``sys.path``, is imported instead if it is the same, or if
-    the sidecar has no sources. The code's exceptions go through: trust both files as you trust code. Raises UserError
-    if a file is missing or damaged, the two are not of one run, or the model does not take these weights.
+    Draws random numbers, because new weights are made first. A ``package.module:callable`` is imported from the sources
+    in the sidecar. If today's code is the same, or if the sidecar has no sources, today's code is imported, with the
+    working directory on ``sys.path``. Exceptions of this code pass through. Trust both files as you trust code.
+
+    Raises:
+        UserError: A file is missing or damaged, the files are from different runs, or the weights do not fit the model.
     """
     sidecar = read_model_json(sidecar_path)
     require_form(sidecar, LOADED, f"sidecar {sidecar_path} is damaged, so give the model.json of a finished run")
@@ -90,13 +95,13 @@ def load_model(
 
 
 def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
-    """Raise UserError if a built-in model has more numbers than its file has bytes, before these take memory."""
+    """Raise UserError if a built-in model has more numbers than the file has bytes, before memory is allocated."""
     try:
         with torch.device("meta"):
             model = zoo.build_model(name, *called)
     except UserError:
         raise
-    except Exception as error:  # torchvision's constructors raise what they like
+    except Exception as error:  # torchvision's constructors may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{model_path}: model {name!r} cannot be built for this input ({reason})") from error
     numbers = sum(each.numel() for each in model.parameters())
@@ -105,10 +110,10 @@ def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Load ``model.pt`` into ``model``, without a check of its SHA-256; UserError if the weights do not fit."""
+    """Load ``model.pt`` into ``model``, without a check of the SHA-256. Raises UserError if the weights do not fit."""
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
-    except Exception as error:  # of torch's, pickle's and zip files' readers
+    except Exception as error:  # of the readers of torch, pickle and zip files
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{model_path} does not fit model {sidecar['model']!r}: {reason}; use the code that trained the model"
@@ -116,7 +121,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
-    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it."""
+    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image."""
     if isinstance(spec, LeavesSpec):
         return spec.to_dict()
     middle = crop == MIDDLE
@@ -125,7 +130,7 @@ def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
         "mean": list(spec.mean),
         "std": list(spec.std),
         "crop": crop,
-        # The steps of the preparation, in their order; docs/model.md shows them as a program.
+        # The steps of the preparation, in order. docs/model.md shows the steps as a program.
         "upright": True,  # an image is rotated as its EXIF data say
         "background": list(BACKGROUND),  # RGB, behind the transparent parts of an image
         "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # Pillow's name of the colour space

@@ -1,4 +1,4 @@
-"""Initial weights, from a file, a URI or torchvision, downloaded once for all ranks; and parts that are not trained."""
+"""Load initial weights from a file, a URI or torchvision, downloaded once for all ranks, and freeze parts of models."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from flyte_ddp.progress import Progress
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # of checkpoints; the first one is Lightning's
-MOST_NAMED = 12  # parts of a model in an error
-LONGEST_REASON = 500  # characters of torch's text
-AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # heads of GoogLeNet and Inception v3, which models here do not have
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # keys in checkpoints, the first of Lightning
+MOST_NAMED = 12  # maximum number of a model's parts in an error
+LONGEST_REASON = 500  # maximum number of characters of torch's text
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # heads of GoogLeNet and Inception v3, which this library's models lack
 OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
 
 
 def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
-    """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
+    """Return a SHA-256 (hex) that changes with the weights' file, or "" if ``init_from`` is empty.
 
-    Hashes a local file whole, the address of torchvision's ``weights``, and another remote file's ETag or time of
-    change. Downloads a remote file that has neither. Raises UserError if the file cannot be read.
+    Hashes the content of a local file, the address of torchvision's ``weights``, or the ETag or time of change of
+    another remote file. A remote file that has neither is downloaded.
+
+    Raises:
+        UserError: The file cannot be read.
     """
     if weights:
         return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
@@ -43,10 +46,13 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
 
 @contextmanager
 def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, mirror: str) -> Iterator[Path | None]:
-    """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
+    """Yield a local path with the content of ``init_from``, or None if ``init_from`` is empty.
 
-    A download is in ``folder``, and deleted after the block; torchvision's weights, from ``mirror`` or their public
-    address, stay in torch hub's cache. Raises UserError if a download fails.
+    A download is written to ``folder`` and deleted after the block. Weights of torchvision come from ``mirror`` or the
+    public address, and stay in torch hub's cache.
+
+    Raises:
+        UserError: A download failed.
     """
     if weights := catalog.find_weights(model, init_from):
         yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
@@ -68,10 +74,13 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
 
 
 def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
-    """Return the path of torchvision's file of these weights in torch hub's cache, verified by the digest in its name.
+    """Return the path of a file of torchvision's weights in torch hub's cache.
 
-    Downloads a missing file, in up to 4 tries, from ``mirror`` (a folder or an address) or from torchvision's address.
-    Raises UserError if the file cannot be fetched or written.
+    The file is verified by the digest in its name. A missing file is downloaded, in up to 4 tries, from ``mirror`` (a
+    folder or an address) or from torchvision's address.
+
+    Raises:
+        UserError: The file cannot be downloaded or written.
     """
     path = torch_hub_folder() / "checkpoints" / weights.file
     with suppress(OSError):
@@ -99,15 +108,18 @@ def torch_hub_folder() -> Path:
 
 
 def adapt_pretrained_names(state_dict: dict[str, Any]) -> None:
-    """Rename DenseNet's layers as torchvision names them today, and remove auxiliary heads, in place."""
+    """Rename DenseNet's layers to torchvision's current names, and remove auxiliary heads, in place."""
     for name in [*state_dict]:
-        value = state_dict.pop(name)  # and put back, so that the order of names stays
+        value = state_dict.pop(name)  # and put back, to keep the order of names
         if not name.startswith(AUXILIARY):
             state_dict[OLD_DENSE_NAME.sub(r"\1\2.", name)] = value
 
 
 def local_weights_path(init_from: str) -> Path | None:
-    """Return the path of a file on this machine, UserError if it is missing; None for a remote or empty address."""
+    """Return the path of a file on this machine, or None for a remote or empty address.
+
+    Raises UserError if the file does not exist or cannot be read.
+    """
     path = storage.local_path(init_from) if init_from else None
     try:
         if path is not None and not path.is_file():
@@ -121,20 +133,22 @@ def local_weights_path(init_from: str) -> Path | None:
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
     """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`.
 
-    Removes prefixes that all names in the file have, such as DDP's ``module.``. Raises UserError for a file that is
-    damaged or could run code, weights that do not fit, or an unknown part.
+    Prefixes that all names in the file have, for example DDP's ``module.``, are removed.
+
+    Raises:
+        UserError: The file is damaged or could run code, the weights do not fit, or a part is unknown.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
     if init_from.startswith(catalog.TORCHVISION_PREFIX):
         adapt_pretrained_names(weights)
     parts, stored_names = list_seeded_parts(own, init_from, init_skip), [*weights]
-    delete_parts(weights, parts)  # by their names in the file, and then by those in the model
+    delete_parts(weights, parts)  # by names in the file, and below by names in the model
     remove_common_prefixes(weights, own)
     delete_parts(weights, parts)
     for part in parts:
         if not any(is_in_parts(each, [part]) for each in (*own, *stored_names)):
             raise unknown_part_error(f"init_skip={init_skip!r}", part, own)
-    # The skipped parts keep what the new model has. All goes through load_state_dict, which refuses missing tensors.
+    # Skipped parts keep the new model's tensors, which load_state_dict needs because it rejects missing tensors.
     for target, fresh in ((weights, own), (weights._metadata, getattr(own, "_metadata", {}))):
         target.update({key: fresh[key] for key in fresh if is_in_parts(key, parts)})
     try:
@@ -148,8 +162,8 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
 
 
 def read_weights(path: Path, init_from: str) -> Any:
-    """Return a file's tensors by name, as a state_dict; UserError if the file is damaged, or could run code."""
-    import torch  # not at the top, because the launcher only downloads the file and need not import torch
+    """Return a file's tensors by name, as a state_dict. Raises UserError if the file is damaged or could run code."""
+    import torch  # not at the top, because the launcher only downloads the file and does not need torch
 
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -164,7 +178,7 @@ def read_weights(path: Path, init_from: str) -> Any:
     weights: Any = OrderedDict((str(name), value) for name, value in found.items() if isinstance(value, torch.Tensor))
     if not weights:
         raise UserError(f"init_from={init_from!r}: has no tensors with names; {FILE_ADVICE}")
-    weights._metadata = dict(getattr(found, "_metadata", {}))  # modules convert tensors of older versions by it
+    weights._metadata = dict(getattr(found, "_metadata", {}))  # modules use it to convert tensors of older versions
     return weights
 
 
@@ -175,7 +189,10 @@ def delete_parts(weights: Any, parts: Collection[str]) -> None:
 
 
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
-    """Remove shared prefixes, such as DDP's, in place, but only if that makes a name one of ``model_names``."""
+    """Remove shared prefixes, for example DDP's, in place.
+
+    Nothing is removed unless a shortened name is in ``model_names``.
+    """
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     names, prefixes = [*weights], []
@@ -206,7 +223,7 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 
 
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
-    """Return the parts in ``init_skip``, and with torchvision's weights the last layer unless it has 1,000 classes."""
+    """Return the parts in ``init_skip``. For torchvision's weights, add the last layer unless it has 1,000 classes."""
     parts = split_part_names(init_skip)
     if init_from.startswith(catalog.TORCHVISION_PREFIX):
         name, tensor = [*model.items()][-1]
@@ -221,7 +238,11 @@ def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: 
 
 
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
-    """Freeze the parts that ``freeze`` names; return the frozen modules; UserError for an unknown part, or for all."""
+    """Freeze the parts that ``freeze`` names, and return the names of the frozen modules.
+
+    Raises:
+        UserError: A part is unknown, or all parameters would be frozen.
+    """
     parts = split_part_names(freeze)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -237,7 +258,7 @@ def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
 
 
 def set_training_mode(model: nn.Module, frozen: Iterable[str]) -> None:
-    """Set the model to training mode, and its modules named in ``frozen`` to evaluation mode."""
-    model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
+    """Set the model to training mode, and the modules named in ``frozen`` to evaluation mode."""
+    model.train()  # called on the whole model, because a model may override train() to keep layers in evaluation mode
     for name in frozen:
         model.get_submodule(name).eval()

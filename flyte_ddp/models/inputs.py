@@ -1,4 +1,4 @@
-"""What a model gets: images of one size, or any leaves; and how a batch becomes that."""
+"""Inputs of models (images of one size, or any leaves), and the conversion of batches into inputs."""
 
 import functools
 import inspect
@@ -16,41 +16,41 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
 from flyte_ddp.text.formatting import describe_input
 
-EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side that evaluations see, as on ImageNet
+EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side that evaluations use, as for ImageNet
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model's input: channels x height x width, and mean and std of values in 0..1, one number for each channel."""
+    """Images as a model's input: channels, height and width, and each channel's mean and std of values in 0..1."""
 
     channels: int
     height: int
     width: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    crop_share: float = EVALUATION_SHARE  # of an encoded image's shorter side: the middle square that evaluations see
+    crop_share: float = EVALUATION_SHARE  # side of the middle square for evaluations / shorter side of an encoded image
 
 
 class LeafSpec(NamedTuple):
     """One leaf of a sample's inputs."""
 
-    shape: tuple[int | None, ...]  # without the samples' dimension; None: another length in each sample
-    dtype: str  # "float" (of the run's type), "int64", "bool", or "other" for what is no tensor
+    shape: tuple[int | None, ...]  # without the samples' dimension, and None where lengths differ between samples
+    dtype: str  # "float" (of the run's type), "int64", "bool", or "other" if not a tensor
 
 
 @dataclass(frozen=True)
 class LeavesSpec:
-    """A model's inputs that are no images: the form of the leaves (leaf, tuple or dict), and each leaf by its name."""
+    """A model's inputs that are no images: the form (leaf, tuple or dict), and each leaf by name."""
 
     form: str
     leaves: tuple[tuple[str, LeafSpec], ...]
 
     def shapes(self) -> Leaves:
-        """Return the shape of a sample's leaf, or a tuple or dict of the shapes of its leaves."""
+        """Return the shape of a sample's leaf, or a tuple or dict with the shapes of a sample's leaves."""
         return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
 
     def takes(self, found: "LeavesSpec") -> bool:
-        """Return whether samples of the spec ``found`` fit this spec; a size that is None fits all."""
+        """Return whether samples of the spec ``found`` fit this spec. A size of None fits all sizes."""
         if (self.form, [name for name, _ in self.leaves]) != (found.form, [name for name, _ in found.leaves]):
             return False
         pairs = [(own, other) for (_, own), (_, other) in zip(self.leaves, found.leaves, strict=True)]
@@ -61,7 +61,7 @@ class LeavesSpec:
         )
 
     def in_order_of(self, other: "LeavesSpec") -> "LeavesSpec":
-        """Return this spec with its leaves in the order of ``other``; unchanged if the leaves' names differ."""
+        """Return this spec with leaves in the order of ``other``, or unchanged if the leaves' names differ."""
         own, names = dict(self.leaves), [name for name, _ in other.leaves]
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
@@ -81,7 +81,10 @@ def prepare_inputs(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Leaves:
-    """Return a batch's inputs as the model gets them: images as :func:`prepare_images` does, floats as ``dtype``."""
+    """Return a batch's inputs in the form that the model accepts.
+
+    Images are converted by :func:`prepare_images`. Floats in other leaves are converted to ``dtype``.
+    """
     if isinstance(spec, InputSpec):
         return prepare_images(inputs, spec, dtype, memory_format)
 
@@ -92,7 +95,10 @@ def prepare_inputs(
 
 
 def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-    """Return uint8 images [N, H, W, C] scaled, normalised, and as RGB if needed: a new tensor [N, C, height, width]."""
+    """Return uint8 images [N, H, W, C] as a new tensor [N, C, height, width], resized and normalised.
+
+    Grey images become RGB if the model needs three channels.
+    """
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
@@ -121,10 +127,14 @@ def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> 
 
 @contextmanager
 def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
-    """Raise UserError if the block's call of the model fails by an unknown token, or by arguments that do not fit."""
+    """Raise UserError if a call of the model in the block fails for one of two reasons.
+
+    Either a token has no row in an embedding (CPU only), or ``forward`` does not accept the inputs as arguments. Other
+    errors pass through.
+    """
     try:
         yield
-    except IndexError as error:  # of an embedding on a CPU; on a GPU it ends the process
+    except IndexError as error:  # of an embedding on a CPU (on a GPU, the error ends the process)
         if "out of range in self" not in str(error):
             raise
         whole = {key: leaf for key, leaf in name_leaves(inputs).items() if getattr(leaf, "dtype", None) == torch.int64}

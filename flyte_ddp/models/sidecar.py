@@ -1,4 +1,4 @@
-"""Read ``model.json``, the sidecar of a saved model, and find the user's code that is named there. Needs no torch."""
+"""Read ``model.json``, the sidecar of a saved model, and find the user code that is named there. Needs no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ FORM = {
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of a ``model.json``, in which user code has the names that :func:`prefer_stored_code` gives.
+    """Return the content of a ``model.json``, with names of user code as in :func:`prefer_stored_code`.
 
     Raises:
         UserError: The file is missing or damaged, or has another format.
@@ -61,7 +61,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def parse_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of a ``model.json``. Raise UserError unless values have the types that readers expect."""
+    """Return the content of a ``model.json``. Raises UserError unless all values have the expected types."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = parse_json(path.read_bytes())
@@ -77,7 +77,7 @@ def parse_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Replace the names of user code in the sidecar by StoredSpecs, if today's files differ; return the sidecar."""
+    """Replace names of user code in the sidecar by StoredSpecs if today's files differ, and return the sidecar."""
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named += [(sidecar.get(PREPROCESSING, {}), key) for key in ("prepare", TABLE)]

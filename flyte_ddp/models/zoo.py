@@ -1,4 +1,4 @@
-"""Models by name: two small CNNs, torchvision's classifiers, and the user's own."""
+"""Models by name: two small CNNs, torchvision's classifiers, and user-defined models."""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -18,7 +18,11 @@ from flyte_ddp.user_code.callables import load_callable, require_options, select
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:
-    """Return a model's input for ``images``, resized to a square of ``size`` unless 0; UserError for an unfit size."""
+    """Return a model's input for ``images``, resized to a square of ``size`` unless 0.
+
+    Raises:
+        UserError: The model does not accept the size or the number of channels.
+    """
     size = catalog.choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -39,9 +43,13 @@ def build_model(
 ) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    A built-in one maps float32 [N, channels, height, width] to outputs [N, num_classes]. A ``package.module:callable``
-    gets ``options``, and ``num_classes`` and ``input_shape`` if it has such parameters; its exceptions go through.
-    ``input_shape`` is (channels, height, width), or the leaves' shapes. Raises UserError for what is unusable.
+    A built-in model maps float32 [N, channels, height, width] to outputs [N, num_classes]. A
+    ``package.module:callable`` gets ``options``. If the callable has the parameters ``num_classes`` and
+    ``input_shape``, they are also given. ``input_shape`` is (channels, height, width), or the leaves' shapes.
+    Exceptions of the callable pass through.
+
+    Raises:
+        UserError: The callable cannot be loaded or returns no module, or the options do not fit.
     """
     if ":" in name:
         own = load_callable(name)
@@ -54,7 +62,7 @@ def build_model(
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model
-    assert isinstance(spec, InputSpec)  # as flyte_ddp.datasets.prepared.refuse_unfit_settings has checked
+    assert isinstance(spec, InputSpec)  # checked in flyte_ddp.datasets.prepared.refuse_unfit_settings
     try:
         if name in SMALL_MODELS:
             return SMALL_MODELS[name](num_classes, spec, **options)
@@ -80,7 +88,7 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError for a model that several ranks would train unlike one, or whose state no file can hold."""
+    """Raise UserError if several ranks would train the model differently, or if no file can hold the model's state."""
     for place, module in model.named_modules() if world_size() > 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
             raise UserError(
@@ -91,7 +99,7 @@ def check_model(name: str, model: nn.Module) -> None:
 
 
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
-    """Raise UserError, which names the entry, if ``torch.load(weights_only=True)`` would refuse a state_dict."""
+    """Raise UserError, naming the entry, if ``torch.load(weights_only=True)`` would reject the state_dict."""
     if found := find_refused_value(state_dict):
         key, value = found
         raise UserError(
@@ -101,16 +109,16 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all."""
+    """Return key and value of the first entry that ``torch.load(weights_only=True)`` rejects, or None."""
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
-    extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules; a user's hooks may add objects
+    extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules, and a user's objects
     for key, value in extra.items():
         file = BytesIO()
         try:
             torch.save(value, file)
             file.seek(0)
             torch.load(file, weights_only=True)
-        except Exception:  # pickle or the value's class may raise any
+        except Exception:  # pickle or the value's class may raise anything
             return key, value
     return None
 
@@ -131,11 +139,11 @@ class Tutorial(nn.Module):
             x = torch.max_pool2d(self.conv1(images), 2)
         else:
             # The full output of this convolution is most of the step's memory traffic. A CPU computes 32 images at a
-            # time, so that they are pooled while they are in its cache. It pools in fp32, because 20 channels are too
+            # time, so they are pooled while in the cache. Pooling is in fp32, because 20 channels are too
             # few for bf16 vector instructions.
             parts = torch.split(images, 32)
             x = torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in parts])
-        # The tutorial has relu before pooling. After it the result is equal, for a quarter of the work.
+        # The tutorial has relu before pooling. After pooling, the result is equal for a quarter of the work.
         x = torch.relu(x)
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))
@@ -144,9 +152,10 @@ class Tutorial(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions, the first of stride 2, and a hidden layer: 207,034 parameters on 1x28x28 images of 10 classes.
+    """A CNN with two convolutions, the first of stride 2, and a hidden layer.
 
-    No layer writes at full resolution. A step is about twice as fast as with the tutorial's network on a CPU.
+    The model has 207,034 parameters on 1x28x28 images of 10 classes. No layer writes at full resolution. On a CPU, a
+    step is about twice as fast as with the tutorial's network.
     """
 
     def __init__(self, num_classes: int, spec: InputSpec) -> None:

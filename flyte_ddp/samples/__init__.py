@@ -1,1 +1,1 @@
-"""What samples consist of: leaves, pictures, names of classes."""
+"""The parts of samples: leaves, pictures and class names."""

@@ -1,4 +1,4 @@
-"""Names of classes: UTF-8 texts in Unicode's form NFC."""
+"""Class names as UTF-8 texts in Unicode's form NFC."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from flyte_ddp.errors import UserError
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return class names in Unicode's form NFC; UserError for one that is not UTF-8, or two that become one."""
+    """Return class names in Unicode's form NFC. Raises UserError if a name is not UTF-8 or two names become equal."""
     given: dict[str, str] = {}  # the first name of each form
     for name in map(str, names):
         try:

@@ -1,6 +1,6 @@
-"""Inputs and targets of samples: a leaf, which is an array or a tensor, or a tuple or dict of leaves; None: nothing.
+"""Inputs and targets of samples: a leaf, a tuple or dict of leaves, or None for nothing.
 
-A list is a leaf, too, such as the tokens of a text.
+A leaf is an array, a tensor, or a list such as the tokens of a text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,11 @@ def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
 
 
 def name_leaves(leaves: Leaves) -> dict[str, Any]:
-    """Return each leaf by its name: its key in a dict, its place in a tuple ("0", "1"), or "" for a single leaf."""
-    if hasattr(leaves, "__array__"):  # arrays first: to ask for a Mapping takes longer than all else here
+    """Return the leaves by name.
+
+    The name is a key of a dict, a position in a tuple ("0", "1"), or "" for a single leaf.
+    """
+    if hasattr(leaves, "__array__"):  # arrays first, because the check for a Mapping is the slowest step here
         return {"": leaves}
     if isinstance(leaves, Mapping):
         return dict(leaves)
@@ -34,7 +37,7 @@ def name_leaves(leaves: Leaves) -> dict[str, Any]:
 
 
 def restore_leaves(form: str, named: Mapping[str, Any]) -> Leaves:
-    """Return leaves of a form (see :func:`form_of`) out of the leaves by name: the inverse of :func:`name_leaves`."""
+    """Return leaves of a form (see :func:`form_of`) from leaves by name. This is the inverse of :func:`name_leaves`."""
     if form == "dict":
         return dict(named)
     return (*named.values(),) if form == "tuple" else next(iter(named.values()), None)
@@ -47,7 +50,7 @@ def form_of(leaves: Leaves) -> str:
 
 
 def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return each leaf of all samples as a list, by its name; UserError if a sample has another form."""
+    """Return each leaf of all samples as a list, by the leaf's name. Raises UserError if a sample has another form."""
     named = [name_leaves(leaves) for leaves in samples]
     for name, leaves, each in zip(names, samples, named, strict=True):
         if form_of(leaves) != form_of(samples[0]) or each.keys() != named[0].keys():
@@ -64,14 +67,18 @@ def describe_form(leaves: Leaves) -> str:
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked values, or 2**63 and more.
+    """Return ``values`` as an array.
 
-    Tensors lose their gradients. Floats that NumPy lacks, such as bfloat16, become float32.
+    Tensors lose their gradients. Floats that NumPy lacks, for example bfloat16, become float32.
+
+    Raises:
+        UserError: The values are ragged, on a GPU or masked, or a whole number is 2**63 or more. The text names
+            ``name``.
     """
     refuse_masked(name, values)
     try:
         array = np.asarray(drop_tensor_parts(values))
-        if array.dtype.kind == "V" and "float" in array.dtype.name:  # of the package ml_dtypes
+        if array.dtype.kind == "V" and "float" in array.dtype.name:  # a type of the package ml_dtypes
             array = array.astype(np.float32)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
@@ -92,7 +99,7 @@ def drop_tensor_parts(values: Any) -> Any:
     values = values.detach()
     if values.is_nested:
         return [*values.unbind()]
-    small = values.is_floating_point() and values.element_size() <= 2  # also bfloat16 and those of 8 bits
+    small = values.is_floating_point() and values.element_size() <= 2  # includes bfloat16 and 8-bit floats
     return (values.float() if small else values).to_dense()
 
 
@@ -115,7 +122,10 @@ def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:
 
 
 def call_with_leaves(function: Callable[..., Any], leaves: Leaves) -> Any:
-    """Call a function, such as a model, with a leaf, the leaves of a tuple, or those of a dict as keyword arguments."""
+    """Call a function, for example a model, with a leaf or with all leaves of a tuple or dict.
+
+    The leaves of a dict become keyword arguments.
+    """
     if isinstance(leaves, Mapping):
         return function(**leaves)
     return function(*leaves) if isinstance(leaves, tuple) else function(leaves)

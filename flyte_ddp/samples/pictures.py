@@ -17,10 +17,13 @@ BITS_PER_SAMPLE = 258  # TIFF's tag
 
 
 def opaque_picture(image: Image.Image) -> Image.Image:
-    """Return a picture with 8 bits a channel, white where transparent (then RGBA); the same object if nothing changes.
+    """Return a picture with 8 bits a channel, and with white pixels in place of transparent pixels.
 
-    Keeps the upper 8 bits of longer values. Raises ValueError for pixels of unknown range: floats, and integers with a
-    sign or 32 bits.
+    A picture with transparency becomes RGBA. If nothing changes, the same object is returned. Longer values keep the
+    upper 8 bits.
+
+    Raises:
+        ValueError: The range of the pixels is unknown (floats, signed integers, or integers of 32 bits).
     """
     problem = "of no known range; store 8 or 16 bits, without a sign"
     if image.mode == "F":
@@ -28,7 +31,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     if image.mode.startswith("I"):
-        stored: Any = image  # Pillow's classes of formats have more attributes
+        stored: Any = image  # Pillow's subclasses for formats have more attributes
         if image.mode == "I" and image.format != "PPM":  # Pillow scales a PPM's values to 16 bits
             raise ValueError(f"its pixels are 32-bit or signed integers, {problem}")
         bits = stored.tag_v2[BITS_PER_SAMPLE][0] if image.format == "TIFF" else 16
@@ -45,7 +48,10 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 
 
 def picture_to_pixels(image: Any) -> NDArray[Any]:
-    """Return a PIL image (as grey or RGB uint8), an array, or a tensor [C, H, W] as an array [H, W] or [H, W, C]."""
+    """Return a picture as an array [H, W] or [H, W, C].
+
+    A PIL image becomes grey or RGB uint8. A tensor must be [C, H, W].
+    """
     if hasattr(image, "convert"):
         image = opaque_picture(image)
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
@@ -54,7 +60,10 @@ def picture_to_pixels(image: Any) -> NDArray[Any]:
 
 
 def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
-    """Return :func:`picture_to_pixels` of ``image`` as uint8 [H, W, C]; UserError about ``what`` if that is unfit."""
+    """Return :func:`picture_to_pixels` of ``image`` as uint8 [H, W, C]. Raises UserError if the image is unfit.
+
+    The text of the error begins with ``what``.
+    """
     try:
         pixels = picture_to_pixels(image)
     except ValueError as error:
@@ -67,6 +76,9 @@ def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
 
 
 def png_layout(image: Image.Image) -> str:
-    """Return Pillow's name, such as "RGB;16B", for the stored values of a PNG that is not loaded yet; else ""."""
+    """Return Pillow's name of the stored values of a PNG that is not loaded yet, else "".
+
+    For example, 16-bit RGB values have the name "RGB" with the suffix "16B".
+    """
     stored: Any = image
     return str(stored.tile[0].args) if image.format == "PNG" and stored.tile else ""

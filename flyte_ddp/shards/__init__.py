@@ -1,4 +1,4 @@
-"""Data sets larger than memory: tar files (shards) of samples, described by one index, in wids' format.
+"""Data sets larger than memory: tar files (shards) of samples, described by an index in wids' format.
 
-An index names the shards with their sizes, digests and numbers of samples. Shards are cached whole and read at random.
+An index lists the shards with sizes, digests and numbers of samples. Shards are cached whole and read at random.
 """

@@ -1,4 +1,4 @@
-"""The commands for shards: ``python -m flyte_ddp.shards --help``."""
+"""The commands for shards (``python -m flyte_ddp.shards --help``)."""
 
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,7 +36,10 @@ def shards() -> None:
 )
 @PROGRESS
 def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | None, progress: str) -> None:
-    """Read shards (paths, s3://, gs://, az://, http://; {000..127} is a range); write their index and its .tables."""
+    """Read shards (paths, s3://, gs://, az://, http://) and write an index and a .tables file.
+
+    In an address, {000..127} stands for a range of numbers.
+    """
     names = classes.read().rstrip("\n").splitlines() if classes else []
     if classes and not all(names or [""]):
         raise UserError(f"classes {classes.name}: must have the name of a class in each line")
@@ -50,7 +53,10 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | Non
 @click.option("--weight", "weights", type=float, multiple=True, help="An epoch's passes through each index; default 1.")
 @click.option("--name", default="", help="Name of the joined data set; by default the name of the output file.")
 def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
-    """Write one index that refers to several indexes, each with a weight: its passes in an epoch."""
+    """Write one index that refers to several indexes.
+
+    The weight of an index is its number of passes in an epoch.
+    """
     index = join_indexes(indexes, output, weights=weights, name=name)
     click.echo(f"{output}: {format_count(len(index.parts), 'data set')}, {format_counts(index)}")
 
@@ -60,7 +66,10 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 @click.option("--decode", is_flag=True, help="Also decode all images, and count samples that training cannot read.")
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
-    """Read all shards of an index whole; print each difference from it, and exit with status 1 if there is any."""
+    """Read all shards of an index completely and print each difference from the index.
+
+    If there is any difference, the exit status is 1.
+    """
     problems = verify_index(index, decode=decode, progress=progress)
     for problem in problems:
         click.echo(problem)
@@ -81,12 +90,13 @@ def verify(index: str, decode: bool, progress: str) -> None:
 def pack(
     *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
 ) -> None:
-    """Pack SOURCE into shards and an index in FOLDER, which has none of this name.
+    """Pack SOURCE into shards and an index in FOLDER.
 
-    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), or a data set by its name
-    (digits; downloaded: mnist, fashion_mnist, cifar10).
+    SOURCE is a folder or prefix of images with one folder for each class (class/name.jpg), as a path, s3://, gs:// or
+    az://. SOURCE may also be the name of a data set: digits, or mnist, fashion_mnist or cifar10, which are downloaded.
+    FOLDER must not contain files of this name.
     """
-    from flyte_ddp.datasets.packing import pack_source  # a room above this one, which only this command uses
+    from flyte_ddp.datasets.packing import pack_source  # a higher layer that only this command uses
 
     options = {"samples_per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
@@ -105,9 +115,10 @@ def pack(
 @click.option("--repeat", default=1, help="Passes of each rank's loader.")
 @click.option("--dsrepeat", default=1, help="Passes of each worker over its shards.")
 def plan(index: str, number: int, samples: int, **options: Any) -> None:
-    """Print how many batches each rank gets if webdataset reads the shards as a stream; exit with 1 if DDP would hang.
+    """Print the number of batches that each rank would get if webdataset read the shards as a stream.
 
-    INDEX is the address of an index; without one give --shards and --samples.
+    INDEX is the address of an index. Without INDEX, give --shards and --samples. Exits with status 1 if DDP would hang,
+    because ranks get different numbers of batches, or if no rank gets a batch.
     """
     counts = read_index(index).counts if index else np.full(number, samples)
     planned = StreamPlan(Loaders(**options), counts)

@@ -1,8 +1,8 @@
-"""Open shards: those of this machine in their place, remote ones in a folder that all processes of a machine share.
+"""Open shards: local shards in place, and remote shards in a cache folder that all processes of a machine share.
 
-A process that fetches a shard holds an exclusive lock of that shard. A reader holds a shared lock on the shard's file.
-Only files without a lock are evicted, least recently used first. A reader may keep a file open without a lock. Eviction
-truncates the file, so that its space is free at once; the reader's next attempt to lock the file fails. The kernel
+A process that downloads a shard holds an exclusive lock of that shard. A reader holds a shared lock on the shard's
+file. Only files without a lock are evicted, least recently used first. A reader may keep a file open without a lock.
+Eviction truncates the file to free the space at once, and the reader's next attempt to lock the file fails. The kernel
 releases the locks of a process that ends or is killed. The next download removes the partial file of a killed download.
 """
 
@@ -25,27 +25,30 @@ from flyte_ddp.errors import UserError, print_to_stderr
 from flyte_ddp.files import explain_write_errors, hold_lock
 from flyte_ddp.shards.index import Shard
 
-LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
+LOCKS = 1024  # number of lock files: two shards with the same lock are downloaded one after the other
 WHOLE, PARTIAL = ".tar", ".part"
 CACHED_NAME = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # files with other names are never removed
 
 
 class CacheFullError(UserError):
-    """The cache has no room for another shard until readers have released others."""
+    """The cache has no room for another shard until readers release shards."""
 
 
 @dataclass(frozen=True)
 class ShardCache:
     """A folder of fetched shards."""
 
-    folder: Path  # made when it is first needed
-    limit: int | None = None  # maximum bytes of all its files; None for no limit but the disk's
+    folder: Path  # created at first use
+    limit: int | None = None  # maximum bytes of all files in the folder, or None for the disk's limit
 
     def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the file; download a remote one, unless cached, with up to 3 retries.
+        """Open a shard and return the file. A remote shard is downloaded unless cached, with up to 3 retries.
 
-        A download evicts other shards, and waits without limit for another process's download of the same shard. Raises
-        UserError for an unreadable or altered shard, CacheFullError if shards in use leave no room.
+        A download evicts other shards. If another process is downloading the same shard, waits without limit.
+
+        Raises:
+            UserError: The shard is unreadable or differs from the index.
+            CacheFullError: Shards in use leave no room.
         """
         path = storage.local_path(shard.url)
         if path is not None:
@@ -54,7 +57,10 @@ class ShardCache:
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Open a file of this machine; UserError if its size, or its digest (checked once), differs from the index."""
+        """Open a shard on this machine, after a check of size and digest. Each version of a file is hashed once.
+
+        Raises UserError if the shard is unreadable or differs from the index.
+        """
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
@@ -68,9 +74,12 @@ class ShardCache:
             raise unusable_shard_error(shard, error) from None
 
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Raise UserError for a digest unlike the index's; record a match, to check once; wait for other checkers."""
+        """Raise UserError if a local shard's digest differs from the index. A match is recorded and not checked again.
+
+        If another process is checking a shard with the same lock, waits without limit.
+        """
         kind, wanted = shard.digest
-        # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
+        # ctime is included because copying tools restore mtime but cannot set ctime.
         mark, version = self.mark_of(path, wanted), f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
         if not wanted or is_marked(mark, version):
             return
@@ -87,11 +96,11 @@ class ShardCache:
                 set_mark(mark, version)
 
     def mark_of(self, path: Path, digest: str) -> Path:
-        """Return the path of the file that holds the version of a shard's file that was found to have the digest."""
+        """Return the path of the file that records which version of a shard's file has the digest."""
         return self.folder / "verified" / name_digest(f"{path}\n{digest}")
 
     def is_unaltered(self, path: Path, file: BinaryIO, shard: Shard) -> bool:
-        """Return whether a cached shard has size and digest of the index; hash the file once for each change."""
+        """Return whether a cached shard has the index's size and digest. Each version of the file is hashed once."""
         status, (kind, wanted) = os.fstat(file.fileno()), shard.digest
         if shard.size not in (-1, status.st_size):
             return False
@@ -105,7 +114,10 @@ class ShardCache:
         return found == wanted
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
-        """Open a cached shard with a shared lock, and mark it as used; None if it is missing or was altered."""
+        """Open a cached shard with a shared lock and mark the shard as used.
+
+        If the shard is missing or was altered, return None.
+        """
         path = self.shard_path(shard)
         while True:
             try:
@@ -118,15 +130,15 @@ class ShardCache:
                 mark_as_used(file.fileno())
                 return file
             file.close()
-            if is_there:  # else it was evicted between open and flock, and there may be another one by now
+            if is_there:  # else the file was evicted between open and flock, and may have been downloaded again
                 return None
 
     def holds_shard(self, shard: Shard) -> bool:
-        """Return whether the shard has a local address or is in the cache; does not verify it."""
+        """Return whether the shard has a local address or is in the cache, without verification."""
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
     def describe_copy(self, shard: Shard) -> str:
-        """Return in brackets where a remote shard's copy is cached, for errors about content; "" for a local shard."""
+        """Return in brackets where a remote shard is cached, for errors about content, or "" for a local shard."""
         return "" if storage.local_path(shard.url) is not None else f" (cached in {self.shard_path(shard)})"
 
     def shard_path(self, shard: Shard) -> Path:
@@ -134,7 +146,7 @@ class ShardCache:
         return self.folder / f"{name_digest(identity)}{WHOLE}"
 
     def fetch_shard(self, shard: Shard) -> BinaryIO:
-        """Download a shard unless another process has done so meanwhile; return its file with a shared lock."""
+        """Download a shard, unless another process has done so meanwhile, and return the file with a shared lock."""
         path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
         with self.hold_lock(path.stem):
@@ -152,18 +164,18 @@ class ShardCache:
                 raise unusable_shard_error(shard, failure) from None
             else:
                 file = part.open("rb")
-                fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
+                fcntl.flock(file, fcntl.LOCK_SH)  # before the rename, so that nobody can evict the file
                 mark_as_used(file.fileno())
                 if shard.digest[1]:
                     set_mark(self.mark_of(path, shard.digest[1]), cached_version(os.fstat(file.fileno())))
-                with self.hold_lock("room"):  # a process that sums up the files must not miss this one or see it twice
+                with self.hold_lock("room"):  # a process that sums up file sizes must count this file once
                     part.rename(path)
                 return file
             finally:
                 part.unlink(missing_ok=True)
 
     def download_once(self, shard: Shard, target: io.FileIO) -> None:
-        """Download a shard into a file, from byte 0; raise AlteredError if size or digest differs from the index."""
+        """Download a shard into a file, from byte 0. Raises AlteredError if size or digest differs from the index."""
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
         if shard.size >= 0:
@@ -187,7 +199,7 @@ class ShardCache:
         target.truncate()  # an earlier try may have written more
 
     def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
-        """Write all bytes to a file; while the disk is full, evict unlocked shards, least recently used first."""
+        """Write all bytes to a file. While the disk is full, evict unlocked shards, least recently used first."""
         rest = memoryview(chunk)
         while rest:
             try:
@@ -199,18 +211,24 @@ class ShardCache:
                     raise
 
     def reserve_space(self, file: io.FileIO, size: int) -> None:
-        """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit; set the file's size."""
+        """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit, then set the file's size.
+
+        Raises UserError if the limit is less than ``size``, and CacheFullError if shards in use leave no room.
+        """
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
             raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
         with self.hold_lock("room"):
             self.remove_killed_downloads()
-            if self.limit is not None:  # else nobody needs to list the files, which may be tens of thousands
+            if self.limit is not None:  # without a limit, listing tens of thousands of files is not needed
                 self.evict_for(size - os.fstat(file.fileno()).st_size, self.limit)
             os.ftruncate(file.fileno(), size)
 
     def evict_for(self, growth: int, limit: int) -> None:
-        """Evict unlocked shards until ``growth`` bytes fit, else raise CacheFullError; the caller has lock ``room``."""
+        """Evict unlocked shards until ``growth`` bytes fit. Raises CacheFullError if shards in use leave no room.
+
+        The caller must hold the lock ``room``.
+        """
         files = self.list_files_oldest_first()
         excess = sum(size for _, size, _ in files) + growth - limit
         for _, _, path in files:
@@ -221,7 +239,7 @@ class ShardCache:
             raise CacheFullError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
 
     def remove_killed_downloads(self) -> None:
-        """Remove partial files of shards that nobody has locked; a download in progress holds its shard's lock."""
+        """Remove partial files of unlocked shards. A download in progress holds the lock of the shard."""
         for part in self.folder.glob(f"*{PARTIAL}"):
             if CACHED_NAME.fullmatch(part.name):
                 with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):
@@ -238,21 +256,25 @@ class ShardCache:
         return sorted(files)
 
     def evict_file(self, path: Path) -> int:
-        """Truncate and remove a cached shard; return the freed bytes, 0 if it is locked, gone or not writable."""
+        """Truncate and remove a cached shard, and return the number of freed bytes.
+
+        If the shard is locked, gone or not writable, return 0.
+        """
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
             if status.st_nlink:  # else another process has evicted it
                 path.unlink()
-                file.truncate(0)  # a reader may have the file open without a lock, which would keep its space
+                file.truncate(0)  # a reader without a lock may have the file open, which would keep the space in use
                 return status.st_size
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[BinaryIO]:
-        """Hold an exclusive lock for a block: on the list of cached files (``room``), or on a shard, by its hex name.
+        """Hold an exclusive lock in a block, on a shard (by hex name) or on the list of files (``room``).
 
-        Waits without a limit, for ever if this thread holds the lock; with ``wait`` false raises BlockingIOError
-        instead. Several shards may have the same lock, so never wait for a shard's lock while holding another's.
+        Waits without limit, and deadlocks if this thread already holds the lock. If ``wait`` is false, raises
+        BlockingIOError instead of waiting. Several shards may share a lock, so never wait for a shard's lock while
+        holding another shard's.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)
@@ -263,9 +285,9 @@ def name_digest(identity: str) -> str:
 
 
 def mark_as_used(file: int) -> None:
-    """Set atime of an open file (a descriptor) to now, unless the file cannot be changed."""
+    """Set the access time of an open file (a descriptor) to now, unless the file is not writable."""
     with suppress(OSError):  # the cache may be read-only
-        # The kernel's own clock for files goes in steps of milliseconds.
+        # The kernel's clock for file times has steps of milliseconds, so the time is set here.
         os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
 
 
@@ -274,7 +296,7 @@ def hash_file(file: Any, kind: str) -> str:
 
 
 def cached_version(status: os.stat_result) -> str:
-    # Not ctime, which changes with the time of the last use.
+    # ctime is not included because mark_as_used() changes it.
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
 
@@ -291,7 +313,10 @@ def set_mark(mark: Path, version: str) -> None:
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
-    """Return the UserError about a shard that cannot be read or fetched: UnreachableError for a transient failure."""
+    """Return the UserError about a shard that cannot be read or downloaded.
+
+    If the failure is transient, the error is an UnreachableError.
+    """
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
         return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or renew the index")

@@ -1,4 +1,4 @@
-"""Read any sample of a data set of shards by its number."""
+"""Read any sample of a data set of shards by number."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.tar import iterate_members, read_table_or_none, tabulate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
-FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the same time
+FETCHED_AHEAD = 4  # number of shards that threads fetch ahead of reading, and at the same time
 WAIT_FOR_ROOM = 60.0  # seconds that a reader waits for other readers to release shards in a full cache
 MARKED_EVERY = 1.0  # seconds between two updates of the time of last use of a shard that is being read
 
 
 class OpenShard:
-    """A shard and its table of samples, shared by the threads of a process; opened when a thread first uses it.
+    """A shard and the table of its samples, shared by the threads of a process and opened at first use.
 
     While no thread uses the shard, the file stays open without a lock, so the shard may be evicted from the cache.
     """
@@ -42,7 +42,10 @@ class OpenShard:
 
     @contextmanager
     def keep_open(self) -> Iterator[OpenShard]:
-        """Yield this shard, open and safe from eviction; download it first, if needed, waiting up to 60 s for room."""
+        """Yield this shard, open and safe from eviction.
+
+        Downloads the shard if needed, and waits up to 60 s for room in the cache.
+        """
         with self.lock:
             if self.close is None or (self.cached and self.users == 0 and not self.lock_file()):
                 self.open_file()
@@ -59,7 +62,10 @@ class OpenShard:
                     unlock_file(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction, without waiting; return False if another process is evicting it."""
+        """Lock a cached file against eviction, without waiting.
+
+        If another process is evicting the file, or has evicted it, return False.
+        """
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,7 +73,7 @@ class OpenShard:
         return os.fstat(self.file).st_nlink > 0
 
     def open_file(self) -> None:
-        """Open the shard's file, and read its table; if that is unusable, read the whole shard to make one."""
+        """Open the shard's file and read its table. If the table is unusable, read the whole shard to make a table."""
         shard = self.shard
         if self.close is not None:
             self.close()
@@ -83,11 +89,15 @@ class OpenShard:
                 problem = f"has {len(table):,} samples and not the {shard.samples:,} that the index says"
                 raise UserError(f"shard {shard.url}: {problem}; renew the index: python -m flyte_ddp.shards create")
             self.table = table
-            self.file = os.dup(file.fileno())  # a descriptor of its own, as the block closes the file
-            self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
+            self.file = os.dup(file.fileno())  # a separate descriptor, because the block closes the file
+            self.close = weakref.finalize(self, os.close, self.file)  # runs when no reader refers to this object
 
     def open_when_room(self) -> BinaryIO:
-        """Open the shard by :meth:`ShardCache.open_shard`; retry a full cache for 60 s, then raise CacheFullError."""
+        """Open the shard by :meth:`ShardCache.open_shard`. While the cache is full, retry for 60 s.
+
+        Raises:
+            CacheFullError: The cache was full for 60 s.
+        """
         deadline = time.monotonic() + WAIT_FOR_ROOM
         while True:
             try:
@@ -99,7 +109,7 @@ class OpenShard:
 
 
 def read_at(file: int, start: int, length: int) -> bytes:
-    """Read ``length`` bytes of a file (a descriptor) from byte ``start``; return fewer if the file ends before."""
+    """Read ``length`` bytes of a file (a descriptor) from byte ``start``, or fewer if the file ends before."""
     content = piece = os.pread(file, length, start)
     while piece and len(content) < length:  # Linux reads at most 2 GB with one call
         piece = os.pread(file, length - len(content), start + len(content))
@@ -113,14 +123,17 @@ class OpenShards:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.lock = threading.Lock()
-        self.shards: dict[int, OpenShard] = {}  # by their numbers; the one used last comes last
-        self.wanted: dict[int, None] = {}  # numbers of shards to fetch, in the order in which they will be read
-        self.ahead: set[int] = set()  # numbers of shards that are being fetched or were fetched, and not read yet
+        self.shards: dict[int, OpenShard] = {}  # by number, the last used shard last
+        self.wanted: dict[int, None] = {}  # numbers of shards to fetch, in reading order
+        self.ahead: set[int] = set()  # numbers of shards that are being fetched, or were fetched and not read yet
         self.fetching = threading.Semaphore(FETCHED_AHEAD)
 
 
 class ShardReader:
-    """Reads samples from shards, and keeps recently used shards open. Threads may share a reader; it can be pickled."""
+    """Reads samples from shards, and keeps recently used shards open.
+
+    Threads may share a reader. A reader can be pickled.
+    """
 
     def __init__(
         self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN, most_ahead: int = FETCHED_AHEAD
@@ -133,13 +146,17 @@ class ShardReader:
 
     @property
     def state(self) -> OpenShards:
-        """The state of this process: a forked child starts with no open shards and with free locks."""
+        """Return this process's open shards. A forked child starts without open shards and with free locks."""
         if self.open_shards.process != os.getpid():
             self.open_shards = OpenShards()
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """Read a sample by number, fetching its shard; return key and contents by extension; UserError if damaged."""
+        """Read a sample by number, and return key and contents by extension. Downloads the shard if needed.
+
+        ``wanted`` holds the lower-case extensions to read, or is None for all. Raises UserError if the shard is
+        damaged.
+        """
         number, inside = self.index.locate(sample)
         contents = {}
         with self.open_shard(number) as opened:
@@ -157,7 +174,10 @@ class ShardReader:
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Yield an open shard, safe from eviction in the block; close the least recently used beyond ``most_open``."""
+        """Yield an open shard that cannot be evicted in the block.
+
+        If more than ``most_open`` shards are open, closes the least recently used shard.
+        """
         state = self.state
         with state.lock:
             shard = state.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)
@@ -171,7 +191,10 @@ class ShardReader:
             yield shard
 
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
-        """Let daemon threads fetch shards in order, at most ``most_ahead`` before their use; that raises errors."""
+        """Start daemon threads that download shards in order, at most ``most_ahead`` shards before their use.
+
+        Errors are dropped here, because reading the shard raises them again.
+        """
         state = self.state
         with state.lock:
             state.wanted |= {number: None for number in numbers if number not in state.ahead}
@@ -182,12 +205,12 @@ class ShardReader:
                     continue
                 state.ahead.add(number)
                 if not self.cache.holds_shard(self.index.shards[number]):
-                    # A daemon: the process need not wait for it, because a download can be killed at any time.
+                    # A daemon thread, because a download can be killed at any time without harm.
                     name = f"prefetch {number}"
                     threading.Thread(target=self.prefetch_shard, args=(state, number), name=name, daemon=True).start()
 
     def skip_read(self, numbers: Iterable[int]) -> None:
-        """Note that this or another process has read from these shards; start threads that fetch the next ones."""
+        """Record that a process has read from these shards, and start threads that download the next shards."""
         with self.state.lock:
             for number in numbers:
                 self.state.ahead.discard(number)
@@ -199,16 +222,16 @@ class ShardReader:
             unlock_file(file.fileno())
 
     def close(self) -> None:
-        """Close all open shards; a shard that a thread is reading is closed after that read."""
+        """Close all open shards. A shard that a thread is reading is closed after that read."""
         with self.state.lock:
             self.state.shards.clear()
 
 
 class ShardDataset:
-    """A map-style data set, for example for ``torch.utils.data.DataLoader``.
+    """A map-style data set of shards, for example for ``torch.utils.data.DataLoader``.
 
-    A sample is a dict of its members by their extensions (``.jpg``, ``.cls``) and of wids' keys, such as ``__key__``.
-    Members are decoded by :func:`flyte_ddp.shards.decoding.decode_sample`, or are bytes if not ``decode``.
+    A sample is a dict of members by extension (``.jpg``, ``.cls``) and of wids' keys, for example ``__key__``. If
+    ``decode`` is set, :func:`flyte_ddp.shards.decoding.decode_sample` decodes members, else members are bytes.
     """
 
     def __init__(self, index: ShardIndex | Path | str, cache: ShardCache | Path | str, *, decode: bool = True) -> None:

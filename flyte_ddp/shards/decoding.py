@@ -1,4 +1,4 @@
-"""Decode the members of a sample by their extensions. Pickles are not decoded, because they could run code."""
+"""Decode the members of a sample by extension. Pickles are not decoded, because they could run code."""
 
 import io
 import json
@@ -16,7 +16,11 @@ MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of a sample's image and label, ignoring case, as webdataset; UserError if one is absent."""
+    """Return the extensions of a sample's image and label. Like webdataset, ignores case.
+
+    Raises:
+        UserError: The sample has no image or no label.
+    """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
     if image is not None and LABEL in found:
@@ -35,13 +39,13 @@ def parse_class_number(sample: str, content: bytes) -> int:
 
 
 def open_image(content: bytes) -> Any:
-    """Return a PIL image, decoded at its first use; raise ValueError for an unknown format."""
+    """Return a PIL image that is decoded at first use. Raises ValueError if the format is unknown."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         return Image.open(io.BytesIO(content))
     except UnidentifiedImageError:
-        raise ValueError("an image of no known format") from None  # Pillow's text has the address of the BytesIO
+        raise ValueError("an image of no known format") from None  # Pillow's text shows the BytesIO object
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -49,23 +53,25 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("cls", "cls2"), int),
     **dict.fromkeys(("txt", "text"), bytes.decode),
     "json": json.loads,
-    # Unlike np.load, this refuses archives of arrays and pickles.
+    # Unlike np.load, this function rejects archives of arrays and pickles.
     "npy": lambda content: np.lib.format.read_array(io.BytesIO(content), allow_pickle=False),
 }
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a sample with its members decoded by their extensions; other members stay as they are.
+    """Return a copy of a sample with members decoded by extension. Other members are returned unchanged.
 
-    Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, ``.npy``
-    arrays. Raises UserError if a member cannot be decoded. A truncated image raises Pillow's OSError when it is first
-    used.
+    Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, and
+    ``.npy`` arrays. A truncated image raises Pillow's OSError at its first use.
+
+    Raises:
+        UserError: A member cannot be decoded.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 
 
 def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
-    """Return one decoded value of a sample, or ``content`` if ``name`` is no extension with a decoder."""
+    """Return one decoded value of a sample, or ``content`` if no decoder exists for ``name``."""
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
     if decoder is None:
         return content

@@ -1,9 +1,9 @@
 """The index of a data set of shards, in wids' format ``wids-shard-index-v1``.
 
 An index is JSON. ``shardlist`` has each shard's ``url``, ``nsamples``, ``filesize`` and ``md5sum``. ``base`` is the
-folder of relative addresses, by default the index's folder. ``datasets`` lists parts; each part has a ``weight``, and a
-``shardlist`` or the address of another index (``source_url``). Indexes of this package have fields that wids ignores:
-each shard's ``sha256``, and under ``flyte_ddp`` the names of the classes and of the file with the tables of samples.
+folder of relative addresses, by default the index's folder. ``datasets`` lists parts. Each part has a ``weight``, and a
+``shardlist`` or the address of another index (``source_url``). Indexes of this package have fields that wids ignores. A
+shard has ``sha256``. ``flyte_ddp`` has the class names and the name of the file with the tables of samples.
 """
 
 import gc
@@ -27,11 +27,11 @@ from flyte_ddp.settings import ALLOWED
 
 KIND = "wids-shard-index-v1"
 EXTENSION = "flyte_ddp"
-MOST_BYTES = 1 << 44  # of a shard; the sum of 100,000 shards fits into 64 bits
-MOST_SAMPLES = 10_000_000  # of a shard; more would have over 5 GB of tar headers
-# A file's name below the base, which needs no further checks: it has no scheme, no NUL, no "." or ".." as a folder.
+MOST_BYTES = 1 << 44  # maximum of a shard, so that the sum of 100,000 shards fits into 64 bits
+MOST_SAMPLES = 10_000_000  # maximum of a shard: more samples would have over 5 GB of tar headers
+# A file name below the base that needs no further checks: no scheme, no NUL, and no "." or ".." as a folder.
 PLAIN_NAME = re.compile(r"(?!.*(?:://|\0))(?!(?:.*/)?\.{1,2}(?:/|$))[^/].*", re.DOTALL)
-# Exceptions that a field of a wrong type can raise where it is used.
+# Exceptions that using a field of a wrong type can raise.
 WRONG_TYPES = (LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -40,16 +40,16 @@ class Shard(NamedTuple):
 
     url: str  # absolute address
     samples: int  # number of samples
-    size: int = -1  # in bytes; -1 if the index does not say
-    md5: str = ""  # hex; "" if the index does not say
-    sha256: str = ""  # hex; "" if the index does not say
+    size: int = -1  # in bytes, or -1 if unknown
+    md5: str = ""  # hex, or "" if unknown
+    sha256: str = ""  # hex, or "" if unknown
     part: int = 0  # position in ShardIndex.parts
     # Address of the file with the tables of samples, the table's first byte and length, and its table_digest.
     table: tuple[str, int, int, str] | None = None
 
     @property
     def digest(self) -> tuple[str, str]:
-        """The kind ("sha256" or "md5") and the value (hex) of the digest to compare; the value is "" if unknown."""
+        """The kind ("sha256" or "md5") and the value (hex) of the digest to compare. If unknown, the value is ""."""
         return ("md5", self.md5) if self.md5 and not self.sha256 else ("sha256", self.sha256)
 
 
@@ -57,30 +57,30 @@ class Part(NamedTuple):
     """A data set within an index."""
 
     name: str
-    weight: float = 1.0  # passes that an epoch makes through the data set; 0.5 for half of it
+    weight: float = 1.0  # passes through the data set in an epoch, 0.5 for half of the data set
 
 
 @dataclass(eq=False)
 class ShardIndex:
-    """All shards of a data set, in the order of the index, and what is counted from them."""
+    """All shards of a data set in the order of the index, and sums over the shards."""
 
     name: str
     shards: Sequence[Shard]
     parts: tuple[Part, ...] = (Part(""),)
-    classes: tuple[str, ...] = ()  # names in the order of the labels; empty if the index does not say
+    classes: tuple[str, ...] = ()  # names in the order of the labels, or empty if unknown
 
     def __post_init__(self) -> None:
-        # Of each shard, [shards]:
+        # Arrays [shards], of each shard:
         self.counts = np.array([shard.samples for shard in self.shards], dtype=np.int64)  # samples
         self.ends = np.cumsum(self.counts)  # samples up to and including the shard
-        self.weights = np.array([self.parts[shard.part].weight for shard in self.shards])  # weight of its part
+        self.weights = np.array([self.parts[shard.part].weight for shard in self.shards])  # weight of the shard's part
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     @cached_property
     def remote(self) -> NDArray[np.bool_]:
-        """Whether each shard is on another machine, [shards]; decided by the addresses, without access to files."""
+        """Return whether each shard is on another machine, [shards]. Only addresses are examined, not files."""
         return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])
 
     def locate(self, sample: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class ShardIndex:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of classes, parts, and each shard's samples, size and digest (or else address)."""
+        """Return a SHA-256 (hex) of classes, parts, and each shard's samples, size and digest (or address)."""
         lines = [json.dumps([self.classes, self.parts])]
         lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
@@ -100,7 +100,7 @@ class ShardIndex:
 def pause_garbage_collector() -> Iterator[None]:
     """Turn Python's garbage collector off in the block, for all threads, and on again if it was on."""
     enabled = gc.isenabled()
-    gc.disable()  # else it would scan a large index's 100,000 objects many times while they are read
+    gc.disable()  # the collector would scan a large index's 100,000 objects many times
     try:
         yield
     finally:
@@ -109,13 +109,21 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, with retries, as one index; UserError if one is unusable."""
+    """Read an index and the indexes that it refers to, with retries, and return all as a single index.
+
+    Raises:
+        UserError: An index cannot be read, or is malformed.
+    """
     return build_index(address, load_index_json(address))
 
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Build the index at ``address`` from its JSON; read the indexes it joins; UserError if one is malformed."""
+    """Build the index at ``address`` from JSON. Reads the indexes that it refers to.
+
+    Raises:
+        UserError: An index cannot be read, or is malformed.
+    """
     try:
         return build_checked_index(address, content)
     except UserError:
@@ -128,7 +136,7 @@ def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
     sources = [(address, content, content)] if content.get("shardlist") else []  # address, JSON, the part's entry
     sources += [(*find_part_index(address, content, entry), entry) for entry in content.get("datasets") or []]
     shards, parts = list[Shard](), list[Part]()
-    classes = {list_class_names(address, content): address}  # the address of the index that has them
+    classes = {list_class_names(address, content): address}  # the address of the index with these classes
     for where, listed, described in sources:
         name, weight = described.get("name") or listed.get("name") or "", described.get("weight", 1.0)
         if not isinstance(weight, (int, float)) or not 0 < weight <= 1e6:
@@ -157,7 +165,7 @@ def shorten_repr(value: Any) -> str:
 
 
 def load_index_json(address: str) -> dict[str, Any]:
-    """Read an index, in up to 4 tries, and return its JSON; raise UserError if it is not of wids' format."""
+    """Read an index, in up to 4 tries, and return its JSON. Raises UserError if the format is not wids'."""
     try:
         content = parse_json(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
@@ -178,7 +186,10 @@ def load_index_json(address: str) -> dict[str, Any]:
 
 
 def find_part_index(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
-    """Return address and JSON of the index with a part's shards, read if another; UserError if that joins others."""
+    """Return address and JSON of the index that lists a part's shards. Reads that index if it is another file.
+
+    Raises UserError if that index refers to further indexes.
+    """
     if entry.get("source_url"):
         where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
         listed = load_index_json(where)
@@ -202,10 +213,13 @@ def base_address(address: str, content: Mapping[str, Any]) -> str:
 
 
 def resolve_address_in_index(index: str, base: str, named: Any) -> str:
-    """Return ``named``, an address in the index at ``index``, as an absolute one; a relative one starts at ``base``.
+    """Return the absolute form of ``named``, an address in the index at ``index``.
 
-    Raises UserError for what is no address, and for a file of this machine in a remote index. An index on a web server
-    may only name addresses on that server, or allowed by FLYTE_DDP_ALLOWED_ADDRESSES.
+    Relative addresses start at ``base``.
+
+    Raises:
+        UserError: ``named`` is no address, or a remote index names a local file. Also if an index on a web server names
+            another server's address that FLYTE_DDP_ALLOWED_ADDRESSES does not allow.
     """
     shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:
@@ -258,7 +272,10 @@ def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
 
 
 def shard_entry(shard: Shard, folder: str) -> dict[str, Any]:
-    """Return a shard's entry, with digests and table, in an index in ``folder``; an address below that is relative."""
+    """Return a shard's entry, with digests and table, for an index in ``folder``.
+
+    Addresses below ``folder`` are written as relative addresses.
+    """
     url = shard.url.removeprefix(f"{folder.rstrip('/')}/")
     entry = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples, "filesize": shard.size}
     return entry | {"md5sum": shard.md5, "sha256": shard.sha256, "table": shard.table and shard.table[1:]}

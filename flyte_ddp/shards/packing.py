@@ -33,13 +33,24 @@ def pack_samples(
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
+    """Pack samples into shards (tar files) with an index ``<name>.json``, and return the index.
 
-    Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
-    Its exceptions reach the caller. The samples of one shard are held in memory. ``seed`` mixes the samples; None keeps
-    their order. Samples sorted by class should be mixed, because training mixes only neighbouring shards. The same
-    samples make the same bytes. A failure leaves no files. Raises UserError if an argument is out of range, a file
-    exists, or the folder cannot be written.
+    ``make_sample`` is called in up to 32 threads, and exceptions pass through. The samples of one shard are held in
+    memory. The same samples give the same bytes. After a failure, no files remain.
+
+    Args:
+        make_sample: Returns the key and members of the sample with a number below ``count``.
+        count: Number of samples.
+        folder: The folder for the shards and the index.
+        classes: Names of the classes.
+        name: Name of the data set, with which the files' names begin.
+        samples_per_shard: Number of samples in each shard but the last.
+        seed: Seed of a random order, or None to keep the order. Samples sorted by class should be mixed, because
+            training mixes only neighbouring shards.
+        progress: auto, bar, lines or off.
+
+    Raises:
+        UserError: An argument is out of range, a file exists, or the folder cannot be written.
     """
     for option, value, least in (
         ("count", count, 1),
@@ -52,7 +63,7 @@ def pack_samples(
         raise UserError(f"name={name!r}: must be fit for a file's name")
     classes = normalize_class_names(name, classes)
     starts = range(0, count, samples_per_shard)
-    digits = max(6, len(str(len(starts) - 1)))  # as many for all shards, so that their names are in order
+    digits = max(6, len(str(len(starts) - 1)))  # the same number for all shards, so that names sort by number
     paths = [folder / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
     index = resolve_index_output(folder / f"{name}.json")
     for path in (index, tables_path(index), *paths):
@@ -67,7 +78,7 @@ def pack_samples(
             for path in paths:
                 samples = list(
                     itertools.islice(made, samples_per_shard)
-                )  # not in replace_file(), which explains OSErrors
+                )  # not inside replace_file(), which explains OSErrors of writing
                 write_shard(path, samples, advance)
         shards = [str(path) for path in paths]
         return create_index(shards, index, name=name, classes=classes, ranges=False, progress="off")
@@ -78,7 +89,7 @@ def pack_samples(
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    # For names that are long or not ASCII, wids reads GNU's format best.
+    # wids reads long and non-ASCII names best in GNU's format.
     with (
         replace_file(path) as file,
         tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as tar,

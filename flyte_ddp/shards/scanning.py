@@ -1,4 +1,4 @@
-"""Make indexes of whole shards or of other indexes, compare shards with them, and refuse what training cannot read."""
+"""Make indexes of shards or of other indexes, verify shards, and reject samples that training cannot read."""
 
 import hashlib
 import itertools
@@ -38,26 +38,26 @@ from flyte_ddp.text.formatting import format_count
 
 THREADS = 8  # shards that are read at the same time
 MOST_LABEL_BYTES = 1 << 10  # a header may claim any size
-MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label
-MOST_IN_RANGES = 10_000_000  # addresses that one with ranges stands for; more would fill the memory with names
+MOST_CLASSES = 1_000_000  # maximum without class names: a higher number is probably no label
+MOST_IN_RANGES = 10_000_000  # maximum of addresses with ranges: more names would fill the memory
 RANGE = re.compile(r"\{(\d{1,18})\.\.(\d{1,18})\}")
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, as pathlib replaces two by one
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, because pathlib replaces two slashes by one
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class ScannedShard(NamedTuple):
-    """What reading a whole shard has found."""
+    """The result of reading a whole shard."""
 
     shard: Shard
     table: SampleTable
-    labels: int  # the highest class number in a ``.cls`` member, plus 1; 0 without such members
+    labels: int  # the highest class number in a ``.cls`` member plus 1, or 0 without ``.cls`` members
     damaged: list[str]  # a sentence about each image that cannot be decoded
 
 
 class HashedStream:
-    """A file made of chunks of bytes, which can be read once; it computes digests and number of the bytes read."""
+    """A file of byte chunks that can be read once, with digests and number of the bytes read so far."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self.chunks = chunks
@@ -66,7 +66,7 @@ class HashedStream:
         self.count = 0
 
     def seekable(self) -> bool:
-        """Return False: the archive must read the bytes that it skips, since they count for the digests."""
+        """Return False, because skipped bytes must be read for the digests."""
         return False
 
     def read(self, length: int) -> bytes:
@@ -81,7 +81,7 @@ class HashedStream:
 
 
 def is_label(member: Member, shard: str) -> bool:
-    """Return whether a member is a label. Raises UserError for a label that is too large to be read."""
+    """Return whether a member is a label. Raises UserError if a label is too large to be read."""
     if member.extension.lower() != LABEL:
         return False
     if member.size > MOST_LABEL_BYTES:
@@ -91,7 +91,10 @@ def is_label(member: Member, shard: str) -> bool:
 
 
 def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
-    """Read a whole shard (``decode``: images too), with up to 3 retries; UserError if unreadable or malformed."""
+    """Read a whole shard, with up to 3 retries. With ``decode``, also decode images.
+
+    If ``stopped`` is set, the shard seems to end early. Raises UserError if the shard is unreadable or malformed.
+    """
 
     def is_wanted(member: Member) -> bool:
         return is_label(member, url) or (decode and member.extension.rpartition(".")[2].lower() in IMAGES)
@@ -128,13 +131,16 @@ def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> S
 def scan_in_threads(
     scan: Callable[[Item, threading.Event], Result], items: Sequence[Item]
 ) -> Iterator[Iterator[Result]]:
-    """Yield an iterator over all ``scan(item, stopped)`` in order, by 8 threads; set ``stopped`` at the block's end."""
+    """Yield an iterator over ``scan(item, stopped)`` of all items in order, computed by 8 threads.
+
+    ``stopped`` is set at the end of the block.
+    """
     stopped = threading.Event()
     try:
         with map_in_threads(lambda item: scan(item, stopped), items, THREADS) as scanned:
             yield scanned
     finally:
-        stopped.set()  # else Python would wait for the threads when the process exits
+        stopped.set()  # at exit, Python would wait for threads that still read
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
@@ -149,7 +155,7 @@ def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
 
 
 def find_decoding_problem(content: bytes) -> str:
-    """Return why Pillow cannot decode an image, else ""; torchcodec may accept the image."""
+    """Return why Pillow cannot decode an image, or "". An image that Pillow rejects may be readable by torchcodec."""
     try:
         image = open_image(content)
         image.load()
@@ -160,9 +166,12 @@ def find_decoding_problem(content: bytes) -> str:
 
 
 def expand_ranges(url: str) -> list[str]:
-    """Return the addresses that ranges such as ``{000..127}`` in ``url`` stand for; none if a range counts down.
+    """Return the addresses that ranges such as ``{000..127}`` in ``url`` stand for.
 
-    Raises UserError for more than MOST_IN_RANGES.
+    A range that counts down gives no address.
+
+    Raises:
+        UserError: The ranges stand for more than MOST_IN_RANGES addresses.
     """
     count = math.prod(max(0, int(last) - int(first) + 1) for first, last in RANGE.findall(url))
     if count > MOST_IN_RANGES:
@@ -185,10 +194,13 @@ def create_index(
     ranges: bool = True,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Read whole shards in 8 threads; write their index and tables of samples; return the index; UserError if unfit.
+    """Read whole shards in 8 threads, write an index and tables of samples, and return the index.
 
-    Unless ``ranges`` is false, ``{000..127}`` in an address stands for a range of numbers. Without ``classes`` the
+    If ``ranges`` is true, ``{000..127}`` in an address stands for a range of numbers. If ``classes`` is empty, the
     classes are called 0, 1, 2 and so on.
+
+    Raises:
+        UserError: A shard is unreadable, malformed or given twice, a label is out of range, or ``output`` is unfit.
     """
     classes = normalize_class_names("classes", classes)
     expanded = [whole for url in urls for whole in (expand_ranges(url) if ranges else [url])]
@@ -235,9 +247,12 @@ def write_index(output: Path, content: dict[str, Any]) -> None:
 def join_indexes(
     addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
 ) -> ShardIndex:
-    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index.
+    """Write an index that refers to two or more indexes (``datasets`` in wids' format), and return the joined index.
 
-    ``weights`` are the passes that an epoch makes through each, 1 by default. Raises UserError if something is unfit.
+    ``weights`` holds the number of passes through each index in an epoch, 1 by default.
+
+    Raises:
+        UserError: An index is unreadable or given twice, weights are unfit, classes differ, or ``output`` is unfit.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)
@@ -262,7 +277,10 @@ def tables_path(index: Path) -> Path:
 
 
 def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write; UserError if an input or another kind of file is there."""
+    """Return the absolute path of an index to write.
+
+    Raises UserError if the path is remote, is among the ``inputs``, or holds a file that is no index.
+    """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
     output = path.absolute()
@@ -280,7 +298,10 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 
 
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
-    """Read all shards in 8 threads (``decode``: images too); return a sentence about each difference from the index."""
+    """Read all shards in 8 threads and return a sentence about each difference from the index.
+
+    With ``decode``, images are also decoded.
+    """
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
@@ -314,7 +335,7 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
 
 
 def refuse_unfit_samples(index: ShardIndex) -> None:
-    """Read, with retries, the first sample of each data set in an index; UserError if training cannot use it."""
+    """Raise UserError if training cannot use the first sample of a data set in an index. Reads with retries."""
     first = {shard.part: shard for shard in reversed(index.shards) if shard.samples}  # the first of each data set
     for shard in reversed(first.values()):
         try:
@@ -324,7 +345,7 @@ def refuse_unfit_samples(index: ShardIndex) -> None:
 
 
 def refuse_unfit_first_sample(url: str) -> None:
-    """Read a shard until its first sample ends; UserError if that has no image or no class number."""
+    """Read the first sample of a shard. Raises UserError if the sample has no image or no class number."""
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
         for member, content in iterate_members(HashedStream(file.chunks), url, lambda member: is_label(member, url)):

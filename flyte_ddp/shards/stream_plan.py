@@ -1,4 +1,4 @@
-"""Plan of a stream by webdataset's rules, under which ranks may get different numbers of batches, so that DDP hangs."""
+"""Compute the number of batches that each rank gets from webdataset. If the numbers differ, DDP hangs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,27 +13,33 @@ NO_SAMPLES = "webdataset ends with an error in a worker without samples"
 
 @dataclass(frozen=True)
 class Loaders:
-    """The options of ``simdist.py`` (tmbdev-archive/wds-distributed), by its names."""
+    """The options of ``simdist.py`` (tmbdev-archive/wds-distributed), with the same names."""
 
     ranks: int
-    workers: int = 0  # of each rank; with 0 the rank's own process reads
+    workers: int = 0  # of each rank, or 0 to read in the rank's process
     batch_size: int = 1  # of each rank
-    nbatches: int = 0  # after which a rank stops; 0 for no limit
-    partial: bool = False  # whether batches that are not full are kept
+    nbatches: int = 0  # number of batches after which a rank stops, or 0 for no limit
+    partial: bool = False  # whether incomplete batches are kept
     repeat: int = 1  # passes of a rank's loader
     dsrepeat: int = 1  # passes of a worker over its shards
 
 
 class StreamPlan:
-    """The numbers of batches that ranks get, which ``simdist.py`` counts by running all loaders.
+    """The numbers of batches that ranks get. ``simdist.py`` counts the same numbers by running all loaders.
 
-    Shard ``i`` goes to rank ``i % ranks``, there to worker ``i // ranks % workers``. Each worker cuts its samples into
-    batches, ``dsrepeat`` times. A rank takes the batches of all its workers, ``repeat`` times, and stops after
-    ``nbatches`` (webdataset 1.0.2). Raises UserError if a worker would have no samples, as webdataset does.
+    Shard ``i`` goes to rank ``i % ranks``, and in this rank to worker ``i // ranks % workers``. Each worker cuts its
+    samples into batches, ``dsrepeat`` times. A rank gets the batches of all its workers, ``repeat`` times, and stops
+    after ``nbatches`` (webdataset 1.0.2).
+
+    Raises:
+        UserError: A worker would have no samples. webdataset fails in the same case.
     """
 
     def __init__(self, loaders: Loaders, counts: NDArray[np.int64]) -> None:
-        """``counts`` [shards] are the samples of each shard, in the order of the list of shards."""
+        """Compute the plan.
+
+        ``counts`` [shards] holds the number of samples of each shard, in the order of the shards.
+        """
         ranks, workers = loaders.ranks, max(1, loaders.workers)
         if len(counts) < ranks * workers:
             fix = f"take fewer of them, or at least {ranks * workers:,} shards"
@@ -52,11 +58,14 @@ class StreamPlan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all ranks get the same number of batches, and at least one."""
+        """Return whether all ranks get the same number of batches, and at least one."""
         return bool(self.batches.min() == self.batches.max() > 0)
 
     def suggest_options(self) -> list[dict[str, int]]:
-        """Return changes of options, such as {"nbatches": 3}; each gives all ranks the same number of batches."""
+        """Return changes of options, each of which gives all ranks the same number of batches.
+
+        An example is {"nbatches": 3}.
+        """
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []
         if shortest := self.loaders.repeat * int(self.pass_batches.min()):
@@ -64,7 +73,7 @@ class StreamPlan:
         return changes
 
     def format_lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield a line for each of the first ``limit`` ranks, and whether the plan is exact."""
+        """Yield a line for each of the first ``limit`` ranks, and a line that reports whether the plan is exact."""
         loaders, samples = self.loaders, self.samples.sum(axis=1)
         yield (
             f"{len(self.counts):,} shards with {samples.sum():,} samples; ranks x workers = {loaders.ranks:,} x "
@@ -78,7 +87,10 @@ class StreamPlan:
             yield f"every rank gets {self.batches[0]:,} batches"
 
     def refuse_inexact(self) -> None:
-        """Raise UserError, with options that are exact, if ranks get different numbers of batches or none gets one."""
+        """Raise UserError if ranks get different numbers of batches, or if no rank gets a batch.
+
+        The text suggests options.
+        """
         if not self.batches.any():
             problem = f"no worker has more than {self.samples.max():,} samples, and smaller batches are dropped"
             fix = "lower batch_size or workers, or keep partial batches"

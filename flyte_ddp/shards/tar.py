@@ -1,8 +1,8 @@
-"""Find the files in a shard, with their places, and the table of a shard's samples.
+"""Find the files in a shard with their positions, and build the table of a shard's samples.
 
-A shard is an uncompressed tar file in webdataset's convention: adjacent files whose names are equal up to the first dot
-of the last part are one sample. Python's tarfile reads the headers. As it ends without an error at a damaged header and
-at a missing end, the last block that it has read must be the end mark.
+A shard is an uncompressed tar file in webdataset's convention. Adjacent files form a sample if their names are equal up
+to the first dot of the last part. Python's tarfile reads the headers. At damage or without an end mark, tarfile ends
+without an error. For this reason the last block that was read is compared with the end mark.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import MOST_BYTES, Shard
 
 BLOCK = tarfile.BLOCKSIZE
-MOST_HEADER_BYTES = 1 << 20  # of a metadata header, which tarfile reads into memory: long names, pax records
-PIECE_BYTES = 1 << 20  # read at once, as a header may claim any size
-SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
-# Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
+MOST_HEADER_BYTES = 1 << 20  # maximum of a metadata header (long names, pax records), which tarfile reads into memory
+PIECE_BYTES = 1 << 20  # maximum of one read, because a header may claim any size
+SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with the dot
+# Exceptions of tarfile for malformed headers. A thousand metadata headers in a row raise RecursionError.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
 SEPARATOR = "\0"  # ends each name in a stored table; no name in a tar file contains it
 COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64}
@@ -36,7 +36,7 @@ COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes":
 class Member(NamedTuple):
     """A file in a shard."""
 
-    key: str  # of its sample
+    key: str  # of the sample
     extension: str  # with the dot
     offset: int  # byte of the shard where the content begins
     size: int  # bytes of the content
@@ -45,12 +45,14 @@ class Member(NamedTuple):
 def iterate_members(
     file: Any, shard: str, is_wanted: Callable[[Member], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """Yield the members of a tar file in their order, each with its content if ``is_wanted(member)``, else None.
+    """Yield the members of a tar file in order, each with its content if ``is_wanted(member)``, else with None.
 
-    Reads the file, which need not be seekable, to its end; ``file.read(n)`` may return fewer bytes only there. Skips
-    folders, files without an extension (as wids), names that begin with a dot (as webdataset), and ``._x.jpg``, which a
-    Mac's tar adds. Raises UserError if the file is no whole tar file, or has a link, a device, a sparse file, or a name
-    outside its folder.
+    Reads the file to its end. The file need not be seekable, and ``file.read(n)`` may return fewer bytes only at the
+    end. Skips folders, files without an extension (like wids), names that begin with a dot (like webdataset), and the
+    ``._x.jpg`` files that a Mac's tar adds.
+
+    Raises:
+        UserError: The file is no whole tar file, or has a link, a device, a sparse file, or a name outside its folder.
     """
     archive = Archive(file, shard)
     for header in archive.read_headers():
@@ -75,36 +77,39 @@ def iterate_members(
 
 
 class Archive:
-    """A tar file that is read once from start to end; ``place`` is the number of the next byte.
+    """A tar file that is read once from start to end. ``place`` is the position of the next byte.
 
-    tarfile reads headers through this object, so ``read``, ``tell`` and ``seek`` have the names of a file's methods.
+    The methods ``read``, ``tell`` and ``seek`` are those of a file, because tarfile reads headers through this object.
     """
 
     def __init__(self, file: Any, shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
-        self.block = b""  # the last block that was read of headers
+        self.block = b""  # the last block of headers that was read
 
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the header of each entry, also of folders and links; UserError for damage or joined archives."""
+        """Yield the header of each entry, including folders and links.
+
+        Raises UserError for damage and for joined archives.
+        """
         try:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             for header in iter(archive.next, None):
                 if not 0 <= header.size <= MOST_BYTES:
                     raise self.damage_error("a header with a size that no shard has")
                 yield header
-                archive.members.clear()  # type: ignore[attr-defined]  # else it would keep all headers
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers
         except UserError:
             raise
         except MALFORMED:
             raise self.damage_error("no header, or a damaged one,") from None
-        if self.block != bytes(BLOCK):  # tarfile also ends, without an error, at damage
+        if self.block != bytes(BLOCK):  # at damage, tarfile ends without an error
             raise self.damage_error("no header, or a damaged one,")
         while rest := self.file.read(PIECE_BYTES):
             if rest.strip(b"\0"):
                 raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
 
     def read(self, length: int) -> bytes:
-        """Return the next ``length`` bytes of a header to tarfile, and keep the last block of them."""
+        """Return the next ``length`` bytes of a header to tarfile, and keep their last block."""
         if length > MOST_HEADER_BYTES:
             raise self.damage_error(f"a metadata header of {length:,} bytes, above the {MOST_HEADER_BYTES:,} allowed,")
         content = self.read_content(length)
@@ -124,7 +129,7 @@ class Archive:
         return self.place
 
     def seek(self, place: int) -> None:
-        """Move forward to byte ``place``; if a seekable file ends before it, the next read raises the error."""
+        """Move forward to byte ``place``. If a seekable file ends before, the next read raises the error."""
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
             self.place = place
@@ -138,10 +143,10 @@ class Archive:
 
 @dataclass(frozen=True, eq=False)
 class SampleTable:
-    """The samples of a shard and their members, stored in columns, which take little memory."""
+    """The samples of a shard and their members, stored in columns to save memory."""
 
     keys: tuple[str, ...]  # of the samples
-    extensions: tuple[str, ...]  # all that occur in the shard, each with its dot
+    extensions: tuple[str, ...]  # all extensions in the shard, with the dot
     starts: NDArray[np.int32]  # [samples + 1] number of each sample's first member
     kinds: NDArray[np.uint32]  # [members] position in ``extensions``
     offsets: NDArray[np.int64]  # [members] byte of the shard where the content begins
@@ -157,7 +162,7 @@ class SampleTable:
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """Return the table in numpy's compressed ``.npz`` format."""
+        """Return the table in NumPy's compressed ``.npz`` format."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
         for column, names in (("keys", self.keys), ("extensions", self.extensions)):
@@ -168,7 +173,7 @@ class SampleTable:
 
     @classmethod
     def from_bytes(cls, content: bytes, shard_size: int) -> SampleTable:
-        """Read the stored table of a shard of this size. Content that is none raises any exception."""
+        """Read the stored table of a shard of this size. Content that is no table raises an exception of any type."""
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if any(column.file_size > shard_size for column in archive.infolist()):
                 raise ValueError("a column is larger than the shard, in which each file has a header of 512 bytes")
@@ -180,7 +185,7 @@ class SampleTable:
         return table
 
     def check_columns(self, shard_size: int) -> None:
-        """Raise ValueError for columns that do not fit each other or a shard of this size."""
+        """Raise ValueError if the columns do not fit each other, or a shard of this size."""
         members = len(self.kinds)
         shapes = dict.fromkeys(COLUMNS, (members,)) | {"starts": (len(self) + 1,)}
         right = all(
@@ -200,7 +205,10 @@ class SampleTable:
 
 
 def read_table_or_none(shard: Shard, size: int) -> SampleTable | None:
-    """Read the stored table of a shard of ``size`` bytes in one try. Return None if missing, unreadable or unfit."""
+    """Read the stored table of a shard of ``size`` bytes, without retries.
+
+    If the table is missing, unreadable or unfit, return None.
+    """
     if shard.table is None:
         return None
     address, start, length, digest = shard.table
@@ -216,7 +224,10 @@ def table_digest(content: bytes) -> str:
 
 
 def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group a shard's members into samples; UserError if a sample's members are scattered or two have one extension."""
+    """Group a shard's members into samples.
+
+    Raises UserError if the members of a sample are scattered, or if two members of a sample have the same extension.
+    """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []

@@ -1,8 +1,8 @@
 """Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
-Requests wait up to 10 s for a connection, and 30 s for each piece or response; only :func:`retry` retries. A failure is
-an :class:`UnavailableError`, which says whether a retry may succeed. An address of no known kind, and writing to a web
-server, raise UserErrors. The first use of a bucket may ask servers for credentials and region; from then on forks of
+Requests wait up to 10 s for a connection, and 30 s for each piece or response. Only :func:`retry` retries. Failures are
+:class:`UnavailableError`, with a flag for whether a retry may succeed. An address of unknown kind, and writing to a web
+server, raise UserError. The first use of a bucket may ask servers for credentials and region. From then on, forks of
 this process cannot use object storage.
 """
 
@@ -34,11 +34,14 @@ __all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "p
 __all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "hash_file", "list_files"]
 __all__ += ["list_folders", "open_file", "read_file", "retry", "stat_file", "write_file"]
 
-MOST_BYTES = 2**30  # of a file that is read into memory
+MOST_BYTES = 2**30  # maximum of a file that is read into memory
 
 
 def select_storage(address: str) -> Any:
-    """Import and return the module for an address, which has the functions below; may import requests, obstore."""
+    """Import and return the module for an address, which has the functions below.
+
+    May import requests or obstore.
+    """
     kind = scheme(address)
     if kind == "file":
         return local
@@ -52,18 +55,25 @@ def select_storage(address: str) -> Any:
 
 
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
-    """Return a context manager that opens a file, or a span of it, for one pass over its bytes as stored.
+    """Return a context manager that opens a file, or a span of bytes, for one pass over the stored bytes.
 
-    UnavailableErrors come on entering the block, and while chunks are read.
+    Raises UnavailableError on entering the block, and while chunks are read.
     """
     opened: AbstractContextManager[Content] = select_storage(address).open_file(address, span)
     return opened
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Read a file, or a span, into memory; AlteredError for another tag (:class:`Entry`) than ``tag``; "" fits all.
+    """Read a file, or a span of bytes, into memory.
 
-    Raises UnavailableError for more than MOST_BYTES: a server's answer may have no end.
+    Args:
+        address: The address of the file.
+        span: Number of the first byte, and number of the byte after the last.
+        tag: The expected tag (:class:`Entry`) of the file. Any tag is accepted if this is empty.
+
+    Raises:
+        AlteredError: The file has another tag.
+        UnavailableError: The file cannot be read, or has more than MOST_BYTES (a server's answer may have no end).
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -80,7 +90,7 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 
 
 def hash_file(address: str) -> str:
-    """Return the SHA-256 (hex) of the file at an address, which is read in chunks."""
+    """Return the SHA-256 (hex) of the file at an address. Reads the file in chunks."""
     digest = hashlib.sha256()
     with open_file(address) as opened:
         for chunk in opened.chunks:
@@ -91,9 +101,14 @@ def hash_file(address: str) -> str:
 def download_file(
     address: str, file: BinaryIO, *, digests: Sequence[str] = (), kind: str = "sha256", progress: Progress | None = None
 ) -> None:
-    """Empty an open file, and copy the file at an address into it; raise OSError if ``file`` cannot be written.
+    """Empty an open file and copy the file at an address into the open file.
 
-    Raises AlteredError unless the copy's digest of this ``kind`` (hex) begins as one of ``digests``, if there are any.
+    If ``digests`` are given, the copy's digest of this ``kind`` (hex) must begin with an element of ``digests``.
+
+    Raises:
+        AlteredError: The copy has another digest.
+        UnavailableError: The address cannot be read.
+        OSError: ``file`` cannot be written.
     """
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
@@ -116,52 +131,69 @@ def download_file(
 
 
 def stat_file(address: str) -> Entry:
-    """Return size (-1 if a web server sends none) and tag of a file, with name ""; MissingError if there is none."""
+    """Return size and tag of a file, with the name "". If a web server does not send the size, the size is -1.
+
+    Raises:
+        MissingError: The file does not exist.
+    """
     entry: Entry = select_storage(address).stat_file(address)
     return entry
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield all files below a folder or prefix, ordered by name, without the empty objects that mark folders.
+    """Yield all files below a folder or prefix, ordered by name.
 
-    Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders. For a web
-    server raises UnavailableError, for a missing folder of this machine MissingError; a prefix without objects has no
-    files. Errors come at the call for a bucket, at the first ``next()`` for others.
+    The whole list is kept in memory. On this machine, symlinks are followed, and hidden files and folders are skipped.
+    In a bucket, empty objects that mark folders are skipped, and a prefix without objects gives no files. Errors of a
+    bucket are raised by the call, other errors by the first ``next()``.
+
+    Raises:
+        MissingError: The folder of this machine does not exist.
+        UnavailableError: The files cannot be listed, or the address is on a web server.
     """
     entries: Iterator[Entry] = select_storage(address).list_files(address)
     return entries
 
 
 def list_folders(address: str) -> list[str]:
-    """Return the sorted names of the folders directly in a folder or below a prefix, without hidden local ones.
+    """Return the sorted names of the folders directly in a folder or below a prefix. Hidden local folders are skipped.
 
-    Raises UnavailableError for a web server, and MissingError for a missing folder of this machine.
+    Raises:
+        MissingError: The folder of this machine does not exist.
+        UnavailableError: The folders cannot be listed, or the address is on a web server.
     """
     names: list[str] = select_storage(address).list_folders(address)
     return names
 
 
 def write_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, to an address; replace the file there; make missing folders.
+    """Write bytes, or a copy of the file at a path, to an address.
 
-    Readers see the old file or the whole new one; on this machine a power cut may lose both.
+    Replaces an existing file and creates missing folders.
+
+    Readers see the old file or the whole new file. On this machine, a power cut may lose both.
     """
     select_storage(address).write_file(address, content, create=False)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, to an address where no file is yet; make missing folders.
+    """Write bytes, or a copy of the file at a path, to an address where no file exists. Creates missing folders.
 
-    Readers see no file or the whole file; on this machine it is on the disk before this returns. Raises ExistsError if
-    there is a file; an earlier try whose response was lost may have written it.
+    Readers see no file or the whole file. On this machine, the file is on the disk when this function returns.
+
+    Raises:
+        ExistsError: The file exists. An earlier try whose response was lost may have written the file.
     """
     select_storage(address).write_file(address, content, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete files that are all in one bucket or all on this machine, many with each request.
+    """Delete files of a single bucket, or files of this machine, with few requests.
 
-    Raises MissingError if a file is missing, which S3 does not report. After an error, other files may be gone.
+    After an error, other files may be deleted.
+
+    Raises:
+        MissingError: A file does not exist. S3 does not report missing files.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)

@@ -1,4 +1,4 @@
-"""Split, join and resolve addresses of files. Nothing here opens a file or uses the network."""
+"""Split, join and resolve addresses of files, without access to files or network."""
 
 import os
 import posixpath
@@ -12,7 +12,10 @@ SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
 
 def scheme(address: str) -> str:
-    """Return ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``; else raise UserError."""
+    """Return ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
+
+    Raises UserError if the address is of another kind, or contains credentials.
+    """
     refuse_credentials("address", address)
     if "://" not in address:
         return "file"
@@ -27,7 +30,7 @@ def scheme(address: str) -> str:
 
 
 def local_path(address: str) -> Path | None:
-    """Return the absolute path of a path (also with ``~``) or ``file://`` address; None for a remote address."""
+    """Return the absolute path of a path (also with ``~``) or ``file://`` address, or None for a remote address."""
     if scheme(address) != "file":
         return None
     path = Path(unquote(urlsplit(address).path) if "://" in address else address)
@@ -35,19 +38,22 @@ def local_path(address: str) -> Path | None:
 
 
 def join(folder: str, name: str) -> str:
-    """Return the address of a file in a folder or below a prefix; percent-encode its name for a web server."""
+    """Return the address of a file in a folder or below a prefix. For a web server, the name is percent-encoded."""
     path = local_path(folder)
     return f"{folder.rstrip('/')}/{encode_name(folder, name)}" if path is None else str(path / name)
 
 
 def encode_name(address: str, name: str) -> str:
-    """Return a file's name as in addresses: percent-encoded if ``address`` is of a web server, else unchanged."""
+    """Return a file name percent-encoded if ``address`` is on a web server, else unchanged."""
     web = "://" in address and scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
 
 def parent(address: str) -> str:
-    """Return the address of the folder or prefix that contains a file; a web address loses its query and fragment."""
+    """Return the address of the folder or prefix that contains a file.
+
+    Query and fragment of a web address are removed.
+    """
     path = local_path(address)
     if path is not None:
         return str(path.parent)
@@ -61,8 +67,8 @@ def parent(address: str) -> str:
 def resolve(base: str, address: str) -> str:
     """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
 
-    A relative one is names joined by "/": ".." goes one folder up, "/" at the start leads to the top of the machine,
-    server or bucket. "#", "?" and "%" are ordinary characters.
+    A relative address is names joined by "/". The name ".." goes up one folder. A slash at the start leads to the top
+    of the machine, server or bucket. The characters "#", "?" and "%" have no special meaning.
     """
     if "://" in address:
         return address
@@ -82,7 +88,7 @@ def resolve(base: str, address: str) -> str:
 
 
 def split_key(address: str) -> tuple[str, str]:
-    """Return an object's address up to and including the slash after its bucket, and the object's key."""
+    """Return an object's address up to and including the slash after the bucket, and the object's key."""
     kind, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{kind}://{bucket}/", key

@@ -1,6 +1,6 @@
-"""Make obstore's stores for S3, Google and Azure, with the endpoints and credentials that each cloud's own tools use.
+"""Make obstore's stores for S3, Google and Azure, with the same endpoints and credentials as each cloud's tools.
 
-Flyte's variables (``FLYTE_AWS_*``, ``FLYTE_AZURE_*``) come first, as in flytekit. Unusable settings or credentials
+Flyte's variables (``FLYTE_AWS_*``, ``FLYTE_AZURE_*``) take precedence, as in flytekit. Unusable settings or credentials
 raise exceptions of many classes: of botocore, google-auth, obstore, or a ValueError.
 """
 
@@ -18,11 +18,11 @@ ENDPOINT_VARIABLES = ("FLYTE_AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT
 AWS_ENDPOINT = "https://s3.{region}.amazonaws.com"
 GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 AZURE_SETTINGS = ("STORAGE_ACCOUNT_NAME", "STORAGE_ACCOUNT_KEY", "CLIENT_ID", "CLIENT_SECRET", "TENANT_ID")
-CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again, which renews them when necessary
+CREDENTIALS_LIFETIME = timedelta(minutes=10)  # afterwards obstore asks botocore again, which renews expired credentials
 
 
 def make_s3_store(bucket: str) -> Any:
-    """Return a store of a bucket on AWS or a server like S3; may ask AWS for region and credentials."""
+    """Return a store of a bucket on AWS or an S3-compatible server. May ask AWS for region and credentials."""
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from obstore.store import S3Store
 
@@ -33,13 +33,13 @@ def make_s3_store(bucket: str) -> Any:
     credentials = session.get_credentials()
 
     def fetch_credentials() -> dict[str, Any]:
-        """Return credentials in obstore's form; botocore asks servers for new ones before they expire."""
+        """Return credentials in obstore's form. botocore renews credentials before they expire."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
         return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}
 
     if credentials:
-        fetch_credentials()  # called here for botocore's own exception; obstore would wrap it
+        fetch_credentials()  # called here to get botocore's exception, which obstore would wrap
     region, bundle = session.get_config_variable("region"), session.get_config_variable("ca_bundle")
     endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
     endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
@@ -55,7 +55,7 @@ def make_s3_store(bucket: str) -> Any:
 
 
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
-    """Ask AWS for the region of a bucket, without credentials; return ``default`` after a failure."""
+    """Ask AWS for the region of a bucket, without credentials. After a failure, return ``default``."""
     import requests
 
     with suppress(requests.RequestException):  # the first read from the bucket reports the error
@@ -66,7 +66,10 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 
 
 def make_google_store(bucket: str) -> Any:
-    """Fetch application default credentials, and return a store of a bucket; an anonymous one if there are none."""
+    """Return a store of a bucket with application default credentials, which are fetched here.
+
+    If no credentials exist, the store is anonymous.
+    """
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
     from obstore.auth.google import GoogleCredentialProvider
@@ -80,15 +83,15 @@ def make_google_store(bucket: str) -> Any:
     try:
         provider = GoogleCredentialProvider(auth.default(scopes=[GOOGLE_SCOPE])[0])
     except DefaultCredentialsError:
-        if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):  # the user wants these, so no anonymous requests
+        if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):  # the user asked for credentials
             raise
         return GCSStore(bucket, **anonymous)
-    provider()  # called here for google-auth's own exception; obstore would wrap it
+    provider()  # called here to get google-auth's exception, which obstore would wrap
     return GCSStore(bucket, credential_provider=provider, **client_settings())
 
 
 def make_azure_store(container: str) -> Any:
-    """Return a store of an Azure container, without a request; ``FLYTE_AZURE_*`` variables go before ``AZURE_*``."""
+    """Return a store of an Azure container, without a request. ``FLYTE_AZURE_*`` takes precedence over ``AZURE_*``."""
     from obstore.store import AzureStore
 
     settings = client_settings()
@@ -99,13 +102,13 @@ def make_azure_store(container: str) -> Any:
 
 
 def client_settings(bundle: str | None = None) -> dict[str, Any]:
-    """Return the arguments of all stores; ``bundle`` or ``REQUESTS_CA_BUNDLE`` (PEM) adds trusted certificates."""
+    """Return the arguments of all stores. ``bundle`` or ``REQUESTS_CA_BUNDLE`` (PEM) adds trusted certificates."""
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://
         "connect_timeout": timedelta(seconds=transfer.CONNECT_TIMEOUT),
         "read_timeout": timedelta(seconds=transfer.READ_TIMEOUT),
-        "timeout": timedelta(days=1),  # of a whole download; obstore's default of 30 s is too short for a shard
+        "timeout": timedelta(days=1),  # for a whole download: obstore's default of 30 s is too short for a shard
     }
     if bundle := bundle or os.environ.get("REQUESTS_CA_BUNDLE"):
         options["root_certificate"] = Path(bundle).read_bytes()
-    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retry retries, and prints it
+    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retry retries and reports

@@ -1,4 +1,4 @@
-"""Read and list files of HTTP servers. Proxies, certificates and ``~/.netrc`` come from the environment (requests)."""
+"""Read files of HTTP servers. Proxies, certificates and ``~/.netrc`` come from the environment (requests)."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size (-1 if not sent) and, as the tag, the ETag or else the time of the last change."""
+    """Return the size (-1 if not sent), and the ETag or else the time of the last change as tag."""
     with open_response(address, "HEAD", {}) as response:
         tag, time = (response.headers.get(name, "") for name in ("ETag", "Last-Modified"))
         size = parse_length(response)
@@ -43,7 +43,7 @@ def stat_file(address: str) -> Entry:
 
 
 def parse_length(response: requests.Response) -> int | None:
-    """Return the body's length in bytes; None if it was not sent. Raises UnavailableError if it is no whole number."""
+    """Return the body's length in bytes, or None if not sent. Raises UnavailableError if it is no whole number."""
     length = response.headers.get("Content-Length", "")
     if length and not (length.isascii() and length.isdecimal()):
         raise UnavailableError(f"the server says Content-Length: {length!r}, which is no number of bytes")
@@ -67,7 +67,10 @@ def delete_files(addresses: Sequence[str]) -> NoReturn:
 
 @contextmanager
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Send a request and yield the response with an unread body; failures, in the block too, are UnavailableErrors."""
+    """Send a request and yield the response with an unread body.
+
+    Failures of the request, including failures in the block, are raised as UnavailableError.
+    """
     try:
         with send_request(address, method, headers) as response:
             if response.status_code not in (200, 206):
@@ -82,9 +85,9 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
 
 
 def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
-    """Send a request, follow redirects, and return the last response, for the caller to close.
+    """Send a request, follow redirects, and return the last response. The caller must close the response.
 
-    Raises requests' errors, also after its time limits, and UnavailableError for a redirect that is refused.
+    Raises errors of requests, including timeouts, and UnavailableError if a redirect is rejected.
     """
     session = get_process_session(os.getpid())
     for _ in range(session.max_redirects + 1):
@@ -92,9 +95,9 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
             response = session.request(
                 method,
                 address,
-                stream=method != "HEAD",  # without a body there is nothing to stream, and the connection stays open
+                stream=method != "HEAD",  # HEAD has no body to stream, so the connection can be reused
                 timeout=(transfer.CONNECT_TIMEOUT, transfer.READ_TIMEOUT),
-                headers={"Accept-Encoding": "identity", **headers},  # digests are of the uncompressed bytes
+                headers={"Accept-Encoding": "identity", **headers},  # digests are computed from uncompressed bytes
                 allow_redirects=False,
             )
             if not response.is_redirect:
@@ -105,7 +108,7 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
             problem = find_redirect_problem(response.url, address)
         except requests.RequestException:
             raise
-        except ValueError as error:  # such as a UserError
+        except ValueError as error:  # for example, a UserError
             raise UnavailableError(f"redirected to an address that is refused: {error}") from None
         if problem:
             fix = f"set {ALLOWED}={origin_of(address)} if that may be read"
@@ -115,7 +118,7 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
 
 @cache
 def get_process_session(process_id: int) -> requests.Session:  # noqa: ARG001
-    """Return this process's HTTP session, without cookies; a fork must not use its parent's connections."""
+    """Return this process's HTTP session, without cookies. A fork must not use connections of the parent process."""
     session = requests.Session()
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):

@@ -49,7 +49,10 @@ def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size and, as the tag, the time of the last change (ns); MissingError if it is no regular file."""
+    """Return the size, and the time of the last change (ns) as the tag.
+
+    Raises MissingError if it is no regular file.
+    """
     with translate_os_errors():
         status = require_local_path(address).stat()
     if not S_ISREG(status.st_mode):
@@ -58,7 +61,7 @@ def stat_file(address: str) -> Entry:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Write a file atomically; with ``create`` only where there is none, else ExistsError, and with fsync."""
+    """Write a file atomically. With ``create``, the write is also durable, and an existing file raises ExistsError."""
     path = require_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:
@@ -68,7 +71,7 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
             else:
                 file.write(content)
     except OSError as error:
-        # The path is looked at because a FileExistsError is also raised where the file's folder is itself a file.
+        # The path is examined because a FileExistsError is also raised if the file's folder is a file.
         if create and isinstance(error, FileExistsError) and path.exists():
             raise ExistsError("there is a file of that name") from None
         raise UnavailableError(error.strerror or str(error)) from None
@@ -97,7 +100,7 @@ def list_folders(address: str) -> list[str]:
 
 
 def walk_folder(root: Path) -> Iterator[Entry]:
-    """Yield files in the order of the file system; OSError for what cannot be read, such as links in a circle."""
+    """Yield files in the file system's order. Raises OSError for unreadable folders and links in a circle."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -1,7 +1,7 @@
 """Read, list, write and delete objects of S3, Google Cloud Storage and Azure Blob Storage, through obstore.
 
-obstore's threads run without Python's global lock. A fork has none of these threads, so a forked child can use obstore
-only if its parent has not used it.
+The threads of obstore run without Python's global lock. A forked process has none of these threads. For this reason a
+forked child can use obstore only if the parent has not used obstore.
 """
 
 import os
@@ -22,20 +22,20 @@ from flyte_ddp.storage.transfer import Content, Entry, ForbiddenError, MissingEr
 from flyte_ddp.text.credentials import mask_credentials
 
 BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
-PART_BYTES = 16 << 20  # of each part of a multipart upload, which may have 10,000 parts
+PART_BYTES = 16 << 20  # size of a part of a multipart upload, which may have 10,000 parts
 # obstore has classes for status 404, 403, 401, 409 and 412. Everything else is a GenericError.
 KINDS = {FileNotFoundError: MissingError, PermissionDeniedError: ForbiddenError}
-PASSING = ("HTTP error", "PyErr")  # a lost connection or no answer; credentials that could not be renewed
+PASSING = ("HTTP error", "PyErr")  # a lost connection or no answer, and credentials that could not be renewed
 DENIED = ("400", "401", "403")
 QUERY = re.compile(r"\?\S+")
 STATUS = re.compile(r"status code: (\d{3})(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
-CAUSE = re.compile(r'message: "([^"]+)"')  # the operating system's, deep in Rust's structures
+CAUSE = re.compile(r'message: "([^"]+)"')  # the operating system's message inside Rust's structures
 Result = TypeVar("Result")
 
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open an object, or a span of bytes of it, for one pass; the server sends no more than the span."""
+    """Open an object, or a span of bytes, for one pass. The server sends only the span."""
     options: Any = {"range": span} if span else {}
     stored = call_with_store(address, lambda store, key: obstore.get(store, key, options=options), reads=True)
     start, end = stored.range
@@ -55,7 +55,7 @@ def stat_file(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Return the objects below a prefix, sorted by name, without empty ones that mark a folder of other objects."""
+    """Return the objects below a prefix, sorted by name, without empty objects that mark a folder of other objects."""
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
     stored = call_with_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect())
@@ -72,26 +72,29 @@ def list_folders(address: str) -> list[str]:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Upload an object, in parts if it is large; with ``create`` in one request (on S3 at most 5 GB), as a new one."""
+    """Upload an object, in parts if large.
+
+    With ``create``, the object must not exist and is uploaded in one request (on S3 at most 5 GB).
+    """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
     call_with_store(address, lambda store, key: obstore.put(store, key, content, **options))
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google."""
+    """Delete objects of one bucket. A request deletes up to 1,000 objects on S3, 256 on Azure, and one on Google."""
     keys = [split_key(address)[1] for address in addresses]
     call_with_store(addresses[0], lambda store, _: obstore.delete(store, keys))
 
 
 def call_with_store(address: str, action: Callable[[Any, str], Result], *, reads: bool = False) -> Result:
-    """Open the bucket of ``address`` and return ``action(store, key)``; raise UnavailableError if either fails."""
+    """Open the bucket of ``address`` and return ``action(store, key)``. Raises UnavailableError if either fails."""
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
     store = get_bucket_store(scheme, bucket)
     try:
         return action(store, key)
-    except Exception as error:  # of obstore's classes, and some of Python's own
+    except Exception as error:  # of obstore's classes, and some of Python's
         failure = translate_error(error, anonymous="skip_signature" in store.config)
         if reads and isinstance(failure, ForbiddenError) and is_missing(store, key):
             failure = MissingError(f"{failure}: the list of the bucket does not have it")
@@ -99,31 +102,31 @@ def call_with_store(address: str, action: Callable[[Any, str], Result], *, reads
 
 
 def is_missing(store: Any, key: str) -> bool:
-    """Return whether the bucket can be listed and the list does not have the object.
+    """Return whether the bucket can be listed and does not contain the object.
 
-    A server answers 403 and not 404 for a missing object to a caller who may not list the whole bucket.
+    For a missing object, a server answers 403 instead of 404 if the caller may not list the bucket.
     """
     try:
-        # The list begins before the object; some servers ignore the offset, so smaller keys are skipped.
+        # The list begins before the object. Some servers ignore the offset, so smaller keys are skipped.
         pages = obstore.list(store, prefix=key.rpartition("/")[0], offset=key[:-1])
         return key != next((each["path"] for page in pages for each in page if each["path"] >= key), "")
-    except Exception:  # of obstore, whose errors have many classes
+    except Exception:  # obstore's errors have many classes
         return False
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError for an exception of obstore, by its class, and its status or else its first line."""
-    text = str(error)  # below the first line are Rust's structures
+    """Return the UnavailableError for an exception of obstore, with the status or else the first line."""
+    text = str(error)  # the lines after the first show Rust's structures
     is_conflict = "ConditionalRequestConflict" in text  # S3: another writer is at work, and may yet fail
     if isinstance(error, AlreadyExistsError) and not is_conflict:
         return transfer.ExistsError("there is an object of that name")
-    if (status := STATUS.search(text)) and "TokenRequest" not in text:  # whose status says nothing of the object
+    if (status := STATUS.search(text)) and "TokenRequest" not in text:  # else the status of another request
         unsigned = " (asked without credentials, as there are none)" if anonymous and status[1] in DENIED else ""
         failure = transfer.http_status_error(int(status[1]), (status[2] or "") + unsigned)
         failure.transient |= is_conflict
         return failure
     kind = next((kind for raised, kind in KINDS.items() if isinstance(error, raised)), UnavailableError)
-    words = QUERY.sub("", text.partition("\n")[0])  # the query of an address may hold a signature
+    words = QUERY.sub("", text.partition("\n")[0])  # the query of an address may contain a signature
     words += f": {cause[1]}" if (cause := CAUSE.search(text)) else ""
     if "InvalidCertificate" in text:
         words += ": its certificate is not trusted; name a file of the authority's certificate in AWS_CA_BUNDLE"
@@ -136,21 +139,24 @@ LOCK = threading.Lock()  # held while a store is made
 
 
 def get_bucket_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket, cached by environment; UnavailableError in a fork of a process with one."""
+    """Return obstore's store of a bucket, cached by environment.
+
+    Raises UnavailableError if settings are unusable, or if this process is a fork of a process that used obstore.
+    """
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
     if USERS - {os.getpid()}:
         problem = "this process is a fork of one that has used object storage, whose threads a fork does not have"
         fix = "start it by 'spawn' or 'forkserver', as DataLoader(multiprocessing_context='spawn') does"
         raise UnavailableError(f"{problem}; {fix}")
-    # Before the lock is taken: a process that is forked while a thread holds the lock gets the error and does not hang.
+    # Added before locking: a process that is forked while a thread holds the lock gets the error and does not hang.
     USERS.add(os.getpid())
     environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(clouds.VARIABLES)))
     try:
         with LOCK:  # making a store takes 0.3 s, so threads must not make the same one twice
             return make_bucket_store(scheme, bucket, environment)
     except Exception as error:
-        # google-auth marks its transient errors; botocore's have this name.
+        # google-auth marks transient errors, and botocore's transient errors have this name.
         transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
         words = f"settings or credentials of {scheme}:// cannot be used: {translate_error(error)}"
         raise UnavailableError(words, transient=transient) from None
@@ -158,7 +164,7 @@ def get_bucket_store(scheme: str, bucket: str) -> Any:
 
 @lru_cache(maxsize=32)
 def make_bucket_store(scheme: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
-    """Make obstore's store of a bucket; the variables serve only as the key of the cache."""
+    """Make obstore's store of a bucket. The variables serve only as the key of the cache."""
     if scheme == "s3":
         return clouds.make_s3_store(bucket)
     return clouds.make_google_store(bucket) if scheme == "gs" else clouds.make_azure_store(bucket)

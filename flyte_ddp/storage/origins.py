@@ -1,7 +1,7 @@
 """Decide which addresses a web server may make this process read, by an index or by a redirect.
 
 The process reads with the user's credentials and from inside the user's network. If a web server could name any
-address, the process would read private buckets for it, or ask a cloud's metadata service for credentials.
+address, the process would read private buckets for the server, or ask a cloud's metadata service for credentials.
 """
 
 import socket
@@ -13,18 +13,21 @@ from flyte_ddp.settings import allowed_addresses
 from flyte_ddp.storage.addresses import scheme
 
 PORTS = {"http": 80, "https": 443}
-# IPv6 addresses that end with an IPv4 one: NAT64 (RFC 6052), and IPv4-compatible ones (RFC 4291).
+# IPv6 networks whose addresses end with an IPv4 address: NAT64 (RFC 6052), and IPv4-compatible (RFC 4291).
 EMBEDDING = (IPv6Network("64:ff9b::/96"), IPv6Network("::/96"))
-ASSIGNED = (IPv4Network("192.0.0.0/24"),)  # for protocols (RFC 6890), which not all releases of Python know
+ASSIGNED = (IPv4Network("192.0.0.0/24"),)  # reserved for protocols (RFC 6890), which not all Python releases know
 
 
 def origin_of(address: str) -> str:
-    """Return scheme, host and port of a web address, or scheme and bucket of an object, with a slash at the end."""
+    """Return scheme, host and port of a web address, or scheme and bucket of an object, with a final slash."""
     return "/".join(normalise_address(address).split("/", 3)[:3]) + "/"
 
 
 def normalise_address(address: str) -> str:
-    """Return a remote address with its scheme in lower case; a web address without default port, query and fragment."""
+    """Return a remote address with the scheme in lower case.
+
+    Default port, query and fragment of a web address are removed.
+    """
     kind = scheme(address)
     if kind not in PORTS:
         return f"{kind}://{address.partition('://')[2]}"
@@ -34,14 +37,20 @@ def normalise_address(address: str) -> str:
 
 
 def parse_web_address(address: str) -> Any:
-    """Return a web address as urllib3's ``Url``: requests parses with it, and another parser may find another host."""
+    """Return a web address as urllib3's ``Url``.
+
+    The library requests uses the same parser. Another parser might find another host.
+    """
     from urllib3.util import parse_url  # not at the top: the import takes 50 ms, and few runs have web addresses
 
     return parse_url(address)
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether an index at ``source``, on a web server, may name ``address``, of that server or allowed."""
+    """Return whether an index at ``source``, on a web server, may name ``address``.
+
+    Addresses on the same server and allowed addresses may be named.
+    """
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
     return address.startswith(f"{own}/") or origin_of(address) == origin_of(source) or is_allowed_address(address)
@@ -55,12 +64,13 @@ def is_allowed_address(address: str) -> bool:
 
 
 def find_redirect_problem(source: str, target: str) -> str:
-    """Return why a redirect is refused; "" if it leads to the same server, or to an allowed or a public address.
+    """Return why a redirect is rejected, or "" if accepted.
 
-    Resolves the name of another host, without a timeout; an unknown name is not refused, as a proxy may know it.
+    A redirect may lead to the same server, an allowed address or a public address. The name of another host is
+    resolved, without a timeout. An unknown name is accepted, because a proxy may know the name.
     """
     if target.partition("://")[0].lower() not in PORTS:
-        return ""  # requests refuses it
+        return ""  # requests rejects the address
     here, there = origin_of(source), origin_of(target)
     if there in (here, here.replace("http://", "https://", 1)) or is_allowed_address(target):
         return ""
@@ -75,7 +85,10 @@ def find_redirect_problem(source: str, target: str) -> str:
 
 
 def is_public_ip(host: str) -> bool:
-    """Return whether an IP address, and the IPv4 address that a gateway may make of it, is a public host's."""
+    """Return whether an IP address belongs to a public host.
+
+    Checks the IPv4 address that a gateway may derive from it.
+    """
     ip: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)

@@ -1,4 +1,4 @@
-"""What the kinds of storage share: types of files, errors, timeouts, and retries after transient errors."""
+"""Shared parts of all kinds of storage: types of files, errors, timeouts, and retries after transient errors."""
 
 import random
 import time
@@ -11,7 +11,7 @@ CHUNK_BYTES = 1 << 20
 CONNECT_TIMEOUT = 10.0  # seconds
 READ_TIMEOUT = 30.0  # seconds without a byte
 ATTEMPTS = 4
-FIRST_DELAY = 1.0  # seconds; doubled each time
+FIRST_DELAY = 1.0  # seconds, doubled after each round
 PRIVATE_RANDOM = random.SystemRandom()  # users' models may draw from Python's global generator
 
 Span = tuple[int, int]  # number of the first byte, number of the byte after the last
@@ -19,23 +19,23 @@ Result = TypeVar("Result")
 
 
 class Content(NamedTuple):
-    """The content of an open file, or of a span of bytes of it."""
+    """The content of an open file, or of a span of bytes."""
 
-    size: int | None  # bytes that the chunks have together; None if the server does not say
+    size: int | None  # bytes of all chunks, or None if unknown
     chunks: Iterator[bytes]  # may raise UnavailableError
-    tag: str = ""  # tag of the whole file, equal to that of its Entry; "" if the storage sends none with the content
+    tag: str = ""  # tag of the whole file, equal to Entry.tag, or "" if the storage sends none with the content
 
 
 class Entry(NamedTuple):
     """The name, size and tag of a file."""
 
     name: str  # relative to the listed folder
-    size: int  # in bytes; -1 if unknown
+    size: int  # in bytes, or -1 if unknown
     tag: str  # changes with the content: an ETag or a time of change
 
 
 class UnavailableError(Exception):
-    """A file could not be read or written; ``transient`` says whether a retry may succeed."""
+    """A file could not be read or written. ``transient`` is true if a retry may succeed."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
@@ -46,15 +46,15 @@ class UnavailableError(Exception):
 
 
 class MissingError(UnavailableError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class ForbiddenError(UnavailableError):
-    """The server answers HTTP 403: it refuses to give the file, and may not say whether the file exists."""
+    """The server answered HTTP 403, and may not report whether the file exists."""
 
 
 class ExistsError(UnavailableError):
-    """A file of that name exists, so it was not created."""
+    """A file of that name exists, so no file was created."""
 
 
 class AlteredError(UnavailableError):
@@ -62,7 +62,7 @@ class AlteredError(UnavailableError):
 
 
 def http_status_error(status: int, detail: str) -> UnavailableError:
-    """Return the error for an HTTP status and its reason; it is transient for 408, 429 and 5xx."""
+    """Return the error for an HTTP status and its reason. Errors 408, 429 and 5xx are transient."""
     kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
     return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))
 
@@ -72,7 +72,10 @@ def parse_etag(header: str | None) -> str:
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError unless ``announced`` bytes (None: any number) were received; transient if ``remote``."""
+    """Raise UnavailableError unless ``announced`` bytes were received. None accepts any number.
+
+    The error is transient if ``remote`` is set.
+    """
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "goes on to byte"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)
@@ -81,11 +84,13 @@ def check_length(received: int, announced: int | None, *, remote: bool) -> None:
 def retry(
     addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
-    """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
+    """Call ``action(address)`` for each address of a file until a call succeeds, and return the result.
 
-    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s, which ``note`` announces. Skips
-    an address after a permanent error, or after two AlteredErrors in a row (one may be a fault of the network). Raises
-    the last error, or for several addresses one UnavailableError with the last error of each.
+    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s, which ``note`` reports. After a
+    permanent error, or two AlteredErrors in a row, an address is skipped. A single AlteredError may be a network fault.
+
+    Raises:
+        UnavailableError: The last error of the address. For several addresses, the text has the last error of each.
     """
     remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}
@@ -100,7 +105,7 @@ def retry(
                     remaining.remove(address)
         if not remaining or attempt + 1 == ATTEMPTS:
             break
-        # A random part, so that many pods do not return at one moment.
+        # The random part keeps many pods from retrying at the same moment.
         delay = FIRST_DELAY * 2**attempt * PRIVATE_RANDOM.uniform(0.5, 1.0)
         note(f"{remaining[0]}: {failures[remaining[0]]}; next try in {delay:.1f} s")
         time.sleep(delay)

@@ -1,1 +1,1 @@
-"""Texts, lines of JSON and sections of files."""
+"""Format texts, write and read JSON lines, and describe sections of reports."""

@@ -1,25 +1,26 @@
-"""Refuse and mask user names and passwords in addresses, which are stored and shown in many places."""
+"""Reject and mask user names and passwords in addresses, because addresses are stored and shown in many places."""
 
 import re
 
 from flyte_ddp.errors import UserError
 
 USER_INFO = re.compile(r"(://)[^/?#\s]*@")
-# The start of an address, also with too few or too many slashes or with backslashes, and its server or bucket.
+# The start of an address and its server or bucket. Wrong numbers of slashes, and backslashes, also match.
 START = re.compile(r"([a-z][a-z0-9+]*):(?:(?<!file:)[/\\]+|[/\\]{1,2})([^/?#\s\"']*)", re.IGNORECASE)
-PORT = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?\W*")  # a server and its port, and what may follow in a text
+PORT = re.compile(r"(\[[^]]*\]|[^:]*)(:[0-9]*)?\W*")  # a server, its port, and punctuation that may follow in a text
 BUCKETS = ("s3", "gs", "az")
 
 
 def mask_credentials(text: str) -> str:
-    """Return a text with ``***`` in place of the user names and passwords of its addresses."""
+    """Return a text with ``***`` in place of user names and passwords in addresses."""
     return USER_INFO.sub(r"\1***@", text)
 
 
 def refuse_credentials(name: str, value: str) -> None:
     """Raise a UserError if an address in ``value`` has a user name or a password.
 
-    A secret with "/", "?", "#" or a space ends what looks like a server, so a colon without a port counts, too.
+    A secret may contain "/", "?", "#" or a space, which end the part that looks like a server. For this reason a colon
+    without a port is also rejected.
     """
     for found in START.finditer(value):
         kind, server = found.groups()

@@ -10,12 +10,12 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escape_controls(text: str) -> str:
-    """Return a text whose characters that would steer a terminal are shown as ``\\x1b``, but not line ends and tabs."""
+    r"""Return a text with terminal control characters shown as ``\\x1b``. Line ends and tabs are kept."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def format_percent(share: float | None) -> str:
-    """Return a share such as 0.9142 as "91.42 %"; None as "n/a"."""
+    """Return a share, for example 0.9142, as "91.42 %", and None as "n/a"."""
     return "n/a" if share is None else f"{100 * share:.2f}\N{NO-BREAK SPACE}%"
 
 
@@ -24,7 +24,10 @@ def format_number(value: float | None, form: str = ".4f") -> str:
 
 
 def format_value(value: float | None) -> str:
-    """Return a number of any size as "0.4123", "12,345" or "1.2e-05", with about four digits; None as "n/a"."""
+    """Return a number of any size with about four digits, and None as "n/a".
+
+    Examples are "0.4123", "12,345" and "1.2e-05".
+    """
     return "n/a" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
@@ -33,7 +36,10 @@ def format_setting(value: object) -> str:
 
 
 def format_measure(name: str, value: float | None) -> str:
-    """Return a measure's value, "91.42 %" for accuracy, else about four digits; a dash if it is not defined."""
+    """Return a measure's value as a percentage for accuracy, else with about four digits.
+
+    An undefined value (None or NaN) becomes a dash.
+    """
     if value is None or math.isnan(value):
         return "\N{EN DASH}"
     if name == "loss" and abs(value) < 1000:
@@ -42,17 +48,23 @@ def format_measure(name: str, value: float | None) -> str:
 
 
 def format_p_value(p: float, least: float = 1e-300) -> str:
-    """Return a p-value as "= 2.04e-09", or as "< 1e-300" if below ``least``: small p-values may be rounded to 0."""
+    """Return a p-value as "= 2.04e-09".
+
+    If below ``least``, return "< 1e-300", because small p-values may be rounded to 0.
+    """
     return f"< {least:g}" if p < least else f"= {p:.3g}"
 
 
 def format_sentence(text: str) -> str:
-    """Return a text with a capital letter first and a full stop last. An empty text stays empty."""
+    """Return a text with a capital first letter and a final full stop. An empty text stays empty."""
     return text[:1].upper() + text[1:] + "." * (text != "" and text[-1] not in ".!?")
 
 
 def format_column(values: Sequence[str | float | None]) -> list[str]:
-    """Return a table's column as texts: floats with four decimals, unless they are large or tiny; None as a dash."""
+    """Return a table's column as texts. None and NaN become a dash.
+
+    Floats have four decimals, unless they are large or tiny.
+    """
     floats = [abs(value) for value in values if isinstance(value, float) and not math.isnan(value)]
     aligned = floats and 0.001 <= max(floats) < 1000
     return [
@@ -72,12 +84,15 @@ def name_measure(name: str) -> str:
 
 
 def format_count(count: int | None, noun: str, rest: str = "") -> str:
-    """Return a count with its noun, which gets an s unless the count is 1, and ``rest``; "" for None."""
+    """Return a count with a noun, in the plural unless the count is 1, and ``rest``. For None, return ""."""
     return "" if count is None else f"{count:,} {noun}{'' if count == 1 else 's'}{rest}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return seconds as "12 ms", "3.45 s", "1 min 12 s" or "27 h 46 min"; "n/a" for None, NaN and infinity."""
+    """Return seconds as "12 ms", "3.45 s", "1 min 12 s" or "27 h 46 min".
+
+    None, NaN and infinity become "n/a".
+    """
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
     if seconds < 1:
@@ -92,20 +107,20 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_moment(moment: float | str | None) -> str:
-    """Return a time, Unix seconds or ISO 8601 in UTC, as "2026-11-28 20:44:17 UTC"."""
+    """Return a time, given as Unix seconds or ISO 8601 in UTC, as "2026-11-28 20:44:17 UTC"."""
     if isinstance(moment, str):
         return moment.replace("T", " ").replace("Z", " UTC")
     return "at an unknown time" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment))
 
 
 def join_first(texts: Iterable[str], most: int = 5) -> str:
-    """Return the first texts, up to ``most``, with commas between them, and dots for the others."""
+    """Return the first texts, up to ``most``, separated by commas, with "..." at the end if texts are missing."""
     listed = [*texts]
     return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
 
 
 def describe_input(takes: Mapping[str, Any]) -> str:
-    """Return a model's input in words, from its sidecar."""
+    """Return a model's input in words, given ``input`` of a sidecar."""
     if "leaves" not in takes:
         return f"{takes['channels']} x {takes['height']} x {takes['width']}"
     texts = []

@@ -1,4 +1,4 @@
-"""Append records to files of JSON objects, one a line, and read them."""
+"""Append records to files with a JSON object on each line, and read the records."""
 
 import json
 import math
@@ -16,12 +16,16 @@ OTHER = "choose another run folder"
 
 
 class JsonLines(AbstractContextManager["JsonLines"]):
-    """Appends records to a file of JSON lines, which must have one writer at a time; UserError if it cannot write."""
+    """Appends records to a file of JSON lines. A file must have only one writer at a time.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with explain_write_errors(path, OTHER):
-            self._file = path.open("a+b", buffering=0)  # without a buffer other processes see every record at once
+            self._file = path.open("a+b", buffering=0)  # unbuffered, so that other processes see each record at once
             # A writer that was killed may have left half a line: the next record must not become part of that line.
             if self.size():
                 self._file.seek(-1, os.SEEK_END)
@@ -29,10 +33,10 @@ class JsonLines(AbstractContextManager["JsonLines"]):
                     self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
+        """Append a mapping of JSON values, with ``time`` (Unix seconds) added. NaN and infinite numbers become null."""
         line = format_record({"time": time.time(), **record}) + b"\n"
         with explain_write_errors(self._path, OTHER):
-            while line:  # a disk that is nearly full takes a part of the line before it raises
+            while line:  # a nearly full disk accepts a part of the line before it raises
                 line = line[self._file.write(line) :]
 
     def size(self) -> int:
@@ -53,12 +57,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def format_record(record: Mapping[str, Any]) -> bytes:
-    """Return a mapping of JSON values as a line without its end; NaN and the infinities become null."""
+    """Return a mapping of JSON values as a line without line end. NaN and infinite numbers become null."""
     return json.dumps(replace_non_finite(record), allow_nan=False).encode()
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in these lines; skip other lines, such as half a line of a writer that was killed."""
+    """Yield the JSON objects in the lines. Skips other lines, for example an incomplete line of a killed writer."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             if isinstance(record := json.loads(line), dict):  # half a line may be a number
@@ -66,7 +70,7 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return a copy of a value, and of mappings, lists and tuples in it, with None for NaN and infinite floats."""
+    """Return a copy of a value with None for NaN and infinite floats, also in mappings, lists and tuples."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Sections of a run's report: what an objective tells of the test split, as plain data that the report draws."""
+"""Sections of a run's report: plain data that an objective computes on the test split and the report draws."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from flyte_ddp.checks.forms import COUNT, require_form
 from flyte_ddp.checks.parsing import parse_json
 from flyte_ddp.text.json_lines import replace_non_finite
 
-Numbers = Sequence[float | None]  # None: not defined
+Numbers = Sequence[float | None]  # None if not defined
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Columns of numbers are set flush right; an undefined number is a dash."""
+    """A table. Columns of numbers are aligned right, and an undefined number is shown as a dash."""
 
     title: str
     text: str
@@ -24,7 +24,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart; charts in a row with one title are shown as one section."""
+    """A chart. Consecutive charts with the same title are shown as one section."""
 
     title: str
     text: str
@@ -34,7 +34,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scatter(Chart):
-    """Points, with the diagonal, where x and y are equal."""
+    """Points, with the diagonal where x and y are equal."""
 
     y_label: str
     x: Numbers
@@ -43,9 +43,9 @@ class Scatter(Chart):
 
 @dataclass(frozen=True)
 class Histogram(Chart):
-    """How many values are between each two edges."""
+    """The number of values between each two neighbouring edges."""
 
-    edges: Numbers  # one more than counts
+    edges: Numbers  # one edge more than counts
     counts: Sequence[int]
 
 
@@ -61,7 +61,7 @@ class Curve(Chart):
 
 @dataclass(frozen=True)
 class Confusions:
-    """How often which class was taken for which: [K, 3] truth, prediction and number of samples of each pair."""
+    """The number of samples for each pair of true and predicted class, [K, 3]: truth, prediction, number of samples."""
 
     classes: Sequence[str]  # names of all classes
     counts: Sequence[Sequence[int]]
@@ -69,7 +69,10 @@ class Confusions:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Samples of the test split with picture, prediction and truth; ``samples`` are positions in the split's order."""
+    """Samples of the test split with picture, prediction and truth.
+
+    ``samples`` are positions in the split's order.
+    """
 
     title: str
     text: str
@@ -96,7 +99,7 @@ def encode_sections(sections: Iterable[Section]) -> str:
 
 
 def decode_sections(text: str) -> list[Section]:
-    """Return the sections of :func:`encode_sections`; ValueError or TypeError for others."""
+    """Return the sections in a text of :func:`encode_sections`. Raises ValueError or TypeError for other texts."""
     found = parse_json(text)
     require_form(found, [{"kind": {*KINDS}, **FORMS}], "sections")
     return [KINDS[values.pop("kind")](**values) for values in found]

@@ -1,1 +1,1 @@
-"""The code that users give: named functions, its source, and digests of it and of this library."""
+"""User code: named callables, sources, and digests of user code and of this library."""

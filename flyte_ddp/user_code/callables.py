@@ -1,4 +1,4 @@
-"""Import the user's own code, which is named ``package.module:callable``."""
+"""Import user code that is named ``package.module:callable``."""
 
 import importlib
 import inspect
@@ -17,11 +17,14 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 
 
 def load_callable(spec: str) -> Callable[..., Any]:
-    """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
+    """Import a module and return the callable that ``spec`` (``package.module:callable``) names.
 
-    First puts the working directory on ``sys.path``. A StoredSpec is imported from its own sources. Raises UserError
-    for ImportError, SyntaxError, no such callable, or a module that may not be named; other exceptions of the import go
-    through.
+    First puts the working directory on ``sys.path``. A StoredSpec is imported from the sources stored with it. Other
+    exceptions of the import pass through.
+
+    Raises:
+        UserError: The import raises ImportError or SyntaxError, the callable does not exist, or the module is not
+            allowed.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
@@ -54,7 +57,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
 def require_options(
     what: str, function: Callable[..., Any], options: Mapping[str, Any], *positional: Any, **keywords: Any
 ) -> None:
-    """Raise UserError if a callable does not take these options as keyword arguments, beside the other arguments."""
+    """Raise UserError if a callable does not accept the options as keyword arguments, beside the other arguments."""
     try:
         inspect.signature(function).bind(*positional, **keywords, **options)
     except TypeError as error:
@@ -62,7 +65,7 @@ def require_options(
 
 
 def require_parameters(what: str, function: Callable[..., Any], *names: str) -> None:
-    """Raise UserError if a callable does not take as many arguments by position as there are names."""
+    """Raise UserError if a callable does not accept as many positional arguments as there are names."""
     try:
         inspect.signature(function).bind(*names)
     except ValueError:
@@ -72,7 +75,7 @@ def require_parameters(what: str, function: Callable[..., Any], *names: str) -> 
 
 
 def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments whose names a callable's parameters have; all of them if it takes any keyword."""
+    """Return the arguments that a callable has parameters for, or all arguments if any keyword is accepted."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
@@ -87,7 +90,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def search_working_directory() -> None:
-    """Put the working directory first on ``sys.path``, as ``python -m`` does and console scripts don't."""
+    """Put the working directory first on ``sys.path``, like ``python -m`` and unlike console scripts."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

@@ -1,4 +1,4 @@
-"""Digests of this library's sources, and the versions of the packages that it computes with."""
+"""Digests of this library's sources, and the versions of the packages that compute results."""
 
 import ast
 import gc
@@ -12,11 +12,11 @@ from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-version = cache(metadata.version)  # which reads and parses a file
-# torchcodec and simplejpeg are an extra. SciPy draws mixup's shares, scikit-learn's measures select weights.
+version = cache(metadata.version)  # cached, because it reads and parses a file
+# torchcodec and simplejpeg are an extra. SciPy draws mixup's shares, and scikit-learn's measures select weights.
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "simplejpeg", "scipy", "scikit-learn")
 
-# The code that decides results. tests/test_code_digest.py lists what else it imports, and why that decides nothing.
+# The code that decides results. tests/test_code_digest.py lists all other imports, and why they decide nothing.
 DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/tar.py"),
@@ -24,7 +24,7 @@ DECIDING = (
     "torchvision_weights.json",
 )
 PARSING = threading.Lock()
-NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none
+NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # exceptions of parsing a file that is not Python
 
 
 @cache
@@ -57,7 +57,7 @@ def hash_files(root: Path, paths: Iterable[Path]) -> str:
 
 
 def parse_python(source: bytes) -> ast.Module | None:
-    """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply."""
+    """Return the syntax tree of Python source, or None if the source is not Python or nested too deeply."""
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         collecting = gc.isenabled()
@@ -73,14 +73,15 @@ def parse_python(source: bytes) -> ast.Module | None:
 
 
 def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
-    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``; without a tree, ``source``.
+    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``.
 
-    Changes the tree. The text is the same under Python 3.11 and 3.12, but for a few f-strings.
+    Changes the tree. If there is no tree, returns ``source``. The text is the same under Python 3.11 and 3.12, except
+    for a few f-strings.
     """
     if tree is None:
         return source
     for node in ast.walk(tree):
-        if getattr(node, "type_params", None) == []:  # Python 3.11 has no such field
+        if getattr(node, "type_params", None) == []:  # Python 3.11 does not have this field
             delattr(node, "type_params")
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):

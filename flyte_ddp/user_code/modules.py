@@ -1,4 +1,4 @@
-"""Find top-level modules without importing them, tell whose they are, and refuse those that nobody may name here."""
+"""Find top-level modules without importing them, and reject modules that users may not name."""
 
 import importlib.util
 import inspect
@@ -14,13 +14,13 @@ from flyte_ddp.settings import MODULES, nameable_modules
 
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
-LIBRARY = {"flyte_ddp", "flytekitplugins"}  # whose functions also delete files
+LIBRARY = {"flyte_ddp", "flytekitplugins"}  # not allowed, because functions of this library also delete files
 
 
 def find_top_level(name: str) -> ModuleSpec | None:
-    """Return the import spec of a top-level module; None if there is no such module or no spec of it."""
+    """Return the import spec of a top-level module, or None if the module or its spec does not exist."""
     try:
-        if name == "pip":  # setuptools' finder would take this process for pip's, and hide its distutils from torch
+        if name == "pip":  # setuptools' finder would mistake this process for pip, and hide distutils from torch
             return PathFinder.find_spec(name)
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -28,7 +28,7 @@ def find_top_level(name: str) -> ModuleSpec | None:
 
 
 def list_places(found: ModuleSpec) -> list[str]:
-    """Return the folders of a package, or the file of a module; nothing for a module that is built in."""
+    """Return the folders of a package, or the file of a module. For a built-in module, return nothing."""
     if found.submodule_search_locations is not None:
         return [*found.submodule_search_locations]
     return [found.origin] if found.has_location and found.origin else []
@@ -41,9 +41,9 @@ def is_user_file(place: str) -> bool:
 
 
 def refuse_foreign_module(spec: str, module: str) -> None:
-    """Raise UserError if FLYTE_DDP_MODULES is set, and a module is neither the project's own nor listed there.
+    """Raise UserError if FLYTE_DDP_MODULES is set and neither lists the module nor is the module the user's.
 
-    A module is the project's own if all its files are outside Python's library and site-packages.
+    A module is the user's if all its files are outside Python's library and site-packages.
     """
     listed = nameable_modules()
     if listed is None or any(f"{module}.".startswith(f"{name}.") for name in listed):
@@ -51,7 +51,7 @@ def refuse_foreign_module(spec: str, module: str) -> None:
     top = module.partition(".")[0]
     found = find_top_level(top)
     if found is None and top not in sys.modules:
-        return  # importing it raises the right error
+        return  # importing the module raises the right error
     places = list_places(found) if found else []
     if top not in LIBRARY and places and all(map(is_user_file, places)):
         return
@@ -60,7 +60,7 @@ def refuse_foreign_module(spec: str, module: str) -> None:
 
 
 def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:
-    """Raise UserError for a function or class that a module imports from another one that may not be named."""
+    """Raise UserError if a module imports a function or class from another module that may not be named."""
     owner = getattr(found, "__module__", None) or "builtins"
     if owner != module and (inspect.isclass(found) or inspect.isroutine(found)):
         refuse_foreign_module(spec, owner)

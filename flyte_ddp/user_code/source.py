@@ -1,4 +1,4 @@
-"""Find the files of the user's own code without importing it, and compute their digest."""
+"""Find the files of user code without importing them, and compute a digest of the files."""
 
 import ast
 import hashlib
@@ -19,25 +19,30 @@ from flyte_ddp.user_code.callables import missing_module_error, search_working_d
 from flyte_ddp.user_code.digest import ARITHMETIC, normalize_code, parse_python
 from flyte_ddp.user_code.modules import find_top_level, is_user_file, list_places
 
-IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
+IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that are identified by library_digest() or by version
 IMPORTERS = ("import_module", "__import__")
-STORED_BYTES = 4 * 2**20  # of sources that a saved model holds
-Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
-digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # by file: import spec (None: not imported), and digest
+STORED_BYTES = 4 * 2**20  # maximum of the sources in a saved model
+Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None if not Python)
+digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # by file: import spec (None if not imported), and digest
 
 
 def user_source_digest(*specs: str) -> str:
     """Return a SHA-256 (hex) of the files of :func:`find_user_sources` for all ``specs``.
 
-    Comments, docstrings, formatting and the place of the top-level module do not count. Raises UserError for a module
-    that this process has imported and that has changed since.
+    Comments, docstrings, formatting and the place of the top-level module make no difference.
+
+    Raises:
+        UserError: A module that this process imported has changed since.
     """
     found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
     return digest_sources(found.values())
 
 
 def digest_sources(sources: Iterable[Source]) -> str:
-    """Return a SHA-256 of sources in any order; record each file's; UserError if an imported module has changed."""
+    """Return a SHA-256 of sources in any order, and record the digest of each file.
+
+    Raises UserError if a module that this process imported has changed since.
+    """
     lines = []
     for name, path, content, tree in sources:
         digest = hashlib.sha256(normalize_code(content, tree)).hexdigest()
@@ -47,9 +52,9 @@ def digest_sources(sources: Iterable[Source]) -> str:
 
 
 def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
-    """Record a file's digest; UserError if it has changed since this process imported it: the old code would run."""
+    """Record a file's digest. Raises UserError if the file has changed since this process imported the old code."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another one
+    spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another spec
     if spec is not None and spec.origin != str(path):
         return
     before, old = digested.get(path, (None, digest))
@@ -62,7 +67,10 @@ def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
 
 
 def read_user_sources(*specs: str) -> dict[str, str]:
-    """Return the text of the files of :func:`find_user_sources` by name; {} if over 4 MiB, like a library's."""
+    """Return the text of the files of :func:`find_user_sources` by name.
+
+    If the files have over 4 MiB, like a library, return {}.
+    """
     own = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
     found = {name: content for spec in own for name, _, content, tree in find_user_sources(spec) if tree is not None}
     if sum(map(len, found.values())) > STORED_BYTES:
@@ -71,7 +79,7 @@ def read_user_sources(*specs: str) -> dict[str, str]:
 
 
 def are_todays_sources(sources: Mapping[str, str], *specs: str) -> bool:
-    """Return whether :func:`read_user_sources` finds the same code now as is in ``sources``, comments aside."""
+    """Return whether :func:`read_user_sources` finds the same code as in ``sources``, apart from comments."""
     try:
         today = read_user_sources(*specs)
     except UserError:  # the module is gone
@@ -88,12 +96,15 @@ def list_user_files(*specs: str) -> set[Path]:
 
 
 def find_user_sources(spec: str) -> Iterator[Source]:
-    """Yield the source of each file of the user's own behind ``spec``, a ``package.module:callable``; import nothing.
+    """Yield the source of each file of user code behind ``spec`` (``package.module:callable``), without imports.
 
-    These are the files of the top-level module, wherever it is, and of the modules that these files import. Imports of
-    Python's own modules, of those in site-packages, and of IDENTIFIED are not followed. Of a package all ``.py`` files
-    count, because packages may import their modules by computed names. Misses what :func:`find_imported_modules`
-    misses. Puts the working directory first on ``sys.path``. Raises UserError for a malformed spec or missing module.
+    Yields the files of the top-level module, wherever the module is, and of the modules that these files import.
+    Imports of the standard library, of site-packages, and of IDENTIFIED are not followed. All ``.py`` files of a
+    package are included, because packages may import modules by computed names. Imports that
+    :func:`find_imported_modules` misses are not followed. Puts the working directory first on ``sys.path``.
+
+    Raises:
+        UserError: The spec is malformed, or the module does not exist.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -109,12 +120,15 @@ def find_script_sources(script: Path) -> Iterator[Source]:
 
 
 def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[Source]:
-    """Yield the sources of ``files`` and of the user's modules that they import, but for ``seen``; changes both."""
+    """Yield the sources of ``files`` and of the user modules that the files import, except modules in ``seen``.
+
+    Changes both arguments.
+    """
     while files:
         name, path = files.pop()
         try:
             content = path.read_bytes()
-        except OSError:  # a link to nowhere, say: nothing that could be imported
+        except OSError:  # for example a broken link, which cannot be imported
             continue
         tree = parse_python(content)
         yield name, path, content, tree
@@ -125,7 +139,7 @@ def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[So
 
 
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each ``.py`` file of a top-level module; with ``only_own`` of the user's files only."""
+    """Yield name and path of each ``.py`` file of a top-level module. With ``only_own``, yield only user files."""
     for place in list_places(found):
         if only_own and not is_user_file(place):
             continue
@@ -144,7 +158,7 @@ def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[
 
 @contextmanager
 def explain_own_errors(what: str) -> Iterator[None]:
-    """Raise UserError for an exception of the user's code in the block, with the code's line and traceback."""
+    """Raise UserError for an exception of user code in the block, with the code's line and traceback."""
     try:
         yield
     except click.ClickException:
@@ -163,7 +177,7 @@ def explain_own_errors(what: str) -> Iterator[None]:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the top-level modules that a source imports, by absolute statements or texts in calls of IMPORTERS."""
+    """Return the top-level modules that a source imports, by absolute imports or by texts in calls of IMPORTERS."""
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):
@@ -177,11 +191,11 @@ def find_imported_modules(tree: ast.Module | None) -> set[str]:
 
 
 def list_files_outside_digest(known: set[Path], specs: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return the user's files that ``specs`` imported and the digest left out (not in ``known``): relative paths.
+    """Return the relative paths of the user's files that ``specs`` imported and that are not in ``known``.
 
-    Starts at the modules of ``specs`` and ``modules``, and follows the namespaces of modules; so it misses a module
-    that gave only numbers, texts or containers. Get ``known`` from :func:`list_user_files` before the user's code is
-    imported, because that code may change ``sys.path``.
+    Such files are missing in the digest. The search starts at the modules of ``specs`` and ``modules``, and follows the
+    namespaces of modules. A module from which only numbers, texts or containers were imported is not found. Get
+    ``known`` from :func:`list_user_files` before importing user code, because the code may change ``sys.path``.
     """
     names = [split_spec(spec)[0] for spec in specs]
     tops = filter(None, [find_top_level(name.partition(".")[0]) for name in names])

@@ -1,4 +1,4 @@
-"""Import modules from sources that a saved model holds, beside today's modules of the same names."""
+"""Import modules from sources in a saved model, beside today's modules of the same names."""
 
 import builtins
 import hashlib
@@ -16,10 +16,10 @@ from typing import Any, Self
 
 
 class StoredSpec(str):
-    """A ``package.module:callable`` whose modules are imported from ``sources``, also where it has been unpickled."""
+    """A ``package.module:callable`` whose modules are imported from ``sources``, also after pickling."""
 
     __slots__ = ("sources",)
-    sources: Mapping[str, str]  # by path, such as package/module.py
+    sources: Mapping[str, str]  # by path, for example package/module.py
 
     def __new__(cls, spec: str, sources: Mapping[str, str]) -> Self:
         self = super().__new__(cls, spec)
@@ -29,27 +29,27 @@ class StoredSpec(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredSpec, (str.__str__(self), self.sources)
 
-    def __str__(self) -> str:  # so that str(), by which values of a sidecar are read, keeps the sources
+    def __str__(self) -> str:  # str(), which readers of a sidecar call, must keep the sources
         return self
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    """Import a module of ``sources`` under a prefix of its own; puts an importer on ``sys.meta_path``."""
-    importer = StoredImporter(sources)  # importlib.import_module in that code still finds today's modules
+    """Import a module of ``sources`` under a unique prefix. Adds an importer to ``sys.meta_path``."""
+    importer = StoredImporter(sources)  # importlib.import_module in stored code still finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
         sys.meta_path.insert(0, importer)
     return importlib.import_module(f"{importer.prefix}.{name}")
 
 
 class StoredImporter(MetaPathFinder, ExecutionLoader):
-    """Finds and loads the modules of one set of sources, below a package whose name is made of their digest."""
+    """Finds and loads the modules of a set of sources, below a package whose name contains the sources' digest."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         self.prefix = f"stored_{digest[:12]}"
         self.tops = {PurePosixPath(path).parts[0].removesuffix(".py") for path in sources}
         self.files = {f"{self.prefix}/{path}": source for path, source in sources.items()}
-        for path in [*self.files]:  # namespace packages have no __init__.py, and get an empty one
+        for path in [*self.files]:  # namespace packages get an empty __init__.py
             for folder in [*PurePosixPath(path).parents][:-1]:
                 self.files.setdefault(f"{folder}/__init__.py", "")
 
@@ -63,14 +63,17 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         return f"{fullname.replace('.', '/')}/__init__.py" in self.files
 
     def get_filename(self, fullname: str) -> str:
-        """Return the path of a module below the package of these sources; no such file exists."""
+        """Return the path of a module below the package of the sources. The file does not exist on disk."""
         return fullname.replace(".", "/") + ("/__init__.py" if self.is_package(fullname) else ".py")
 
     def get_source(self, fullname: str) -> str:
         return self.files[self.get_filename(fullname)]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run a module whose import statements prefer these sources; its ``__file__`` is today's, for data files."""
+        """Run a module with import statements that prefer the stored sources.
+
+        ``__file__`` is the path of today's module, so the module finds its data files.
+        """
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.import_module}
         path = PurePosixPath(self.get_filename(module.__name__)).relative_to(self.prefix)
         with suppress(ImportError, ValueError):
@@ -88,7 +91,7 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """Do what ``builtins.__import__`` does, with the modules of these sources in place of today's."""
+        """Import like ``builtins.__import__``, with the stored sources in place of today's modules."""
         if level or name.partition(".")[0] not in self.tops:
             return builtins.__import__(name, namespace, variables, fromlist or (), level)
         found = builtins.__import__(f"{self.prefix}.{name}", namespace, variables, fromlist or (), 0)

@@ -1,3 +1,3 @@
-"""The version of this library, which need not be an installed package: pods may get a copy of it."""
+"""The version of this library. The library need not be installed as a package, because pods may get a copy."""
 
 VERSION = "0.1.0"
