@@ -51,7 +51,7 @@ def setting(
         choices: The accepted values.
         own: Whether a user-defined ``package.module:callable`` is also accepted.
         json: Whether the field accepts a JSON object, or its text.
-        number: Whether a text may be given as a number.
+        number: Whether the text may also be given as a number.
         bounds: Bounds of a number: at_least, at_most (by default 2**53 for whole numbers), above, below.
     """
     if type(default) is int:
@@ -89,7 +89,7 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def check_field_names(cls, values: Any) -> dict[str, Any]:
-        """Return a mapping as a new dict. Raises UserError if it is no mapping or a key is no field name."""
+        """Return a mapping as a new dict. Raises UserError if ``values`` is no mapping or has an unknown key."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]

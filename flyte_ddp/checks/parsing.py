@@ -60,7 +60,7 @@ def find_doubled(keys: Sequence[Hashable]) -> int | None:
 
 
 def parse_yaml_number(value: Any) -> Any:
-    """Return a text that is a number, but not in YAML 1.1, as a number. An example is "1e-1".
+    """Convert a number that YAML 1.1 reads as text, for example "1e-1", to a float.
 
     Other values are returned unchanged.
     """

@@ -108,7 +108,7 @@ def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
 
 
 def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
-    """Return the first sample with a NaN or infinite number, and the number's indices in ``values``.
+    """Return the position of the first sample with a NaN or infinite number, and the number's indices in ``values``.
 
     If all numbers are finite, return None.
     """

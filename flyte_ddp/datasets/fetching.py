@@ -60,14 +60,14 @@ def fetch(
     """Download a data set, verify the data and write a prepared folder.
 
     The folder appears complete or not at all. If ``folder`` already holds this data set of this source, undamaged,
-    nothing is done. A damaged folder is replaced, which is logged. Changed content of the same source is not noticed,
-    so put the :func:`fingerprint` into the folder's name. A ``package.module:callable`` is called, and exceptions of
-    user code pass through.
+    nothing is done. A damaged folder is replaced, with a message on stderr. Changed content of the same source is not
+    noticed, so put the :func:`fingerprint` into the folder's name. A ``package.module:callable`` is called, and
+    exceptions of user code pass through.
 
     Args:
-        dataset: A name in ``DATASETS``, ``package.module:callable``, or ``shards:...``, ``stream:...`` or
-            ``image_folder:...``. Of the last three only the index or the list of files, and a first sample, are
-            fetched.
+        dataset: A name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
+            ``image_folder:...``. Of shards only the index and a first sample are fetched, of image folders only the
+            list of files.
         source: The hyperparameter ``data_source``.
         folder: The destination. Missing parents are created.
         test_dataset: Shards or a folder of images to test on.

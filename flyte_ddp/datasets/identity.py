@@ -25,7 +25,7 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     ``source`` is empty, the digest is "".
 
     Raises:
-        UserError: ``source`` is unreadable or empty. The text names ``hyperparameter``.
+        UserError: ``source`` cannot be read, or is a directory without data. The text names ``hyperparameter``.
     """
     if not source:
         return ""

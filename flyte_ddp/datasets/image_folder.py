@@ -34,7 +34,7 @@ class ImageList:
         return storage.join(self.address, self.names[number])
 
     def read_image(self, number: int) -> bytes:
-        """Return the bytes of an image file. Raises UserError if it is unreadable or has changed since the listing."""
+        """Return the bytes of an image file. Raises UserError if unreadable or changed since the listing."""
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
@@ -72,7 +72,7 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address`` in one folder for each class.
+    """List the images in the class folders below ``address`` (``class/name.jpg``).
 
     Raises:
         UserError: The address cannot be listed, or a class has no images.

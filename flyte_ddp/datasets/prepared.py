@@ -49,7 +49,7 @@ def open_prepared(folder: Path) -> PreparedSet:
 def order_test_split(data: PreparedSet) -> SampleOrder:
     """Return the order of the test split.
 
-    If encoded images have no test set, a tenth of the images is held out, and whole shards of a stream.
+    If encoded images have no test set, the split is a tenth of the images. In a stream, whole shards are held out.
     """
     if not isinstance(data, EncodedSet):
         return ListedOrder(np.arange(data.test_samples, dtype=np.int32))
@@ -88,10 +88,10 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
     """Return ``order`` changed as the hyperparameter ``sampling`` says.
 
-    If ``sampling`` names a user-defined function, the returned order calls the function.
+    A user-defined function is called here twice, and later by the returned order.
 
     Raises:
-        UserError: The data have no weights or classes that ``sampling`` needs.
+        UserError: The data lack the weights or classes that ``sampling`` needs, or the user's function is unfit.
     """
     if sampling == "shuffled":
         return order

@@ -46,7 +46,7 @@ class StoredSet:
         return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
 
     def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
-        """Return the arrays whose content identifies this data set, or with ``test`` its test split."""
+        """Return the arrays whose content identifies this data set, or with ``test`` only the test split."""
         return {name: each for name, each in self.list_arrays().items() if not test or name.startswith("test_")}
 
     def write_other_files(self, folder: Path) -> None:
@@ -126,7 +126,7 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the content of ``dataset.json`` in a prepared folder. Raises UserError if it is missing or damaged."""
+    """Return the content of ``dataset.json`` in a prepared folder. Raises UserError if missing or damaged."""
     if not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
     with translate_damage_to_user_error(folder):

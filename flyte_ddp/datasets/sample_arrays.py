@@ -84,9 +84,9 @@ class StoredRows:
 class SampleArrays(StoredSet):
     """A data set of arrays, made by :func:`arrays` or :func:`image_arrays`.
 
-    Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of arrays. The inputs of a
-    set of pictures are one array uint8 [N, H, W, C]. ``digest`` is empty unless the set was opened by
-    :func:`open_arrays`.
+    Inputs and targets are leaves. A leaf is an array [N, ...] or a :class:`Ragged`. Several leaves form a tuple or a
+    dict. The inputs of a set of pictures are one array uint8 [N, H, W, C]. ``digest`` is empty unless the set was
+    opened by :func:`open_arrays`.
     """
 
     name: str
@@ -226,7 +226,7 @@ def make_arrays(
     sample_weights: Any = None,
     rows: Mapping[str, Any] | None = None,
 ) -> SampleArrays:
-    """Return :func:`arrays` with a packed preprocessing, and optionally with the rows of both sides."""
+    """Return the data set of :func:`arrays`, given a packed preprocessing, and optionally the rows of both sides."""
     parts, ids = dict[str, Leaves](), dict[str, Any]()
     listed = columns.list_columns(train[0])
     test = [columns.order_frames("test_inputs", test[0], listed), *test[1:]]

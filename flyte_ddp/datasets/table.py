@@ -222,7 +222,7 @@ def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> N
 
 
 def are_places(declared: Sequence[Any]) -> bool:
-    """Return whether whole numbers as targets are positions in ``declared``: true if a name there is no number."""
+    """Return whether whole-number targets are positions in ``declared`` (false if all names there are numbers)."""
     return bool(declared) and not all(str(name).isdecimal() for name in declared)
 
 

@@ -127,10 +127,10 @@ def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> 
 
 @contextmanager
 def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
-    """Raise UserError if a call of the model in the block fails for one of two reasons.
+    """Convert two errors of a model call in the block to UserErrors.
 
-    Either a token has no row in an embedding (CPU only), or ``forward`` does not accept the inputs as arguments. Other
-    errors pass through.
+    The first is an IndexError of an embedding for an unknown token (CPU only). The second is a TypeError because
+    ``forward`` does not accept the inputs as arguments. Other errors pass through.
     """
     try:
         yield

@@ -88,7 +88,7 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError if several ranks would train the model differently, or if no file can hold the model's state."""
+    """Raise UserError if several ranks would train a model unlike a single process, or if its state cannot be saved."""
     for place, module in model.named_modules() if world_size() > 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
             raise UserError(

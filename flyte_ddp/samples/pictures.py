@@ -19,8 +19,8 @@ BITS_PER_SAMPLE = 258  # TIFF's tag
 def opaque_picture(image: Image.Image) -> Image.Image:
     """Return a picture with 8 bits a channel, and with white pixels in place of transparent pixels.
 
-    A picture with transparency becomes RGBA. If nothing changes, the same object is returned. Longer values keep the
-    upper 8 bits.
+    A picture with transparency becomes RGBA, except 16-bit grey, which stays grey. If nothing changes, the same object
+    is returned. Longer values keep the upper 8 bits.
 
     Raises:
         ValueError: The range of the pixels is unknown (floats, signed integers, or integers of 32 bits).

@@ -68,7 +68,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 def verify(index: str, decode: bool, progress: str) -> None:
     """Read all shards of an index completely and print each difference from the index.
 
-    If there is any difference, the exit status is 1.
+    If any shard differs, the exit status is 1.
     """
     problems = verify_index(index, decode=decode, progress=progress)
     for problem in problems:
@@ -94,7 +94,7 @@ def pack(
 
     SOURCE is a folder or prefix of images with one folder for each class (class/name.jpg), as a path, s3://, gs:// or
     az://. SOURCE may also be the name of a data set: digits, or mnist, fashion_mnist or cifar10, which are downloaded.
-    FOLDER must not contain files of this name.
+    FOLDER must not contain a data set of the name given by --name.
     """
     from flyte_ddp.datasets.packing import pack_source  # a higher layer that only this command uses
 
@@ -117,8 +117,9 @@ def pack(
 def plan(index: str, number: int, samples: int, **options: Any) -> None:
     """Print the number of batches that each rank would get if webdataset read the shards as a stream.
 
-    INDEX is the address of an index. Without INDEX, give --shards and --samples. Exits with status 1 if DDP would hang,
-    because ranks get different numbers of batches, or if no rank gets a batch.
+    INDEX is the address of an index. Without INDEX, give --shards and --samples. The exit status is 1 if DDP would
+    hang, because ranks get different numbers of batches. It is also 1 if a worker has no samples or no rank gets a
+    batch.
     """
     counts = read_index(index).counts if index else np.full(number, samples)
     planned = StreamPlan(Loaders(**options), counts)

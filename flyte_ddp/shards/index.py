@@ -49,7 +49,10 @@ class Shard(NamedTuple):
 
     @property
     def digest(self) -> tuple[str, str]:
-        """The kind ("sha256" or "md5") and the value (hex) of the digest to compare. If unknown, the value is ""."""
+        """Return the kind ("sha256" or "md5") and the value (hex) of the digest to compare.
+
+        If unknown, the value is "".
+        """
         return ("md5", self.md5) if self.md5 and not self.sha256 else ("sha256", self.sha256)
 
 

@@ -73,7 +73,10 @@ class StreamPlan:
         return changes
 
     def format_lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield a line for each of the first ``limit`` ranks, and a line that reports whether the plan is exact."""
+        """Yield a header, a line for each of the first ``limit`` ranks, and a summary of the remaining ranks.
+
+        If the plan is exact, the last line is the number of batches that every rank gets.
+        """
         loaders, samples = self.loaders, self.samples.sum(axis=1)
         yield (
             f"{len(self.counts):,} shards with {samples.sum():,} samples; ranks x workers = {loaders.ranks:,} x "

@@ -1,9 +1,9 @@
 """Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
-Requests wait up to 10 s for a connection, and 30 s for each piece or response. Only :func:`retry` retries. Failures are
-:class:`UnavailableError`, with a flag for whether a retry may succeed. An address of unknown kind, and writing to a web
-server, raise UserError. The first use of a bucket may ask servers for credentials and region. From then on, forks of
-this process cannot use object storage.
+Requests wait up to 10 s for a connection, and 30 s for each piece or response. Only :func:`retry` retries. A failure
+raises :class:`UnavailableError`, whose ``transient`` is true if a retry may succeed. An address of unknown kind, and
+writing to a web server, raise UserError. The first use of a bucket may ask servers for credentials and region. From
+then on, forks of this process cannot use object storage.
 """
 
 import hashlib
@@ -38,10 +38,7 @@ MOST_BYTES = 2**30  # maximum of a file that is read into memory
 
 
 def select_storage(address: str) -> Any:
-    """Import and return the module for an address, which has the functions below.
-
-    May import requests or obstore.
-    """
+    """Import and return the module for an address, which has the functions below. May import requests or obstore."""
     kind = scheme(address)
     if kind == "file":
         return local
@@ -69,7 +66,7 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     Args:
         address: The address of the file.
         span: Number of the first byte, and number of the byte after the last.
-        tag: The expected tag (:class:`Entry`) of the file. Any tag is accepted if this is empty.
+        tag: The expected tag (:class:`Entry`) of the file. If empty, any tag is accepted.
 
     Raises:
         AlteredError: The file has another tag.
@@ -169,17 +166,17 @@ def list_folders(address: str) -> list[str]:
 def write_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, to an address.
 
-    Replaces an existing file and creates missing folders.
-
-    Readers see the old file or the whole new file. On this machine, a power cut may lose both.
+    Replaces an existing file and creates missing folders. Readers see the old file or the whole new file. On this
+    machine, a power cut may lose both.
     """
     select_storage(address).write_file(address, content, create=False)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, to an address where no file exists. Creates missing folders.
+    """Write bytes, or a copy of the file at a path, to an address where no file exists.
 
-    Readers see no file or the whole file. On this machine, the file is on the disk when this function returns.
+    Creates missing folders. Readers see no file or the whole file. On this machine, the file is on the disk when this
+    function returns.
 
     Raises:
         ExistsError: The file exists. An earlier try whose response was lost may have written the file.

@@ -43,7 +43,10 @@ def stat_file(address: str) -> Entry:
 
 
 def parse_length(response: requests.Response) -> int | None:
-    """Return the body's length in bytes, or None if not sent. Raises UnavailableError if it is no whole number."""
+    """Return the body's length in bytes, or None if not sent.
+
+    Raises UnavailableError if the length is no whole number.
+    """
     length = response.headers.get("Content-Length", "")
     if length and not (length.isascii() and length.isdecimal()):
         raise UnavailableError(f"the server says Content-Length: {length!r}, which is no number of bytes")

@@ -51,7 +51,7 @@ def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 def stat_file(address: str) -> Entry:
     """Return the size, and the time of the last change (ns) as the tag.
 
-    Raises MissingError if it is no regular file.
+    Raises MissingError if the file does not exist or is not a regular file.
     """
     with translate_os_errors():
         status = require_local_path(address).stat()
@@ -100,7 +100,10 @@ def list_folders(address: str) -> list[str]:
 
 
 def walk_folder(root: Path) -> Iterator[Entry]:
-    """Yield files in the file system's order. Raises OSError for unreadable folders and links in a circle."""
+    """Yield files in the file system's order.
+
+    Raises OSError for unreadable folders and for broken or circular links.
+    """
 
     def fail(error: OSError) -> None:
         raise error

@@ -87,7 +87,7 @@ def find_redirect_problem(source: str, target: str) -> str:
 def is_public_ip(host: str) -> bool:
     """Return whether an IP address belongs to a public host.
 
-    Checks the IPv4 address that a gateway may derive from it.
+    An IPv6 address that contains an IPv4 address is judged by the IPv4 address, which a gateway may use.
     """
     ip: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):

@@ -62,7 +62,7 @@ class AlteredError(UnavailableError):
 
 
 def http_status_error(status: int, detail: str) -> UnavailableError:
-    """Return the error for an HTTP status and its reason. Errors 408, 429 and 5xx are transient."""
+    """Return the error for an HTTP status and its reason. A status of 408, 429 or 5xx is transient."""
     kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
     return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))
 

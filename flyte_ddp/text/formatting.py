@@ -10,7 +10,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a text with terminal control characters shown as ``\\x1b``. Line ends and tabs are kept."""
+    r"""Return a text with terminal control characters shown as ``\x1b``. Line ends and tabs are kept."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -89,10 +89,7 @@ def format_count(count: int | None, noun: str, rest: str = "") -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return seconds as "12 ms", "3.45 s", "1 min 12 s" or "27 h 46 min".
-
-    None, NaN and infinity become "n/a".
-    """
+    """Return seconds as "12 ms", "3.45 s", "1 min 12 s" or "27 h 46 min". None, NaN and infinity become "n/a"."""
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
     if seconds < 1:
@@ -114,7 +111,7 @@ def format_moment(moment: float | str | None) -> str:
 
 
 def join_first(texts: Iterable[str], most: int = 5) -> str:
-    """Return the first texts, up to ``most``, separated by commas, with "..." at the end if texts are missing."""
+    """Return the first texts, up to ``most``, separated by commas, with "..." at the end if more texts follow."""
     listed = [*texts]
     return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
 

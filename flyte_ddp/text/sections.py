@@ -69,10 +69,7 @@ class Confusions:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Samples of the test split with picture, prediction and truth.
-
-    ``samples`` are positions in the split's order.
-    """
+    """Samples of the test split with picture, prediction and truth. ``samples`` are positions in the split's order."""
 
     title: str
     text: str

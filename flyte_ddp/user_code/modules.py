@@ -41,7 +41,7 @@ def is_user_file(place: str) -> bool:
 
 
 def refuse_foreign_module(spec: str, module: str) -> None:
-    """Raise UserError if FLYTE_DDP_MODULES is set and neither lists the module nor is the module the user's.
+    """Raise UserError if FLYTE_DDP_MODULES is set and the module is neither listed there nor the user's.
 
     A module is the user's if all its files are outside Python's library and site-packages.
     """
@@ -60,7 +60,7 @@ def refuse_foreign_module(spec: str, module: str) -> None:
 
 
 def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:
-    """Raise UserError if a module imports a function or class from another module that may not be named."""
+    """Raise UserError for a function or class that the module imported from a module that may not be named."""
     owner = getattr(found, "__module__", None) or "builtins"
     if owner != module and (inspect.isclass(found) or inspect.isroutine(found)):
         refuse_foreign_module(spec, owner)
