@@ -1,11 +1,13 @@
-"""Faults at random moments: every model must come out the same, bit for bit.
+"""Faults at random moments: checks that every final model is the same, bit for bit.
 
-A run trains for some seconds on 2 ranks in a process of its own, with augmentation, a moving average and selection of
-the best epoch. One fault comes at a moment drawn from its whole duration, start-up included. Of the ranks: one of them,
-or the server that ranks are forks of, is killed, or a rank is stopped by SIGSTOP, and the run goes on in place. Of the
-run: the launcher is killed, a rank or the launcher gets SIGTERM, or the launcher is killed and the newest checkpoint
-damaged, and the same run is started again. The sequence of faults and moments follows from a seed; where the processes
-are at that moment does not.
+A run trains for some seconds on 2 ranks in a separate process, with augmentation, a moving average and selection of
+the best epoch. A fault happens at a moment drawn from the run's whole duration, start-up included.
+
+There are faults of ranks and of the run. A fault of ranks kills a rank or the rank server, or stops a rank by
+SIGSTOP. The run then continues in place. A fault of the run kills the launcher, sends SIGTERM to a rank or the
+launcher, or kills the launcher and damages the newest checkpoint. The same run is then started again.
+
+The sequence of faults and moments follows from a seed. The state of the processes at these moments does not.
 """
 
 import json

@@ -1,12 +1,16 @@
-"""What it costs to be able to go on after a fault: checkpoints and all that guards a run, and wandb kept apart.
+"""The cost of fault tolerance: checkpoints and all other guards of a run, and wandb in a separate process.
 
-Runs on FashionMNIST in which every second epoch goes without a checkpoint, without a look at each step's loss, without
-a copy of the buffers and without the lock (alternating.py); an epoch with all of them against the one after it, of the
-tutorial's network and of one with BatchNorm. On a shared machine such pairs scatter by more than what is looked for, so
-rank 0's own account stands beside their median: the processor time of all these guards, the thread that writes
-checkpoints included, as a share of the guarded epochs. Then whole runs of the tutorial's network with a wandb server
-that accepts connections and never answers, against runs without wandb: the mean of all epochs but the first. Last, how
-long a save of a state of 1 GB holds its rank, against a clone of the same tensors (save_sides.py).
+First, epochs with and without guards alternate in runs on FashionMNIST (alternating.py). An epoch without guards has
+no checkpoint, no check of each step's loss, no copy of the buffers and no lock. The models are the tutorial's network
+and a network with BatchNorm. On a shared machine such pairs vary by more than the expected difference. Therefore rank
+0's own account stands beside their median. The account is the processor time of all guards, including the thread that
+writes checkpoints, as a share of the guarded epochs.
+
+Second, whole runs of the tutorial's network with a wandb server that accepts connections and never answers are
+compared with runs without wandb. The figure is the mean of all epochs except the first.
+
+Third, a save of a state of 1 GB is compared with a clone of the same tensors (save_sides.py). The figure is the time
+for which a save holds the rank.
 """
 
 import functools

@@ -1,11 +1,13 @@
-"""Drift: how often windows that have not changed are said to have moved, and how often windows that have are.
+"""Drift: how often unchanged and changed windows are reported as moved.
 
-Pictures are FashionMNIST's 10,000 test images with a small CNN of one epoch, tables and texts are drawn, with a linear
-model and a mean of embeddings. Each repetition draws another reference of 5,000 held-out samples and another window
-from the rest. A window has moved if one of its columns has; an alarm needs two of three windows, so that it is rarer.
-Changes: a Gaussian blur of one pixel, 20 % less brightness, JPEG of quality 10, a class that is missing, a tenth of
-the samples from scikit-learn's digits, a column that is half a deviation higher, a fifth of the rows in a new
-category, texts twice as long. What depends on the machine is the CNN alone.
+Pictures are FashionMNIST's 10,000 test images, with a small CNN of one epoch. Tables and texts are generated, with a
+linear model and a mean of embeddings. Each repetition draws another reference of 5,000 held-out samples and another
+window from the rest. A window has moved if any column has moved. An alarm needs two of three windows, so alarms are
+rarer.
+
+Pictures get a Gaussian blur of one pixel, 20 % less brightness, or JPEG of quality 10. They may also miss a class, or
+have a tenth of the samples from scikit-learn's digits. In tables a column is half a deviation higher, or a fifth of
+the rows has a new category. Texts are twice as long. Only the CNN depends on the machine.
 """
 
 import io

@@ -1,10 +1,12 @@
 """Seconds for an epoch (training and evaluation): ours against a plain DDP loop and Lightning's ddp_spawn.
 
-FashionMNIST, the tutorial's network, global batch 256, 2 CPU ranks of 1 thread, the same hyperparameters, no wandb and
-no progress on any side. Each measurement is a fresh run of two epochs with a seed of its own; ratios and targets are
-those of the second epoch, the first (with warm-up) is reported beside it. Start-up and preparation of data are in
-neither. The plain loop evaluates 1,000 samples at a time, as the tutorial has it; ours and Lightning 250, our default,
-and a second plain loop, too.
+All sides train the tutorial's network on FashionMNIST with global batches of 256 on 2 CPU ranks of 1 thread. The
+hyperparameters are the same, and wandb and progress are off. Each measurement is a fresh run of two epochs with
+another seed. Ratios and targets are for the second epoch. The first epoch (with warm-up) is reported too. Both
+exclude start-up and preparation of data.
+
+The plain loop evaluates 1,000 samples at a time, as in the tutorial. Ours and Lightning evaluate 250, our default,
+and so does a second plain loop.
 """
 
 import statistics

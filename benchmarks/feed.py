@@ -1,6 +1,6 @@
-"""Images/s of a model whose limit is the interpreter, fed from shards: by threads, by a process, and from arrays.
+"""Images/s of a model limited by the interpreter: from shards by threads, by a process, and from arrays.
 
-A step is 500 small operations and their backward pass, as a GPU's host starts them; decoding has the other core.
+A step has 500 small operations and a backward pass, like the launches of a GPU's host. Decoding uses the other core.
 """
 
 import time

@@ -1,13 +1,15 @@
-"""Gate: how often equal models are promoted, and how often better ones are, by rule.
+"""Gate: how often equal and better models are promoted, by rule.
 
-Simulated on 10,000 test samples, of which any two equal models differ on 12 %. A year is 365 equal challengers, one a
-night, on the same test split. "higher accuracy wins" promotes what is right more often than the champion; "McNemar each
-night" at alpha 0.05; the gate spends 0.05 * 6 / (pi^2 k^2) on the k-th night. What the champion is overstated by is its
-accuracy on the test split minus its true one. No model is trained, so nothing depends on the machine.
+Simulated on 10,000 test samples, on which any two equal models differ in 12 % of answers. A year has 365 equal
+challengers, one a night, on the same test split. The rule "higher accuracy wins" promotes a challenger with more
+right answers than the champion. The rule "McNemar each night" tests at alpha 0.05. The gate spends 0.05 * 6 / (pi^2
+k^2) on the k-th night. The champion is overstated by the accuracy on the test split minus the true accuracy. No model
+is trained, so nothing depends on the machine.
 
-Then the same for F1, RMSE and mean IoU on 300 samples, by the sign-flip test: lives of 10 nights each, and how often
-one test at 0.05 is wrong. The last figure is not promised to be 0.05: the challenger has as large an RMSE, but from a
-few large errors, so that the two models are equal and not exchangeable.
+The same is simulated for F1, RMSE and mean IoU on 300 samples, by the sign-flip test. The figures are lives of 10
+nights each, and how often a single test at 0.05 is wrong. The last figure need not be 0.05. In this case the
+challenger has the champion's RMSE, but from a few large errors. Therefore the two models are equal and not
+exchangeable.
 """
 
 from collections.abc import Callable

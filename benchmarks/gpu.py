@@ -1,8 +1,8 @@
-"""What a GPU makes of a training: steps beside a bare loop's, pictures from shards, a run that is killed, two ranks.
+"""Training on a GPU: steps against a bare loop's, pictures from shards, a killed run, and two ranks.
 
-Each case is a process of its own with a time limit, and the whole takes at most five minutes; a case that fails does
-not end the others. The bare steps are those of benchmarks/step_sides.py. Needs no network: all data are generated. With
---quick small models try all of it, also on a CPU; without a GPU nothing else is possible.
+Each case is a separate process with a time limit, and the whole benchmark takes at most five minutes. If a case
+fails, the others continue. The bare steps are in benchmarks/step_sides.py. No network is needed, because all data is
+generated. With --quick, small models try all cases, also on a CPU. Without a GPU, only --quick is possible.
 """
 
 import json
@@ -160,12 +160,12 @@ def measure(options: Options) -> Result:
     check = Check(options, gpus)
     result, lost = check.result, []
     if gpus == 1:
-        result.notes.append("two ranks: not tried, as there is one GPU")
+        result.notes.append("two ranks: not tried, because there is one GPU")
     for name, case in check.list_cases().items():
         print(f"    {name}", flush=True)
         left = end - time.perf_counter()
         if left < LEAST_SECONDS:
-            result.notes.append(f"{name}: not tried, as {WHOLE_SECONDS:.0f} s are over")
+            result.notes.append(f"{name}: not tried, because the limit of {WHOLE_SECONDS:.0f} s was reached")
         if left < LEAST_SECONDS or not taken(result, name, partial(case, min(patience * CASE_SECONDS, left)), tries=1):
             lost.append(name)
         options.keep(result)

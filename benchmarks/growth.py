@@ -1,11 +1,16 @@
-"""Growth: what ten times as much costs, as a ratio to the cost of one time as much.
+"""Growth: the cost of ten times as much work, as a ratio to the cost of the original amount.
 
-Each measurement is in a process of its own, after a small first one that is not counted, and sizes alternate. Times are
-processor seconds: of tables of predictions by rows, and by classes beyond 100; of drawing all trials of a sweep by
-tpe, each wave from what is done, as in a pod; of a new window of a champion that has windows; of a registry's log and
-its champion. The memory is the most that an evaluation adds to its start, in training and in a judgement, in batches'
-logits in fp32; the share of a rank that has joined and does nothing, beside few ranks and many; and the most of the
-launcher of these ranks. Linear growth is a ratio of 10 and less, as a fixed part does not grow.
+Each measurement is a separate process, after a small first measurement that is not counted, and sizes alternate.
+
+Times are processor seconds. Tables of predictions grow by rows, and by classes beyond 100. Sweeps grow by trials: tpe
+draws all trials, and each wave is drawn from the finished trials, as in a pod. The benchmark also times a new window
+of a champion that already has windows, and a registry's log and champion.
+
+Memory is measured in three cases. An evaluation, in training and in a judgement, is measured by the added maximum, in
+units of a batch's fp32 logits. An idle rank that has joined is measured by the memory share, with few ranks and with
+many. The launcher of these ranks is measured by the maximum.
+
+Linear growth gives a ratio of 10 or less, because a fixed part does not grow.
 """
 
 from functools import partial

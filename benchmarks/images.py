@@ -1,9 +1,9 @@
-"""Images a second from shards that are at hand, as random crops of 224 pixels with 2 workers: ours and its peers.
+"""Images a second from local shards, as random crops of 224 pixels with 2 workers: ours and its peers.
 
-Each side is a process of its own, of which the second epoch counts. The peers come as their documentation shows them
-and with our decoder and torchvision's transforms on uint8 (see benchmarks/image_loaders.py). The bound is the work that
-is left when nothing is read and no batch is made: decoding and cropping images that are in memory, by two threads or
-two processes, whichever is faster. With eight times the shards, and so images, each must cost the same.
+Each side is a separate process, and its second epoch counts. The peers are measured as documented, and also with our
+decoder and torchvision's transforms on uint8 (see benchmarks/image_loaders.py). The bound is decoding and cropping
+images that are in memory, without reading and without making batches. Two threads and two processes are tried, and
+the faster counts. With eight times the shards, and thus images, each image must cost the same.
 """
 
 from collections.abc import Callable

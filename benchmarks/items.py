@@ -1,7 +1,8 @@
 """Items/s of two loader processes: ours against torch's DataLoader with two workers, on the same map-style data set.
 
-Batches of 64. Cheap items are a row of 50 numbers and one number; expensive ones are 50 sines and Fourier
-transforms of 4,096 numbers, and give 50 KiB. Ours also seeds three random generators for each item.
+Batches have 64 items. A cheap item is a row of 50 numbers and one number. An expensive item is computed from 50 sines
+and Fourier transforms of 4,096 numbers, and has 50 KiB. In addition, ours seeds three random generators for each
+item.
 """
 
 import time

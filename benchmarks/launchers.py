@@ -1,19 +1,26 @@
-"""Launchers: the time to the first step, training's rate, the time to notice a killed rank, the launcher's memory.
+"""Launchers: time to the first step, training rate, time to notice a killed rank, and the launcher's memory.
 
-Each run is a fresh process that has imported flytekit and the tasks, but not torch; Ray and Dask have a cluster of this
-machine that stands, with workers that have run nothing, as Flyte sets one up for each run. The first step counts from
-the question what hardware there is, in ours to its record; against it stands the engine's own launch of as many ranks
-that import torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. With
-spawn and Elastic that includes torch in the launcher, and in each rank the calling script, which has imported flytekit,
-as where a task of a workflow's module calls mp.spawn. For Ray these are two tasks. Training's rate is that of a run's
-end, against spawned ranks. A rank is killed in the middle of a run, and the time counts until the launcher raises.
-Memory is the most that the launching process has had, in runs of ours and in bare ones.
+Each run is a fresh process that has imported flytekit and the tasks, but not torch. For Ray and Dask a cluster is
+running on this machine. Its workers have run nothing, because Flyte starts a new cluster for each run.
 
-A user's function that joins a gloo group of 2 ranks and adds a number up runs in a script by run_ranks and by torchrun,
-counted from the command to the end of that collective; in a process that has imported flytekit, but not torch, by
-run_ranks on each launcher (on clusters that stand), as a task with DDP, and as one with kfpytorch's Elastic, counted
-from the import of run_ranks or of the module with the task, because that of Elastic imports torch. A small network's
-loop calls due() in each step and record() every 50 steps, in blocks of steps in turn with plain ones.
+The time to the first step begins when hardware is detected, and for ours ends at the record of the step. It is
+compared with the engine's own launch of as many ranks. These ranks import torch, form a gloo group, take a step of a
+network like the tutorial's under DDP, and do nothing else. With spawn and Elastic, this includes the import of torch
+in the launcher. In each rank the time also includes the calling script, with flytekit imported, as if a workflow's
+task calls mp.spawn. For Ray the ranks are two tasks.
+
+The training rate is the rate at a run's end, compared with spawned ranks. A rank is killed in the middle of a run,
+and the time until the launcher raises is measured. Memory is the maximum of the launching process, in our runs and in
+bare runs.
+
+A user-defined function joins a gloo group of 2 ranks and adds a number up. In a script, run_ranks and torchrun run
+the function, and the time is counted from the command to the end of this collective. Another process has imported
+flytekit, but not torch. There, run_ranks runs the function on each launcher (on running clusters). Tasks with DDP and
+with kfpytorch's Elastic run the function too. There the time begins with the import of run_ranks or of the task's
+module, because the task with Elastic imports torch.
+
+A small network's loop calls due() in each step and record() every 50 steps. Blocks of such steps alternate with
+blocks of plain steps.
 """
 
 import json

@@ -138,7 +138,7 @@ def taken(result: Result, name: str, measure: Callable[[], None], tries: int = T
             raise
         except Exception as error:
             result.cut(before)
-            then = "it was measured again" if number < tries else "it was given up, and what it had before is kept"
+            then = "it was measured again" if number < tries else "it was skipped, and its earlier values are kept"
             first, *others = str(error).splitlines()
             what = " ... ".join(line[:200] for line in (first, *others[-1:]))  # the last one has a process's exception
             result.notes.append(f"{name}: {what}; {then}")

@@ -1,8 +1,8 @@
-"""What our training step costs beside a bare loop's where the model computes little, so that the host is the limit.
+"""The overhead of our training step against a bare loop's, for small models that are limited by the host.
 
-Steps of 8 samples in fp32 on one thread: an MLP on a table of 50 columns, and small_cnn on images of 28 x 28 pixels. In
-one process, in turn, in blocks: the library's step with its data path, its checks and its records, and a plain loop
-with the same model and optimiser that does nothing of that (benchmarks/step_sides.py).
+Steps have 8 samples in fp32 on one thread. The models are an MLP on a table of 50 columns, and small_cnn on images of
+28 x 28 pixels. In one process, two sides alternate in blocks (benchmarks/step_sides.py). The library's step has its
+data path, checks and records. The plain loop has the same model and optimiser, and none of these.
 """
 
 from functools import partial

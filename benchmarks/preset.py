@@ -1,7 +1,8 @@
 """The fast preset from the shell prompt: ``pyflyte run workflows/training.py training_wf --hp config/fast.json``.
 
-The whole command is timed: start-up, preparing FashionMNIST from the system's copy, training, evaluation, report, wandb
-(offline, as without a key). Each seed starts with an empty HOME and an empty folder of runs, so nothing is cached.
+The time of the whole command is measured: start-up, preparing FashionMNIST from the system's copy, training,
+evaluation, report, and wandb (offline, as without a key). Each seed starts with an empty HOME and an empty folder of
+runs, so nothing is cached.
 """
 
 import json

@@ -1,15 +1,18 @@
 """ResNet18 on FashionMNIST on 1, 2 and 4 ranks, against a published table of losses.
 
-The table is of "Distributed training from scratch", part II (our seed 003): 10 epochs, SGD 0.001, synchronised
-BatchNorm, no augmentation, images in [0, 1], losses of each epoch. Training is the library's own. Its validation is the
-document's, in a copy that only this benchmark has: of N ranks it takes the first 10,000 / N test images in order,
-leaves BatchNorm in training mode (in the batches of training), and averages the batches' means. Beside it stand the
-library's exact figures, over all 10,000 images with the running statistics.
+The table is from "Distributed training from scratch", part II (our seed 003). It has losses of 10 epochs with SGD
+0.001, synchronised BatchNorm, no augmentation and images in [0, 1].
 
-The document's program has a global batch of 128 by default; its table, as these runs show, was made with one of 16.
-Both are here, and the bounds are set for 16.
+Training is the library's own. The validation is a copy of the document's, for this benchmark only. With N ranks, the
+document's validation uses the first 10,000 / N test images in order, in the batches of training. It leaves BatchNorm
+in training mode and averages the batches' means. The library's exact figures are reported too, over all 10,000 images
+with the running statistics.
 
-Each run has a folder under build/published, from which it goes on when it was cut off: hours in all on two cores.
+The document's program has a global batch of 128 by default. As these runs show, the table was made with a batch of
+16. Both batch sizes are measured, and the bounds are set for 16.
+
+Each run has a folder under build/published. After an interruption, the run resumes from this folder. The runs take
+hours in all on two cores.
 """
 
 from __future__ import annotations

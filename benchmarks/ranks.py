@@ -1,22 +1,25 @@
-"""More ranks: efficiency from 1 to 2 of them here, and a model of up to 1,024, checked over links of known speed.
+"""More ranks: efficiency of 2 ranks, and a model of up to 1,024, checked over links of known speed.
 
-Efficiency is the rate of two ranks, of twice that of one; each rank has one thread. ``strong`` keeps the batch of all
-ranks together, ``weak`` that of each. Over a link, two ranks are on two network namespaces, on a core each, joined by a
-veth pair that a token bucket limits, or nothing. What a step sends is counted by the interface, as the difference
-between two runs of unequal length; the time of computation is that of two runs of one rank each, side by side.
+Efficiency is the rate of two ranks, divided by twice the rate of one rank. Each rank has one thread. For ``strong``
+the total batch of all ranks is constant, and for ``weak`` the batch of each rank. For a link, two ranks run in two
+network namespaces on a core each. The namespaces are joined by a veth pair, limited by a token bucket or unlimited.
+The interface counts the bytes of a step, as the difference between two runs of unequal length. The time of
+computation is measured with two runs of one rank each, side by side.
 
-The model is that of gloo's ring. With n ranks and gradients of S bytes, each rank sends 2 (n - 1) / n x S bytes a step,
-in 2 (n - 1) stages for each of DDP's buckets (25 MiB, the first 1 MiB), and in as many for each of two small sums: of
-the loss, and of which parameters were used. The processor handles these bytes as well: what a step takes longer over an
-unlimited link than one of a single rank. At worst computation, handling and sending come one after the other. At best
-all buckets are on their way while the backward pass computes, and are handled while others are.
+The model is that of gloo's ring. With n ranks and gradients of S bytes, each rank sends 2 (n - 1) / n x S bytes a
+step. These are sent in 2 (n - 1) stages for each of DDP's buckets (25 MiB, the first 1 MiB). Two small sums need as
+many stages each: the sum of the loss, and the sum of the used parameters. The processor handles these bytes as well.
+The handling time is the time of a step over an unlimited link, minus that of a single rank. In the worst case
+computation, handling and sending follow one another. In the best case all buckets are sent while the backward pass
+computes, and each bucket is handled while others are sent.
 
-It assumes: all ranks equally fast, all the time; a link of its own for each rank, both ways at once, of whose bits 95 %
-are gradients; 50 us from rank to rank; handling in proportion to the bytes; a backward pass of two thirds of the
-computation; no BatchNorm over all ranks (``sync_batchnorm`` is off: each of its layers would be an exchange that
-nothing hides); and batches that grow with the number of ranks.
+The model makes several assumptions. All ranks are equally fast, all the time. Each rank has a separate link, both
+ways at once, and 95 % of the bits are gradients. A message takes 50 us from rank to rank. Handling is proportional to
+the bytes. The backward pass takes two thirds of the computation. Batches grow with the number of ranks. BatchNorm
+over all ranks is not modelled (``sync_batchnorm`` is off), because each such layer would be an exchange that nothing
+hides.
 
-Without the right to make network namespaces (root's, and iproute2), links and model are left out.
+Without the right to create network namespaces (root and iproute2), links and model are skipped.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""A killed rank: the time to the next new step, and the steps that are done twice, on all launchers and by torchrun.
+"""A killed rank: the time to the next new step, and the repeated steps, on all launchers and by torchrun.
 
-A run of 2 ranks trains the tutorial's network, or a model whose weights and momentum take 400 MB. At a moment after its
-20th step rank 0 or rank 1 gets SIGKILL. The time counts until the first step is done that no rank had done before.
-``torchrun --max-restarts`` runs a plain loop, with made up pictures, that saves every 10 steps. The first run of each
-kind trains to its end, and its weights are compared with those of a run that nothing disturbs.
+A run of 2 ranks trains the tutorial's network, or a model whose weights and momentum have 400 MB. At a moment after
+the 20th step, rank 0 or rank 1 gets SIGKILL. The time ends with the first step that no rank had done before.
+``torchrun --max-restarts`` runs a plain loop with generated pictures, which saves every 10 steps. The first run of
+each kind trains to the end. The final weights are compared with the weights of an undisturbed run.
 """
 
 import json

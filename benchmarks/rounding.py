@@ -1,7 +1,8 @@
-"""Rounding: what another number of ranks, and another launcher, change of a result.
+"""Rounding: how another number of ranks, or another launcher, changes a result.
 
-The same run in fp32 on 1, 2 and 4 spawned ranks of one thread each: test accuracy after each epoch, and the largest
-difference of a weight from that of one rank; and four ranks on digits with each engine, against four that are spawned.
+The same run in fp32 is repeated on 1, 2 and 4 spawned ranks of one thread each. The figures are the test accuracy
+after each epoch, and the largest difference of a weight from the weight of one rank. Four ranks on digits with each
+engine are compared with four spawned ranks.
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""Same bits: whether the working tree trains the weights and losses that a git revision trains, in 14 configurations.
+"""Same bits: whether the working tree and a git revision train the same weights and losses, in 14 configurations.
 
-The SHA-256 of each model must be equal, and each loss, accuracy and learning rate in the metrics. Both sides run at the
-same time, with the same Python and packages. The library is copied first, so that the files may be changed meanwhile.
+The SHA-256 of each model must be equal, and so must each loss, accuracy and learning rate in the metrics. Both sides
+run at the same time, with the same Python and packages. The library is copied first, so its files may be changed
+during the run.
 """
 
 import json

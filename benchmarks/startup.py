@@ -1,14 +1,17 @@
 """Start-up: from the task's start to the first optimiser step, and the time of a cache hit.
 
-The first is counted in a fresh process that has imported flytekit and the tasks, as ``pyflyte`` has, but not torch:
-from the library's call to the record of the first optimiser step (log_interval 1, wandb offline as without a key,
-default model on FashionMNIST). It stands against a fresh process that does a bare ``mp.spawn`` of two ranks that form
-a gloo group: counted with the parent's import of torch, which mp.spawn needs, and without. The time of a cache hit is
-that of the second of two identical ``pyflyte run``, against the second run of an empty cached workflow, and of one that
-has a dataclass and a dynamic task, as ours has.
+The first time is counted in a fresh process that has imported flytekit and the tasks, like ``pyflyte``, but not
+torch. The time begins with the library's call and ends with the record of the first optimiser step. The default model
+trains on FashionMNIST with log_interval 1, and wandb is offline as without a key. The peer is a fresh process with a
+bare ``mp.spawn`` of two ranks that form a gloo group. The peer's time is counted with and without the parent's import
+of torch, which mp.spawn needs.
 
-Beside these: ``package``, ``--help``, a pod's command up to the task's body, and ``make train`` up to the record of the
-first optimiser step, with nothing cached. ``--against REV`` measures these four of another revision, too.
+The time of a cache hit is that of the second of two identical ``pyflyte run`` commands. It is compared with the
+second run of an empty cached workflow, and of a workflow with a dataclass and a dynamic task, like ours.
+
+Four other commands are measured. They are ``package``, ``--help``, a pod's command up to the task's body, and
+``make train``. The last is measured up to the record of the first optimiser step, with nothing cached. With
+``--against REV``, these commands are also measured at another revision.
 """
 
 import time

@@ -1,11 +1,13 @@
-"""Sweep: steps until the best of 27 trials is found, by successive halving, by Optuna's pruner, and by all of them.
+"""Sweep: steps until the best of 27 trials is found, by successive halving, Optuna's pruner, and full training.
 
-The trials of a space, the first 27 of Sobol's points, are trained on FashionMNIST and on the table of 100,000 rows,
-stopped at each of four rungs, and trained to the end; once with a constant learning rate, once with the schedule in the
-space. On what was measured there searches of four rungs and of the last three are replayed: ours, and that of Optuna's
-SuccessiveHalvingPruner, which decides for each trial by those before, so that its steps depend on the trials' order:
-200 orders are drawn. A search has found the best if the validation loss of its winner is within 1 % of the least of
-all 27. Nothing depends on the machine's speed.
+The trials are the first 27 of Sobol's points of a space. They are trained on FashionMNIST and on the table of 100,000
+rows, stopped at each of four rungs, and trained to the end. This is done with a constant learning rate, and with the
+schedule in the space.
+
+Searches of four rungs and of the last three are replayed on these measurements. One search is ours. The other is by
+Optuna's SuccessiveHalvingPruner. The pruner decides for each trial by the trials before. Therefore its steps depend
+on the order of the trials, and 200 orders are drawn. A search has found the best if the validation loss of its winner
+is within 1 % of the lowest of all 27. Nothing depends on the machine's speed.
 """
 
 import json

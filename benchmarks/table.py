@@ -1,9 +1,10 @@
 """Samples/s of training a network on a table: ours against a plain DDP loop, Lightning and Accelerate.
 
-100,000 rows of 50 numbers fp32, two hidden layers of 64, Adam in one kernel, global batches of 256 and 1,024, on one
-and two CPU ranks, a core each. The peers read a TensorDataset by torch's DataLoader in the rank, as their documents
-have it; ours has the same arrays as ``arrays(...)``. Each measurement is a fresh run, without its first epoch. Ours
-records each tenth step, watches each loss and saves a checkpoint an epoch, the peers do nothing of that.
+The table has 100,000 rows of 50 numbers in fp32. The network has two hidden layers of 64, and Adam runs in one
+kernel. Global batches are 256 and 1,024, on one and two CPU ranks with a core each. The peers read a TensorDataset by
+torch's DataLoader in the rank, as in their documents. Ours has the same arrays as ``arrays(...)``. Each measurement
+is a fresh run, without its first epoch. Ours records each tenth step, checks each loss and saves a checkpoint an
+epoch. The peers do none of this.
 """
 
 import os
