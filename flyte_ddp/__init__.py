@@ -1,6 +1,6 @@
 """Distributed data parallel training in plain PyTorch: the library below the Flyte tasks and workflows.
 
-NAMES are the public API. Importing this package is cheap: each name is imported when it is first used.
+``NAMES`` lists the public API. Importing this package is cheap because each name is imported at its first use.
 """
 
 from importlib import import_module
@@ -61,7 +61,11 @@ __all__ = list(MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a public name and return the object; AttributeError if the name is not public."""
+    """Import the module of a public name, and return the object.
+
+    Raises:
+        AttributeError: The name is not public.
+    """
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{MODULES[name]}")

@@ -1,6 +1,7 @@
-"""Names of data sets, models, measures and published weights that configuration may use, and what images models take.
+"""Data sets, models, measures and published weights that the configuration can name, and the image sizes of models.
 
-Written down here, because importing torch and torchvision takes over 2 s. Tests compare them with torchvision's own.
+The names are listed here because importing torch and torchvision takes over 2 s. Tests compare the lists with
+torchvision.
 """
 
 import json
@@ -12,10 +13,10 @@ from flyte_ddp.errors import UserError, unknown_name_error
 
 # Each data set with the side of its square images, in pixels.
 DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifar10": 32}
-# The other forms that a data set's name may have.
+# Other forms of a data set's name.
 DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
 ENCODED_KINDS = ("shards", "stream", "image_folder")  # images stay encoded (JPEG, PNG) until a batch needs them
-IGNORED_TOKEN = -100  # in texts, the target of places that do not count, as in torch's cross-entropy
+IGNORED_TOKEN = -100  # in texts, the target at positions that do not count, as in torch's cross-entropy
 IGNORED = 255  # in masks, the class number of pixels that do not count
 ENCODED_SIDE = 224  # pixels: side of the squares that encoded images are resized to when image_size is 0
 # Extensions of image files, and of images in shards: the formats that Pillow reads without other packages.
@@ -24,7 +25,7 @@ IMAGES = (
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
-# Built-in objectives, each with those hyperparameters that it uses and not every objective does.
+# Built-in objectives, each with the hyperparameters that only some objectives use.
 SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
     "classification": ("label_smoothing", "class_weights", "threshold"),
     "multilabel": ("class_weights",),
@@ -34,7 +35,7 @@ SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
 }
 OF_CLASSES = ("classification", "segmentation", "language")  # objectives that need to know the number of classes
 OF_LENGTHS = ("language",)  # objectives whose targets may have different lengths
-CODE_OPTIONS = {"language": "decode"}  # objectives with an option that names the user's own callable
+CODE_OPTIONS = {"language": "decode"}  # objectives with an option that names a user-defined callable
 
 # Measures of the built-in objectives, beside the loss. In classification, OF_TWO_CLASSES need exactly two classes.
 OF_TWO_CLASSES = ("auroc", "average_precision")
@@ -46,19 +47,19 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "language": ("perplexity", "token_accuracy"),
 }
 
-# The two small CNNs, each with the smallest image side that it takes, in pixels.
+# The two small CNNs, each with the smallest image side that it accepts, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
-# Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.
+# Side lengths that must divide the image side, for transformers that cut images into patches or windows.
 SIZE_MULTIPLES = {"maxvit_t": 224, "vit_b_16": 16, "vit_b_32": 32, "vit_h_14": 14, "vit_l_16": 16, "vit_l_32": 32}
 # The smallest image side, in pixels, with which a forward pass in training mode works, by families of models.
 SMALLEST_SIDES: dict[str, int] = {
     "alexnet": 63, "convnext": 32, "densenet": 29, "googlenet": 15, "inception": 75, "squeezenet1_0": 21,
     "squeezenet1_1": 17, "vgg": 32, **SIZE_MULTIPLES,
 }  # fmt: skip
-ANY_SIDE = 8  # pixels: least side for models that take any size; smaller images show nothing
+ANY_SIDE = 8  # pixels: smallest side for models that accept any size; smaller images show nothing
 
-# torchvision's image classifiers, each with its published weights by name, the best first: the file; the side in pixels
-# of the model's square; and the shorter side of the image from whose middle the square is cut.
+# torchvision's image classifiers, each with its published weights by name, the best first. An entry has the file, the
+# side in pixels of the model's square input, and the shorter side of the image from whose centre the square is cut.
 TORCHVISION_WEIGHTS: dict[str, dict[str, tuple[str, int, int]]] = json.loads(
     Path(__file__).with_name("torchvision_weights.json").read_bytes()
 )
@@ -67,27 +68,28 @@ TORCHVISION_MODELS: dict[str, int] = {
     model: next((side for family, side in SMALLEST_SIDES.items() if model.startswith(family)), ANY_SIDE)
     for model in TORCHVISION_WEIGHTS
 }
-# torchvision's weights: the prefix of their names in init_from, and the address that has all their files.
+# Prefix of the names of torchvision's weights in init_from, and the address of all weights files.
 TORCHVISION_PREFIX = "torchvision:"
 TORCHVISION_ADDRESS = "https://download.pytorch.org/models"
-TORCHVISION_CLASSES = 1000  # of ImageNet, for which all weights were trained
-DEFAULT = "DEFAULT"  # torchvision's name for the best weights of a model: the first here
+TORCHVISION_CLASSES = 1000  # of ImageNet, on which all weights were trained
+DEFAULT = "DEFAULT"  # torchvision's name for the best weights of a model, which are the first in the table
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and std of values in 0..1
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-# Mean and std that are not IMAGENET, by the start of the weights' file name. torchvision gives Google's two models
-# images that are normalised by IMAGENET, and these models convert them to HALF.
+# Mean and std that are not IMAGENET, by the start of the weights' file name. For Google's two models torchvision
+# normalises images by IMAGENET, and the models convert the images to HALF.
 OTHERS = {"efficientnet_v2_l": HALF, "googlenet": HALF, "inception_v3": HALF}
 OTHERS |= {"vgg16_features": ((0.48235, 0.45882, 0.40784), (1 / 255,) * 3)}
 
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
-MODELS_PAGE = "https://docs.pytorch.org/vision/stable/models.html"  # lists torchvision's
+MODELS_PAGE = "https://docs.pytorch.org/vision/stable/models.html"  # lists torchvision's models
 
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """One of torchvision's files of weights, and the images that it was trained on: RGB, ``side`` x ``side`` pixels.
+    """A torchvision weights file, and the form of its training images (RGB, ``side`` x ``side`` pixels).
 
-    ``mean`` and ``std`` are of values in 0..1. ``crop_share`` is the share of an image's shorter side that is seen.
+    ``mean`` and ``std`` refer to values in 0..1. ``crop_share`` is the share of an image's shorter side that the square
+    covers.
     """
 
     file: str
@@ -98,18 +100,24 @@ class PretrainedWeights:
 
     @property
     def digest_start(self) -> str:
-        """The first digits (8 or more, hex) of the file's SHA-256, from the end of the file's name."""
+        """First digits (8 or more, hex) of the file's SHA-256, read from the end of the file's name."""
         return self.file.removesuffix(".pth").rpartition("-")[2]
 
 
 def encoded_kind(dataset: str) -> str:
-    """Return "shards", "stream" or "image_folder" if ``dataset`` is that word, a colon and an address; else ""."""
+    """Return the kind of a data set of encoded images: "shards", "stream" or "image_folder".
+
+    Returns "" unless ``dataset`` is one of the three words, a colon and an address.
+    """
     kind, _, address = dataset.partition(":")
     return kind if kind in ENCODED_KINDS and address else ""
 
 
 def check_image_size(model: str, height: int, width: int) -> None:
-    """Raise UserError, with a size that fits, if a built-in model cannot take images of this size in pixels."""
+    """Raise UserError if a built-in model does not accept images of this size in pixels.
+
+    The error suggests a size that fits. User-defined models are not checked.
+    """
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)
     if min(height, width) < smallest or height % multiple or width % multiple:
@@ -123,12 +131,21 @@ def check_image_size(model: str, height: int, width: int) -> None:
 
 
 def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
-    """Return the side of a model's images in pixels: ``image_size`` if not 0, else the weights' side, else 0."""
+    """Return the side of a model's input images in pixels.
+
+    Returns ``image_size`` if it is not 0, else the side of the weights, else 0.
+    """
     return image_size or (weights.side if weights else 0)
 
 
 def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
-    """Return the model's weights ``torchvision:NAME``; None for another ``init_from``; UserError for a wrong name."""
+    """Return the published weights that ``init_from`` names as ``torchvision:NAME``.
+
+    Returns None for any other ``init_from``.
+
+    Raises:
+        UserError: The model is not a torchvision model, or has no weights of this name.
+    """
     if not init_from.startswith(TORCHVISION_PREFIX):
         return None
     if model not in TORCHVISION_MODELS:
@@ -147,7 +164,10 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
 
 
 def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
-    """Raise UserError unless a built-in objective of ``classes`` has the measure ``select_by``; accept own ones."""
+    """Raise UserError unless a built-in objective has the measure ``select_by``.
+
+    ``classes`` is the number of classes. User-defined objectives are not checked.
+    """
     if objective in MEASURES:
         unfit = OF_TWO_CLASSES if objective == "classification" and classes > 2 else ()
         choices = ["loss", *(name for name in MEASURES[objective] if name not in unfit)]
@@ -160,9 +180,10 @@ def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
 
 
 def parse_threshold(text: str) -> tuple[str, float]:
-    """Return a threshold's rule ("f1", "recall", "cost" or "fixed") and number.
+    """Return a threshold's rule ("f1", "recall", "cost" or "fixed") and its number.
 
-    Raises UserError if ``text`` is none of f1, recall=R, cost=C and a probability.
+    Raises:
+        UserError: ``text`` is none of f1, recall=R, cost=C and a probability.
     """
     rule, equals, number = text.rpartition("=") if text != "f1" else (text, "=", "0")
     try:
@@ -180,7 +201,10 @@ def parse_threshold(text: str) -> tuple[str, float]:
 
 
 def check_positives(threshold: str, positive: str, positives: int) -> None:
-    """Raise UserError if ``threshold`` is fitted on the validation split, and that has no positive samples."""
+    """Raise UserError if ``threshold`` is fitted on a validation split without positive samples.
+
+    ``positive`` is the name of the positive class, and ``positives`` is the number of its samples.
+    """
     if not positives and parse_threshold(threshold)[0] != "fixed":
         raise UserError(
             f"threshold={threshold!r}: is fitted on the validation split, which has no sample of class {positive!r}; "

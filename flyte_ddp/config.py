@@ -1,7 +1,7 @@
-"""Hyperparameters: all that determines the result of a training run, in one flat, frozen, checked dataclass.
+"""Hyperparameters of a training run, as one flat, frozen and checked dataclass.
 
-Every field is part of the cache key; other settings come from the environment (:mod:`flyte_ddp.settings`). Nothing
-heavy is imported: registration, command-line parsing and cache hits all pay for what this module loads.
+Every field is part of the cache key. Other settings come from the environment (:mod:`flyte_ddp.settings`). This module
+imports nothing heavy, because registration, command-line parsing and cache hits import it.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -16,12 +16,16 @@ from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.checks.parsing import YAML_NUMBER, list_texts, parse_json
 from flyte_ddp.errors import UserError, unknown_name_error
 
-OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
+OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables with options
 
 
 @dataclass(frozen=True, repr=False)
 class Hyperparameters(CheckedFields, called="hyperparameter"):
-    """Everything that determines a training run's result; UserError for an unknown field or a wrong value."""
+    """All values that determine the result of a training run.
+
+    Raises:
+        UserError: A field is unknown, or a value is not allowed.
+    """
 
     # Data
     dataset: str = setting(
@@ -307,7 +311,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise UserError(contradiction)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
-        """Return each of the user's own ``package.module:callable`` once, but not those of the fields ``left_out``."""
+        """Return each user-defined ``package.module:callable`` once.
+
+        ``left_out`` names fields to skip.
+        """
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
         if (option := catalog.CODE_OPTIONS.get(self.objective)) and "objective" not in left_out:
@@ -315,7 +322,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
     def parse_options(self) -> dict[str, dict[str, Any]]:
-        """Return ``options``, JSON of keyword arguments under "model" and "objective"; UserError for anything else."""
+        """Return ``options`` as keyword arguments under "model" and "objective".
+
+        Raises:
+            UserError: ``options`` is not a JSON object of this form, or has a number written as text.
+        """
         try:
             found = parse_json(self.options or "{}")
         except ValueError as error:
@@ -337,7 +348,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
 
 def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
-    """Raise UserError for a setting of other objectives that is not at its default; ``used`` are this objective's."""
+    """Raise UserError for a changed setting that only other objectives use.
+
+    ``used`` names the settings of the chosen objective.
+    """
     some_use = {name for names in catalog.SETTINGS_OF_OBJECTIVES.values() for name in names}
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
@@ -349,7 +363,10 @@ def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
 
 
 def check_class_weights(text: str) -> None:
-    """Raise UserError unless ``text`` is empty, "balanced", or finite numbers >= 0, not all 0, separated by commas."""
+    """Raise UserError unless ``text`` is empty, "balanced", or numbers separated by commas.
+
+    The numbers must be finite, at least 0, and not all 0.
+    """
     if text in ("", "balanced"):
         return
     try:
@@ -380,7 +397,7 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
 
 
 def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
-    """Yield a message for each loading field that does not fit the data set's kind."""
+    """Yield an error message for each loading field that does not fit the data set's kind."""
     kind = catalog.encoded_kind(hp.dataset)
     unfit = f"not for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):

@@ -1,4 +1,4 @@
-"""Exceptions: mistakes of users, failed ranks, stopped runs, failed collectives; texts that errors share; notices."""
+"""Exceptions of this library, texts that several errors share, and notices on stderr."""
 
 from __future__ import annotations
 
@@ -18,44 +18,52 @@ LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 
 
 class UserError(click.ClickException, ValueError):
-    """A mistake that the user can fix: the message names the value, the rule and the fix.
+    """A mistake that the user can fix.
 
-    As a ``ClickException`` it is printed by ``pyflyte`` as a single panel, with exit status 1, without a traceback.
+    The message names the value, the rule and the fix. Because this is a ``ClickException``, ``pyflyte`` prints a single
+    panel without a traceback, and exits with status 1.
     """
 
 
 class UnreachableError(UserError):
-    """Something on another machine cannot be reached: either the address is wrong, or a retry may succeed later."""
+    """Something on another machine cannot be reached.
+
+    Either the address is wrong, or a retry may succeed later.
+    """
 
 
 class BusyError(UserError):
-    """Another process writes into the same run folder."""
+    """Another process is writing into the same run folder."""
 
 
 class RankError(click.ClickException, RuntimeError):
-    """A rank failed, not by a known mistake of the user; ``recoverable``: the machine failed, a retry may succeed.
+    """A rank failed for another reason than a known mistake of the user.
 
-    ``message`` says in a line or two what failed; ``details`` is a traceback, or the stacks of ranks that hang.
+    ``message`` describes the failure in a line or two. ``details`` is a traceback, or the stacks of ranks that hang. If
+    ``recoverable`` is True, the machine failed, and a retry may succeed.
     """
 
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
         super().__init__(message)
         self.details, self.recoverable = details, recoverable
         self.file: Path | None = None  # the file that holds the details
-        self.step: int | None = None  # step of the newest checkpoint; 0: there is none; None: not known
+        self.step: int | None = None  # step of the newest checkpoint (0: no checkpoint, None: unknown)
         self.noticed = time.time()  # when the failure was noticed, in seconds since 1970
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (self.message, self.details)))
 
     def with_reason(self, reason: str) -> Self:
-        """Return the same error with a longer message."""
+        """Return a copy of the error with ``reason`` at the end of its message."""
         longer = type(self)(f"{self.message}{reason}", details=self.details, recoverable=self.recoverable)
         longer.step, longer.noticed = self.step, self.noticed
         return longer
 
     def format_message(self) -> str:
-        """Return the lines of click's panel: the message; the file with the details; where a retry resumes."""
+        """Return the lines of click's panel.
+
+        The lines are the message, the file with the details, and the step from which a retry resumes.
+        """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [message]
         if self.file is not None:
@@ -66,15 +74,18 @@ class RankError(click.ClickException, RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank's process or host disappeared; a retry may succeed."""
+    """A rank's process or host disappeared. A retry may succeed."""
 
 
 class OutOfMemoryError(RankError):
-    """The kernel's count of out-of-memory kills grew when a rank was killed."""
+    """A rank was killed, and the kernel's count of out-of-memory kills grew."""
 
 
 class StoppedError(click.ClickException, RuntimeError):
-    """A signal, given by its name, stopped the run; ``step`` is as in :func:`describe_resumption`."""
+    """A signal stopped the run.
+
+    ``signal`` is the name of the signal. ``step`` is as in :func:`describe_resumption`.
+    """
 
     def __init__(self, signal: str, step: int | None = 0) -> None:
         super().__init__(f"stopped by {signal}; {describe_resumption(step)}")
@@ -85,19 +96,25 @@ class StoppedError(click.ClickException, RuntimeError):
 
 
 class OwnCodeError(RuntimeError):
-    """A user's own function failed on a sample; the text says which function, which sample, and the error."""
+    """A user-defined function failed on a sample.
+
+    The text names the function, the sample and the error.
+    """
 
 
 class MachineError(RuntimeError):
-    """Something that a rank needs of its machine failed, such as its GPU; a retry may succeed."""
+    """A part of the machine that a rank needs failed, such as a GPU. A retry may succeed."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective operation failed because of another rank, so this rank's error is not the root cause."""
+    """A collective operation failed because of another rank.
+
+    This rank's error is not the root cause.
+    """
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """Another rank did not take part in a collective operation within FLYTE_DDP_TIMEOUT."""
+    """Another rank did not join a collective operation within FLYTE_DDP_TIMEOUT."""
 
 
 class PeerGoneError(CollectiveError):
@@ -105,7 +122,10 @@ class PeerGoneError(CollectiveError):
 
 
 def describe_resumption(step: int | None) -> str:
-    """Return a sentence that says from which step a new start resumes (0: no checkpoint, None: not known)."""
+    """Return a sentence that names the step from which a new start resumes.
+
+    ``step`` is 0 without a checkpoint, and None if the step is unknown.
+    """
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
@@ -114,19 +134,19 @@ def describe_resumption(step: int | None) -> str:
 
 
 def print_to_stderr(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody may be listening any more
+    with suppress(OSError, ValueError):  # the stream may be closed
         print(text, file=sys.stderr, flush=True)
 
 
 def shorten_path(path: Path) -> str:
-    """Return a path relative to the working directory if the path is below that, else unchanged."""
+    """Return a path below the working directory as a relative path, and any other path unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 @contextmanager
 def require_extra(extra: str) -> Iterator[None]:
-    """Turn a ModuleNotFoundError in the block into a UserError that says how to install this extra of the package."""
+    """Turn a ModuleNotFoundError of the block into a UserError that shows how to install ``extra``."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -140,7 +160,10 @@ def install_hint(extra: str) -> str:
 def unknown_name_error(
     kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md"
 ) -> UserError:
-    """Return the error for an unknown name: it suggests the nearest choice, and lists choices or refers to ``page``."""
+    """Return the error for an unknown name.
+
+    The message suggests the nearest choice. A long list of choices is shortened, and the message refers to ``page``.
+    """
     names = sorted(choices)
     near = [name.lower()] if name.lower() in names else difflib.get_close_matches(name, names, n=6, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -1,4 +1,4 @@
-"""Write files that appear whole or not at all, lock files, and compute SHA-256 digests of files."""
+"""Atomic writes, file locks, and SHA-256 digests of files."""
 
 import errno
 import fcntl
@@ -15,17 +15,22 @@ from flyte_ddp.errors import UserError
 
 WEIGHTS, SIDECAR = "model.pt", "model.json"  # of a trained model
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FAILING = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)  # a disk, or a file server
+FAILING = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)  # errors of a disk or a file server
 held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
 
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new temporary file; rename it to ``path`` when the block succeeds, remove it when the block fails.
+    """Yield a temporary file that becomes ``path`` when the block succeeds.
 
-    Creates missing folders. Several threads and processes may write the same path; the last one wins. ``durable``
-    flushes the content to disk (fsync) first, so that a power cut leaves the old file or the new one. ``create`` raises
-    FileExistsError if ``path`` exists, and flushes the folder too.
+    If the block fails, removes the temporary file. Creates missing folders. Several threads and processes may write the
+    same path, and the last write wins.
+
+    Args:
+        path: The file to write.
+        durable: Whether to flush the content to disk (fsync) first. A power cut then leaves the old file or the new
+            file.
+        create: Whether to raise FileExistsError if ``path`` exists. If True, also flushes the folder.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,21 +54,25 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` when the block succeeds; UserError if it cannot be written."""
+    """Yield a file that replaces ``path`` when the block succeeds.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     with explain_write_errors(path), atomic_write(path, durable=durable) as file:
         yield file
 
 
 @contextmanager
 def explain_write_errors(path: Path, other: str = "choose another folder") -> Iterator[None]:
-    """Raise UserError in place of an OSError of the block, which must only write ``path``.
+    """Turn an OSError of the block into a UserError with the reason and two fixes.
 
-    The text of the UserError has the reason, a fix for this reason, and ``other`` as another fix.
+    The block must only write ``path``. The first fix depends on the reason, and the second fix is ``other``.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save may raise a RuntimeError about the file's position when a write fails; the OSError is its context.
+        # When a write fails, torch.save may raise a RuntimeError about the file's position. Its context is the OSError.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -71,16 +80,19 @@ def explain_write_errors(path: Path, other: str = "choose another folder") -> It
 
 
 def suggest_fix(error: OSError, folder: str = "its folder") -> str:
-    """Return what a user can do about a file that cannot be written, and whose folder has this name in a text."""
+    """Return the fix for an OSError while writing a file, as text.
+
+    ``folder`` is the name of the file's folder in the text.
+    """
     if error.errno in DISK_FULL:
         return "free some space"
     return "mend its disk or file server" if error.errno in FAILING else f"make {folder} writable"
 
 
 class HashingFile:
-    """Writes to a file and computes the SHA-256 of what it writes.
+    """Writes to a file, and computes the SHA-256 of the written bytes.
 
-    Has no ``fileno``, so torch.save writes through Python, where a full disk is an ``OSError``.
+    The class has no ``fileno``, so torch.save writes through Python, where a full disk raises an ``OSError``.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -106,12 +118,18 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted; leave out folders that vanish meanwhile, where rglob may raise."""
+    """Return the files below a folder, sorted.
+
+    Skips folders that vanish meanwhile, for which ``rglob`` may raise.
+    """
     return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, time of change (ns) and size, at least one of which differs after a change; None without a file."""
+    """Return a file's inode, modification time (ns) and size, or None if the file does not exist.
+
+    After a change of the file, at least one of the three differs.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -121,11 +139,16 @@ def file_version(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryIO]:
-    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; yield the file, open for appending.
+    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block.
 
-    Creates both if missing; the file stays. Waits without a limit while the lock is held, even by this thread; with
-    ``wait=False`` raises BlockingIOError instead. The kernel releases the lock when the process ends, whatever the
-    process has forked.
+    Yields the file, open for appending. Creates a missing folder or file, and keeps the file. When the process ends,
+    the kernel releases the lock, even if forked child processes still run.
+
+    Args:
+        folder: The folder of the file.
+        name: The name of the file.
+        wait: If True, waits without a limit while the lock is held, even by this thread. If False, raises
+            BlockingIOError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab", buffering=0) as file:
@@ -139,7 +162,10 @@ def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryI
 
 
 def close_inherited_locks() -> None:
-    """Close, in a forked child, the files that its parent locks: a lock lasts while any process has the file open."""
+    """Close in a forked child the files that the parent process locks.
+
+    A lock lasts while any process has the file open.
+    """
     for file in list(held):
         file.close()
 
@@ -148,5 +174,8 @@ os.register_at_fork(after_in_child=close_inherited_locks)
 
 
 def unlock_file(file: int) -> None:
-    """Release the lock of an open file descriptor, also for child processes that were forked while it was held."""
+    """Release the lock of an open file descriptor.
+
+    The lock is also released for child processes that were forked while the lock was held.
+    """
     fcntl.flock(file, fcntl.LOCK_UN)

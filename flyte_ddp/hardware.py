@@ -1,7 +1,7 @@
-"""Choose a training's backend, gradient strategy, precision and memory order for the ranks that a machine can have.
+"""Choice of a training's backend, gradient strategy, precision and memory order.
 
-Every ``auto`` of the hyperparameters is decided here, never by timings, which would make results unrepeatable. A choice
-that the ranks cannot have raises UserError.
+This module replaces every ``auto`` of the hyperparameters. No choice depends on timings, because timings would make
+results unrepeatable. A value that the ranks cannot have raises UserError.
 """
 
 import os
@@ -17,7 +17,7 @@ from flyte_ddp.settings import REQUESTED_GPUS
 
 @dataclass(frozen=True)
 class Hardware(World):
-    """The ranks of a run, and how they compute; equal on all ranks."""
+    """The ranks of a run and their arithmetic, equal on all ranks."""
 
     strategy: str = "ddp"  # or hooks, shared_memory
     precision: str = "fp32"  # or bf16, fp64
@@ -35,10 +35,15 @@ def request_ranks(hp: Hyperparameters) -> Request:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError if the GPUs requested for training pods do not fit ``hp``; without FLYTE_DDP_GPUS do nothing.
+    """Raise UserError if the GPUs requested for training pods (FLYTE_DDP_GPUS) do not fit ``hp``.
 
-    ``nodes`` is the largest number of training pods. ``ranks`` is the number that the engine starts; 0: ``hp`` decides.
-    ``capacity`` is the largest number of ranks without GPUs; 0: no limit.
+    Does nothing if FLYTE_DDP_GPUS is not set.
+
+    Args:
+        hp: The hyperparameters.
+        nodes: The largest number of training pods.
+        ranks: The number of ranks that the engine starts (0: decided by ``hp``).
+        capacity: The largest number of ranks without GPUs (0: no limit).
     """
     requested = os.environ.get(REQUESTED_GPUS)
     if requested is None:
@@ -57,16 +62,19 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
             f"{capacity}, or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
-    # Only the training pods know whether they have bf16.
+    # Only a training pod can detect bf16, so this check assumes it.
     choose_hardware(hp, World(ranks, device_type), Bf16.FASTER)
 
 
 def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
-    """Return the Hardware of a run on these ranks, without ``auto``; ``bf16`` is the least support among devices."""
+    """Return the Hardware of a run on the ranks of ``world``, without any ``auto``.
+
+    ``bf16`` is the lowest support among the devices.
+    """
     device_type = world.device_type
     check_batch_size(hp.batch_size, hp.accumulation_steps, world.num_ranks)
     small = hp.model in catalog.SMALL_MODELS
-    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
+    # A user-defined model may need the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
     is_channels_last_faster = small or (device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS)
     precision = hp.precision
     if precision == "auto":
@@ -82,7 +90,13 @@ def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
 
 
 def choose_strategy(hp: Hyperparameters, world: World) -> str:
-    """Return the gradient strategy of ``hp``; for "auto" shared memory on CPUs of one host under Linux, else ddp."""
+    """Return the gradient strategy of ``hp``.
+
+    For "auto", returns shared memory if all ranks are on CPUs of one Linux host, else ddp.
+
+    Raises:
+        UserError: The ranks cannot use shared memory.
+    """
     possible = world.device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Start work on items before their results are needed, and return the results in the order of the items."""
+"""Iterators that start work before its results are needed, and keep the order of the items."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,10 @@ Result = TypeVar("Result")
 
 
 def start_ahead(start: Callable[[Item], Started], items: Iterable[Item], ahead: int) -> Iterator[Started]:
-    """Yield ``start(item)`` of each item in order; call ``start`` for up to ``ahead`` later items before each yield."""
+    """Yield ``start(item)`` of each item in order.
+
+    Before each yield, calls ``start`` for up to ``ahead`` later items.
+    """
     started: deque[Started] = deque()
     for item in items:
         started.append(start(item))
@@ -30,10 +33,10 @@ def map_in_threads(
     ahead: int | None = None,
     initializer: Callable[[], object] | None = None,
 ) -> Iterator[Iterator[Result]]:
-    """Yield an iterator over ``function(item)`` of each item, in order; a pool of ``threads`` threads makes the calls.
+    """Yield an iterator over ``function(item)`` of each item in order, computed by ``threads`` threads.
 
-    Starts up to ``ahead`` calls (default 2 * threads - 1) before it waits for an earlier result. The end of the block
-    cancels calls that have not begun and does not wait for running ones.
+    While the iterator waits for a result, up to ``ahead`` later calls (default 2 * threads - 1) are started. The end of
+    the block cancels calls that have not begun, and does not wait for running calls.
     """
     pool = ThreadPoolExecutor(threads, initializer=initializer)
     number = 2 * threads - 1 if ahead is None else ahead

@@ -1,4 +1,4 @@
-"""Show the progress of long work on stderr: a bar on a terminal, lines elsewhere."""
+"""Progress of long work on stderr, as a bar on a terminal and as lines elsewhere."""
 
 import sys
 import threading
@@ -12,28 +12,33 @@ from tqdm import tqdm
 from flyte_ddp.text.formatting import escape_controls, format_measure, format_value, name_measure
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
-SHOWN_VALUES = 6  # of those that a function records; more do not fit on a line
+SHOWN_VALUES = 6  # recorded by a function; more do not fit on a line
 MODES = ("auto", "bar", "lines", "off")  # auto: a bar if the stream is a terminal, else lines
 
 
 class Progress:
-    """Shows the progress of counted steps, in one of MODES (auto, bar, lines, off), on stderr.
+    """Shows the progress of counted steps on stderr, in one of MODES (auto, bar, lines, off).
 
-    Turns itself off if the stream cannot be written to. For a bar replaces tqdm's lock in the whole process.
+    Turns itself off if the stream cannot be written to. In mode bar, replaces tqdm's lock in the whole process.
     """
 
     def __init__(self, mode: str = "auto") -> None:
         self._stream = sys.stderr
         self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
         if self._mode == "bar":
-            # tqdm's own lock is a semaphore shared between processes, which would stay behind when a rank is killed.
+            # tqdm's lock is a semaphore shared between processes, which would remain when a rank is killed.
             tqdm.set_lock(threading.RLock())
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar for the block, or a line at its start; yield a function that takes progress.
+        """Show a bar during the block, or a line at the start of the block.
 
-        The function takes the units done since its last call. ``total`` None: not known; the unit "B" stands for bytes.
+        Yields a function to call with the number of units done since the last call.
+
+        Args:
+            label: The text before the bar, or in the line.
+            total: The number of units (None: unknown).
+            unit: The name of the unit. "B" stands for bytes.
         """
         if self._mode == "bar":
             label, scaled = escape_controls(label), unit == "B"
@@ -45,7 +50,7 @@ class Progress:
             yield lambda _: None
 
     def print_note(self, text: str) -> None:
-        """Print a text on a line of its own, above a bar, unless progress is off."""
+        """Print a text on a separate line, above the bar, unless progress is off."""
         text = escape_controls(text)
         with self._turn_off_on_failure():
             if self._mode == "bar":
@@ -55,7 +60,10 @@ class Progress:
 
     @contextmanager
     def _turn_off_on_failure(self) -> Iterator[None]:
-        """Turn progress off if the block cannot write, as after ``| head``: that must not end the work."""
+        """Turn progress off if the block cannot write, as after ``| head``.
+
+        A failure of progress must not end the work.
+        """
         try:
             yield
         except (OSError, ValueError):
@@ -63,10 +71,11 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Shows the step and the newest values of a run when they are due; ``total_steps`` is 0 for a user's function.
+    """Shows the step and the newest values of a run when due.
 
     A bar is renewed every 0.1 s. Lines come at once, then every two seconds, and later whenever the elapsed time has
-    grown by 30 %: 12 in the first minute, 28 in the first hour.
+    grown by 30 %. These are 12 lines in the first minute, and 28 in the first hour. For a user-defined function
+    ``total_steps`` is 0.
     """
 
     def __init__(self, mode: str, total_steps: int = 0, steps_per_epoch: int = 1) -> None:
@@ -80,13 +89,17 @@ class StepProgress(Progress):
         self._bar: Any = None
 
     def is_due(self) -> bool:
-        """Return whether ``show_step`` would show something; if not, a loss need not be copied from the device."""
+        """Return whether ``show_step`` would show something.
+
+        If not, a loss need not be copied from the device.
+        """
         return self._mode != "off" and self._elapsed() >= self._next
 
     def show_step(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Store a step, from 1, and its values by name; show them if due: numbers as "name 0.41", texts as they are.
+        """Store a step (from 1) and its values by name, and show both if due.
 
-        Each name keeps its newest value, also from an earlier step; at most SHOWN_VALUES (6) names are shown.
+        Numbers are shown as "name 0.41", and texts without their name. Each name keeps its newest value, also from an
+        earlier step. At most SHOWN_VALUES (6) names are shown.
         """
         if self._mode == "off":
             return
@@ -104,11 +117,11 @@ class StepProgress(Progress):
                 shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
                 rest = "" if measure == "loss" else f" (loss {shown[1]})"
                 results.append(f"{split} {name_measure(measure)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
-        self._is_shown = self._is_shown or self._mode == "lines"  # a line of the note names the step
+        self._is_shown = self._is_shown or self._mode == "lines"  # the printed line names the step
         self.print_note(f"{self._describe_place(record['step'])}: {', '.join(results)}")
 
     def close(self) -> None:
-        """Show the last step, unless that was done, and end a bar's line; may be called twice."""
+        """Show the last step if it was not shown, and end the bar's line. May be called twice."""
         if not self._is_shown:
             self._show_last_step()
         if self._mode == "bar" and self._bar is not None:
@@ -127,7 +140,7 @@ class StepProgress(Progress):
             return
         with self._turn_off_on_failure():
             if self._bar is None:
-                # With {bar}, which stays empty, tqdm cuts the text of a function to the width of the terminal.
+                # With {bar}, which stays empty, tqdm cuts the text to the width of the terminal.
                 form = BAR if self._total_steps else "{desc}{bar}"
                 self._bar = tqdm(total=self._total_steps or None, bar_format=form, file=self._stream, mininterval=0)
             text = self._name_epoch(self._last_step) if self._total_steps else self._describe_step(now)
@@ -138,7 +151,7 @@ class StepProgress(Progress):
 
     def _describe_step(self, now: float) -> str:
         began, first_step = self._first or (now, self._last_step)
-        done, seconds = self._last_step - first_step, now - began  # without start-up, and steps before a resume
+        done, seconds = self._last_step - first_step, now - began  # without start-up and the steps before a resume
         rate, left = [], []
         if done > 0 and self._total_steps:
             remaining = seconds / done * (self._total_steps - self._last_step)

@@ -1,7 +1,7 @@
-"""Let users' code hand in intermediate results, files and events, while it trains in any rank.
+"""Intermediate results (files and events) that user code submits from any rank during training.
 
-A rank writes them into ``results/`` of the run folder; on a host that does not see the folder it sends them to the
-launcher, which writes them. runs/result_store.py copies them elsewhere.
+A rank writes the results into ``results/`` of the run folder. If the rank's host does not see the folder, the launcher
+receives the results and writes the files. ``runs/result_store.py`` copies ``results/`` to another place.
 """
 
 import json
@@ -19,18 +19,24 @@ from flyte_ddp.text.json_lines import JsonLines, replace_non_finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in FOLDER
-PIECE_BYTES = 1 << 22  # of a result on its way to the launcher, so that other messages wait for no more than that
+PIECE_BYTES = 1 << 22  # of a result sent to the launcher, so that other messages wait for one piece at most
 Deliver = Callable[..., None]  # called with kind ("result" or "event") and keyword arguments
 
-_delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the function that takes results
+_delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the function that receives results
 
 
 def submit(name: str, content: bytes) -> None:
-    """Write a result file into ``results/`` of the run folder, in place of one of the same name; return when written.
+    """Write a file into ``results/`` of the run folder, and return when it is written.
 
-    ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. From a rank on another host the file comes to
-    the run folder later. Does nothing outside a rank's own process. A failure to write is printed to stderr once, and
-    training continues. Raises UserError if the name is no such path, or the content is not bytes.
+    Replaces a file of the same name. From a rank on another host, the file reaches the run folder later. Outside a
+    rank's main process does nothing. If writing fails, prints the first failure to stderr, and training continues.
+
+    Args:
+        name: The path below ``results/``, such as ``maps/epoch-3.png``.
+        content: The bytes of the file.
+
+    Raises:
+        UserError: The name is not a path below ``results/``, or the content is not bytes.
     """
     require_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
@@ -40,11 +46,14 @@ def submit(name: str, content: bytes) -> None:
 
 
 def event(**values: Any) -> None:
-    """Append a line to ``results/events.jsonl`` of the run folder: the values, the rank, and the time (Unix seconds).
+    """Append a line to ``results/events.jsonl`` of the run folder.
 
-    Waits without a limit for the file's lock. Does nothing outside a rank's own process. A failure to write is printed
-    to stderr once, and training continues. NaN and the infinities become null. A resumed run repeats the steps after
-    its checkpoint, and their events. Raises UserError if a value is not of JSON, or is named ``rank`` or ``time``.
+    The line has the values, the rank, and the time (Unix seconds). NaN and the infinities become null. Waits without a
+    limit for the file's lock. Outside a rank's main process does nothing. If writing fails, prints the first failure to
+    stderr, and training continues. A resumed run repeats the steps after the checkpoint, and also their events.
+
+    Raises:
+        UserError: A value cannot be written as JSON, or is named ``rank`` or ``time``.
     """
     if taken := [name for name in ("rank", "time") if name in values]:
         raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")
@@ -69,7 +78,10 @@ def require_result_name(name: str) -> None:
 
 @contextmanager
 def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
-    """Let :func:`submit` and :func:`event` of this process call ``deliver`` during the block; sets global state."""
+    """Let :func:`submit` and :func:`event` call ``deliver`` during the block.
+
+    The setting is global for this process.
+    """
     global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
     _delivery = (os.getpid(), rank, deliver)
     try:
@@ -79,8 +91,11 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 
 
 def split_into_pieces(send: Deliver) -> Deliver:
-    """Return a function that hands events to ``send``, and results as pieces for :meth:`ResultWriter.write_file`."""
-    sending = threading.Lock()  # no piece of another result may come between
+    """Return a function that passes events to ``send`` unchanged, and results in pieces.
+
+    The pieces are arguments of :meth:`ResultWriter.write_file`.
+    """
+    sending = threading.Lock()  # pieces of two results must not mix
 
     def send_in_pieces(kind: str, **values: Any) -> None:
         if kind != "result":
@@ -96,19 +111,25 @@ def split_into_pieces(send: Deliver) -> Deliver:
 
 
 class ResultWriter:
-    """Writes results and events into a run folder. The first failure is printed to stderr, later ones are hidden."""
+    """Writes results and events into a run folder.
+
+    The first failure is printed to stderr. Later failures are not.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / FOLDER
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a file (kind "result": see :meth:`write_file`) or append an event (its ``record``), in any thread."""
+        """Write a file (kind "result") or append an event (kind "event"), in any thread.
+
+        For the values of a file see :meth:`write_file`. The value of an event is its ``record``.
+        """
         try:
             if kind == "result":
                 self.write_file(**values)
             else:
-                # Ranks and launcher append to this file from processes of several hosts.
+                # The lock is needed because ranks and launcher append to this file from several hosts.
                 with hold_lock(self.folder, EVENTS), JsonLines(self.folder / EVENTS) as events:
                     events.write(values["record"])
         except (UserError, OSError) as error:
@@ -117,7 +138,10 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes, offset: int = 0, is_last: bool = True) -> None:
-        """Write a whole file, or the next piece of a file that comes in pieces; a failed piece drops the whole file."""
+        """Write a whole file, or the next piece of a file.
+
+        If a piece cannot be written, the whole file is dropped.
+        """
         require_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

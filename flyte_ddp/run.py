@@ -30,20 +30,21 @@ from flyte_ddp.settings import Settings, read_settings
 
 @dataclass(frozen=True)
 class Result:
-    """The folder of a finished run, the paths of its files, and its measures on the test set.
+    """Folder, file paths and test measures of a finished run.
 
-    The main measure is the one that ``select_by`` names, else the objective's first, such as accuracy, else the loss.
-    A measure that is not defined, such as the AUROC without a positive sample, is NaN.
+    If ``select_by`` names a measure, it is the main measure. Otherwise the main measure is the objective's first
+    measure, such as accuracy, or the loss if the objective has no measure. An undefined measure is NaN, such as the
+    AUROC without a positive sample.
     """
 
     run_folder: Path
     epoch_accuracies: list[float]  # the main measure after each evaluation
-    test_accuracy: float  # the main measure of the model that is kept
-    model: Path  # its state_dict
+    test_accuracy: float  # the main measure of the kept model
+    model: Path  # the kept model's state_dict
     sidecar: Path  # JSON that describes the model: architecture, input, classes, provenance
-    metrics: Path  # all of them, one JSON object a line
+    metrics: Path  # all metrics, one JSON object a line
     report: Path  # one HTML page
-    measures: dict[str, float]  # of the model that is kept, by name: the main one first, the loss last
+    measures: dict[str, float]  # of the kept model, by name: the main measure first, the loss last
 
 
 def run_training(
@@ -55,21 +56,32 @@ def run_training(
     launch: Launch | None = None,
     threads: int = 0,
 ) -> Result:
-    """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
+    """Train a model on all ranks, and return the paths of the files and the report.
 
-    ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder, and resumes
-    from the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are
-    complete. Waits at the end up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and
-    ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Kills a single rank's children at its end.
+    Locks the run folder and writes all files into it. If the folder has an interrupted run, resumes from its
+    checkpoint. Replaces the files of an earlier run only when all new files are complete. Kills a single rank's child
+    processes at the end.
 
-    By default the settings are those of the environment. ``launch`` finds capacity for the ranks, starts them and waits
-    for them: by default in this process for one rank (``launch/single.py``), else in processes of their own
-    (``launch/spawn.py``). ``threads`` are each rank's CPU threads; 0: its share of the cores. They change rounding.
+    At the end waits up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and up to
+    ``settings.wandb_timeout`` seconds for wandb. After SIGTERM the limits are 3 s and 5 s.
 
-    Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
-    failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
-    KeyboardInterrupt after Ctrl-C. Then there is no new result, unless Ctrl-C came while it was moved into place;
-    checkpoints and metrics stay in ``unfinished``.
+    After an error, checkpoints and metrics stay in ``unfinished``, and no new result exists. Only a Ctrl-C during the
+    final move of the files can leave a new result.
+
+    Args:
+        hp: The hyperparameters.
+        data: The folder of a prepared data set, from ``flyte_ddp.datasets.fetch``.
+        run_folder: The folder of the run.
+        settings: The settings of the run (None: from the environment).
+        launch: Finds capacity for the ranks, starts the ranks, and waits for their end. By default, one rank runs in
+            this process (``launch/single.py``), and several ranks run in separate processes (``launch/spawn.py``).
+        threads: CPU threads of each rank (0: the rank's share of the cores). The number changes rounding.
+
+    Raises:
+        UserError: The user can fix the mistake, such as another run in the same folder.
+        RankError: A rank failed. The whole error is in ``traceback.txt`` in the run folder's ``unfinished``.
+        StoppedError: The run got SIGTERM.
+        KeyboardInterrupt: The run got Ctrl-C.
     """
     result = run_part(hp, data, run_folder, 1, settings, launch=launch, threads=threads)
     assert result is not None
@@ -86,10 +98,11 @@ def run_part(
     launch: Launch | None = None,
     threads: int = 0,
 ) -> Result | None:
-    """Train as :func:`run_training` does, and stop after 1 / ``part`` of the steps, if that comes before the run's end.
+    """Train as :func:`run_training` does, and stop after 1 / ``part`` of the steps.
 
-    The next call goes on from there: where calls stop changes no bit of the run. Returns None if the run has not ended:
-    then ``unfinished`` has the checkpoint, and in ``rung.json`` the step and the validation split's ``select_by``.
+    The next call resumes at this step. The position of the stops changes no bit of the run. If the run has not ended,
+    returns None. Then ``unfinished`` has the checkpoint, and ``rung.json`` has the step and the ``select_by`` measure
+    of the validation split.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
@@ -131,13 +144,13 @@ def run_part(
                             )
                         )
                     if not (unfinished / RUNG).exists():
-                        # The last file: it marks the run as complete.
+                        # Written last, because the report marks the run as complete.
                         write_html(unfinished / REPORT, report.render_report(unfinished, run_folder.name))
                 except BaseException:
-                    with suppress(OSError):  # so that the error says what has failed first
-                        remove_outputs(unfinished)  # also files that killed ranks have written in part
+                    with suppress(OSError):  # so that the first error is raised
+                        remove_outputs(unfinished)  # also partly written files of killed ranks
                     raise
-        finally:  # also if Ctrl-C comes while wandb or the copy of the results is waited for
+        finally:  # also after Ctrl-C during the wait for wandb or the copy of the results
             try:
                 publish_if_complete(run_folder)
             except BaseException:

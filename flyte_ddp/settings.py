@@ -1,6 +1,7 @@
-"""Variables of the environment: what does not change a run's result, and so stays out of the cache key.
+"""Settings from environment variables. Settings do not change a run's result, so the cache key does not contain them.
 
-variables.toml is the one table of them, for the functions below, flyte_ddp/pods/environment.py and the documents.
+``variables.toml`` is the only table of the variables, for this module, for ``pods/environment.py`` and for the
+documents.
 """
 
 import os
@@ -20,36 +21,36 @@ ALL_PODS, TRAINING_PODS, REGISTRY_PODS = "all pods", "training pods", "pods that
 
 
 class Variable(NamedTuple):
-    """A variable of the environment."""
+    """An environment variable."""
 
     name: str
-    where: str  # who reads it; HERE: local runs only; REGISTRATION: registration only; else these pods and local runs
-    default: str  # where it is not set; in parentheses: what is done then
+    where: str  # readers (HERE: only local runs, REGISTRATION: only registration, else the named pods and local runs)
+    default: str  # value if not set, or the behaviour then (in parentheses)
     meaning: str  # in Markdown
 
 
 @cache
 def read_variable_table() -> dict[str, Variable]:
-    """Return the variables that people may set, by name, in the order of variables.toml."""
+    """Return the variables that users may set, by name, in the order of variables.toml."""
     tables = load_variables_file()
     del tables["internal"]
     return {name: Variable(name, where, *row) for where, rows in tables.items() for name, row in rows.items()}
 
 
 def load_variables_file() -> dict[str, Any]:
-    import tomllib  # takes 5 ms, which most who import this module do not need
+    import tomllib  # takes 5 ms, and most importers of this module do not need it
 
     return tomllib.loads(Path(__file__).with_name("variables.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run needs beside the hyperparameters: where to log and cache, how long to wait (in seconds)."""
+    """Settings of a run beside the hyperparameters: logging, caching and waits (in seconds)."""
 
     progress: str = "auto"
     checkpoint_seconds: float = 60.0
     save_seconds: float = 30.0
-    restarts: int = 3  # in place, without progress in between
+    restarts: int = 3  # restarts in place without progress in between
     timeout: float = 600.0
     wandb_project: str = "flyte-ddp"
     wandb_entity: str = ""
@@ -61,15 +62,19 @@ class Settings:
     cache_bytes: int | None = None  # None: no limit
     loaders: int = 0  # threads or processes; 0: one for each core of the rank, less one beside a GPU
     results_copy: str = ""
-    weights_source: str = ""  # folder or address with torchvision's files of weights; empty: torchvision's own
+    weights_source: str = ""  # folder or address with torchvision's weights files; empty: torchvision's address
     wandb_run_id: str = field(default="", kw_only=True)
-    wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts what could not be sent; empty: nowhere
+    wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts unsent records; empty: nowhere
 
 
 def read_settings() -> Settings:
-    """Return the settings by this process's environment; UserError for a number or a choice that is not allowed.
+    """Return the settings from this process's environment.
 
-    Unless WANDB_MODE is set, wandb is offline without WANDB_API_KEY, so that nothing prompts. Texts are not checked.
+    Without WANDB_MODE, wandb is online if WANDB_API_KEY is set, else offline, so nothing prompts for a key. Texts are
+    not checked.
+
+    Raises:
+        UserError: A number or a choice is not allowed.
     """
     with_key = "online" if read_text("WANDB_API_KEY").strip() else "offline"
     return Settings(
@@ -98,14 +103,18 @@ def runs_folder() -> Path:
 
 
 def allowed_addresses() -> tuple[str, ...]:
-    """Return the addresses in FLYTE_DDP_ALLOWED_ADDRESSES, to which an index or an HTTP redirect may lead."""
+    """Return the addresses (FLYTE_DDP_ALLOWED_ADDRESSES) to which an index or an HTTP redirect may lead."""
     return tuple(filter(None, map(str.strip, read_text(ALLOWED).split(","))))
 
 
 def nameable_modules() -> tuple[str, ...] | None:
-    """Return the modules listed in FLYTE_DDP_MODULES, beside the project's own; None if it is not set: all modules.
+    """Return the modules whose functions hyperparameters may name (FLYTE_DDP_MODULES).
 
-    Raises UserError for a name that is none, and for modules of Python's standard library.
+    The modules of the project may be named in any case. If the variable is not set, returns None, and all modules may
+    be named.
+
+    Raises:
+        UserError: A name is not a module name, or is in Python's standard library.
     """
     if not (text := read_text(MODULES)):
         return None
@@ -120,7 +129,7 @@ def nameable_modules() -> tuple[str, ...] | None:
 
 
 def read_text(name: str) -> str:
-    """Return a variable's value in this process's environment, else its default in variables.toml, else ""."""
+    """Return the value of an environment variable, else its default in variables.toml, else "" (no default)."""
     default = read_variable_table()[name].default
     return os.environ.get(name) or ("" if default.startswith("(") else default)
 
@@ -133,7 +142,11 @@ def read_choice(name: str, choices: tuple[str, ...]) -> str:
 
 
 def read_number(name: str, at_least: float = 0.0) -> float:
-    """Return the number in a variable; its default if unset. UserError if it is not finite or below ``at_least``."""
+    """Return the number in an environment variable, or its default if not set.
+
+    Raises:
+        UserError: The number is not finite, or is below ``at_least``.
+    """
     text = read_text(name)
     try:
         value = float(text)

@@ -1,13 +1,13 @@
-"""Launchers, one file each; default chooses between the two of one machine, single and spawn.
+"""Launchers, in one module each. ``default`` chooses between ``single`` and ``spawn``, the launchers of one machine.
 
-``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. The World is that of
-``machine/resources.detect_world`` on one machine, else of the launcher's own ``find_world``. For what a launcher
-of another engine must do see :mod:`flyte_ddp.launch.remote`.
+``launch(work)`` finds the World for the work's request, and returns when all ranks have completed. On one machine the
+World comes from ``machine/resources.detect_world``, else from the launcher's ``find_world``.
+:mod:`flyte_ddp.launch.remote` describes how to write a launcher for another engine.
 
 All launchers raise:
-    UserError: the user's mistake, as the rank that failed first reported it.
-    UnreachableError: there is no cluster, it has too few workers, or its hosts cannot reach this one.
-    RankError: any other failure of the rank that failed first.
-    StoppedError: this process or a rank got SIGTERM.
-    KeyboardInterrupt: this process got Ctrl-C.
+    UserError: The user's mistake, as reported by the rank that failed first.
+    UnreachableError: The cluster does not exist, has too few workers, or has hosts that cannot reach this host.
+    RankError: Any other failure of the rank that failed first.
+    StoppedError: This process or a rank got SIGTERM.
+    KeyboardInterrupt: This process got Ctrl-C.
 """

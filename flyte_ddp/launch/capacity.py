@@ -1,4 +1,4 @@
-"""How many ranks a cluster has capacity for; waits for hosts that have not started yet."""
+"""A cluster's capacity for ranks, and the wait for hosts that have not started yet."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,11 @@ POLL_SECONDS = 0.5
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait until ``count_hosts()`` is at least ``wanted``, printing each change; UnreachableError after ``seconds``."""
+    """Wait until ``count_hosts()`` is at least ``wanted``, and print each change.
+
+    Raises:
+        UnreachableError: Too few hosts have joined within ``seconds``.
+    """
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
         if found != printed:
@@ -26,7 +30,13 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks`` (0: ``most``), at most ``capacity``; if fewer, print it, or if ``exact`` raise UserError."""
+    """Return ``num_ranks`` (0: ``most``), reduced to ``capacity`` if necessary.
+
+    Prints a message if ``num_ranks`` is reduced.
+
+    Raises:
+        UserError: ``capacity`` is 0, or a reduction is necessary and ``exact`` is True.
+    """
     if capacity < 1:
         raise UserError(f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait for some")
     if num_ranks > capacity:

@@ -1,4 +1,4 @@
-"""Launches ranks on the workers of a Dask cluster, one for each worker, as processes that the workers start."""
+"""Launches ranks on the workers of a Dask cluster. Each worker starts one rank as a process."""
 
 import itertools
 import os
@@ -20,12 +20,12 @@ from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import ARITHMETIC
 
-SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
+SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's variable
 WORKERS = "workers of the Dask cluster"
 REACH_SECONDS = 10.0  # for a scheduler to answer
 DEVICES = "CUDA_VISIBLE_DEVICES"
-# For a cluster that only ranks use: Dask's own monitoring took an eighth of a core with two idle workers, as it looks
-# at the clock 50 times a second in each process, and profiles tasks and the machine (benchmarks/README.md).
+# For a cluster that only ranks use. Dask's monitoring took an eighth of a core with two idle workers, because Dask
+# checks the clock 50 times a second in each process, and profiles tasks and the machine (benchmarks/README.md).
 LESS_MONITORING = {
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "5s",
@@ -34,11 +34,13 @@ LESS_MONITORING = {
 
 
 def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: int = 0) -> None:
-    """Do the work on workers, one for each rank, on as few hosts as possible, and wait for its end.
+    """Run the work as one Dask task for each rank, on separate workers, and wait for the end.
 
-    Waits up to the work's limit for workers: ``hosts_to_come`` of them, or as many as there are ranks. After a failure
-    Dask restarts tasks up to ``retries`` times. A lost worker ends the run, because its rank may run on no other.
-    Without ``client`` uses Dask's current client, DASK_SCHEDULER_ADDRESS, or a new local cluster. May run fewer ranks.
+    Uses as few hosts as possible. Waits up to ``work.settings.timeout`` seconds for ``hosts_to_come`` workers, or for a
+    worker for each rank. May run fewer ranks. After a failure Dask restarts tasks up to ``retries`` times. A lost
+    worker ends the run, because its rank cannot run on another worker.
+
+    Without ``client`` uses Dask's current client, else DASK_SCHEDULER_ADDRESS, else a new local cluster.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -66,13 +68,13 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
                     with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                         folder = descriptions[worker]["local_directory"]
                         tasks.append(delayed(run, pure=False)(ticket.to_stdin(), files, folder))
-                # All at once: else two runs that start together might each wait for a worker that the other one has.
+                # All at once. Otherwise two runs that start together might each wait for a worker of the other run.
                 with translate_cluster_errors(cluster):
                     futures = cluster.compute(tasks, optimize_graph=False)
                 rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, describe_workers(cluster)))
         finally:
-            # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
-            with suppress(Exception), cluster.as_current():  # the time is over, or there is no scheduler any more
+            # Agents without a launcher end by themselves. Agents of lost workers have ended already.
+            with suppress(Exception), cluster.as_current():  # the wait timed out, or the scheduler is gone
                 wait(futures, timeout=END_SECONDS)
             with suppress(Exception):  # Dask raises a bare Exception if the client is closed
                 cluster.cancel(futures, force=True)
@@ -87,9 +89,10 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 
 
 def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
-    """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
+    """Return the World for ranks on a cluster's workers, one rank for each worker.
 
-    Waits up to ``seconds`` for ``hosts_to_come`` workers (0: for a worker for each rank, but fewer will do).
+    The ranks use GPUs if every worker sees a GPU. Waits up to ``seconds`` for ``hosts_to_come`` workers. If
+    ``hosts_to_come`` is 0, waits for a worker for each rank, and accepts fewer workers.
     """
     wanted = max(1, request.num_ranks)
     if hosts_to_come:
@@ -118,7 +121,13 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
 
 
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return ``num_ranks`` workers' addresses by host, on few hosts, idle if enough; UnreachableError if too few."""
+    """Return the addresses of ``num_ranks`` workers on few hosts, ordered by host.
+
+    If enough workers are idle, returns only idle workers.
+
+    Raises:
+        UnreachableError: The cluster has too few workers.
+    """
     idle = [address for address in workers if not workers[address]["tasks"]]
     candidates = idle if len(idle) >= num_ranks else [*workers]
     host = {address: workers[address]["host"] for address in candidates}
@@ -133,9 +142,10 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
 
 
 def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
-    """Return the number of each worker's GPU among those that it sees; ``visible``: CUDA_VISIBLE_DEVICES by address.
+    """Return the number of each worker's GPU among the GPUs that the worker sees.
 
-    Workers of one host with equal values get 0, 1, 2. dask-cuda sets a different value for each, so each gets 0.
+    ``visible`` is CUDA_VISIBLE_DEVICES by address. Workers of a host with equal values get 0, 1, 2. dask-cuda sets a
+    different value for each worker, so each worker gets 0.
     """
     numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
     return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
@@ -146,7 +156,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
         found = client.get_versions(packages=ARITHMETIC)
     here, there = found["client"]["packages"], found["workers"]
     for name in ("python", *ARITHMETIC):
-        parts = 2 if name == "python" else None  # releases of 3.12 understand each other
+        parts = 2 if name == "python" else None  # releases of 3.12 are compatible
         for worker in there.keys() & workers:
             other = there[worker]["packages"].get(name)
             if str(other).split(".")[:parts] != str(here.get(name)).split(".")[:parts]:
@@ -161,13 +171,16 @@ def describe_workers(client: Any) -> dict[str, Any]:
 
 
 def run_on_workers(client: Any, function: Callable[..., Any], *arguments: Any, workers: list[str] | None = None) -> Any:
-    """Return the function's results by worker's address; without ``workers`` call it on all of them."""
+    """Return the function's results by worker address. Without ``workers`` calls it on all workers."""
     with translate_cluster_errors(client):
         return client.run(wrap_by_value(function), *arguments, workers=workers)
 
 
 def wrap_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this library, with what it calls, for workers without the library or with another release."""
+    """Wrap a function of this library for workers without the library or with another release.
+
+    The wrapper contains the code that the function calls.
+    """
     import cloudpickle  # type: ignore[import-untyped]
 
     library = sys.modules["flyte_ddp"]
@@ -182,13 +195,16 @@ def wrap_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return pickle.loads(content)(*arguments)
 
-    call.__name__ = function.__name__  # which Dask shows
+    call.__name__ = function.__name__  # the name that Dask shows
     return call
 
 
 @contextmanager
 def translate_cluster_errors(client: Any) -> Iterator[None]:
-    """Raise UnreachableError for an OSError of the block, and for any exception if the client is not running."""
+    """Turn an OSError of the block into an UnreachableError.
+
+    If the client is not running, turns any exception into an UnreachableError.
+    """
     try:
         yield
     except Exception as error:
@@ -199,7 +215,13 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
-    """Yield ``client``, Dask's current one, or for the block a new one to DASK_SCHEDULER_ADDRESS or a local cluster."""
+    """Yield ``client``, or Dask's current client, or a new client for the block.
+
+    A new client connects to DASK_SCHEDULER_ADDRESS, or else to a new local cluster.
+
+    Raises:
+        UnreachableError: No scheduler answers at DASK_SCHEDULER_ADDRESS within ``seconds``.
+    """
     with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client

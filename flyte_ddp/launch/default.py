@@ -1,4 +1,4 @@
-"""The launcher of runs that name none."""
+"""The default launcher of a run."""
 
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.machine.resources import Request, detect_world
@@ -6,5 +6,9 @@ from flyte_ddp.runs.work import Launch
 
 
 def choose_launcher(request: Request) -> Launch:
-    """Return single's ``launch`` for one rank, else spawn's; UserError if this machine lacks GPUs for the ranks."""
+    """Return single's ``launch`` for one rank, else spawn's.
+
+    Raises:
+        UserError: This machine has too few GPUs for the ranks.
+    """
     return single.launch if detect_world(request).num_ranks == 1 else spawn.launch

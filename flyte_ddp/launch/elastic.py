@@ -1,7 +1,7 @@
-"""Launches ranks as workers of torch Elastic, which this process, ``torchrun`` or Flyte's plugin starts.
+"""Launches ranks as workers of torch Elastic, started by this process, ``torchrun`` or Flyte's plugin.
 
-Elastic may report a follow-up failure before the root cause. So a thread of rank 0 supervises the ranks, as other
-launchers do. It sends the run's outcome to all ranks, so that every host reports the same error.
+Elastic may report a follow-up failure before the root cause. Therefore a thread of rank 0 supervises the ranks, as in
+other launchers. The thread sends the run's outcome to all ranks, so every host reports the same error.
 """
 
 import json
@@ -37,11 +37,11 @@ from flyte_ddp.machine.resources import Request, World
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Restart, Work
 
-RUN_ID = "TORCHELASTIC_RUN_ID"  # variable that is set in the processes that Elastic starts
+RUN_ID = "TORCHELASTIC_RUN_ID"  # environment variable of the processes that Elastic starts
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
-RESTARTS_VARIABLE = "FLYTE_DDP_ELASTIC_RESTARTS"  # which tells workers of the restarts in place, as JSON
+RESTARTS_VARIABLE = "FLYTE_DDP_ELASTIC_RESTARTS"  # the restarts in place, as JSON for the workers
 TICKET = "flyte-ddp ticket"  # key in Elastic's store
-RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
+RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks, because rank 0 may have to fetch the data first
 POLL_SECONDS = 0.1
 NEVER_SECONDS = 1_000_000
 Value = TypeVar("Value")
@@ -49,24 +49,27 @@ Prepare = Callable[[Work], Work]  # adapts rank 0's work to this host, such as b
 
 
 def find_world(request: Request) -> World:
-    """Return the World of Elastic's workers if this process is one of them, else what this machine has."""
+    """Return the World of Elastic's workers.
+
+    If this process is not one of Elastic's workers, returns this machine's World.
+    """
     if RUN_ID not in os.environ:
         return resources.detect_world(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
         what = f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers"
         print_to_stderr(f"{what}, so there will be {num_ranks}")
-    gpus = resources.count_gpus()  # assumes that all hosts are like this one
+    gpus = resources.count_gpus()  # assumes that all hosts have equally many
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
     device = resources.choose_device_type(request.backend, gpus >= on_this_host, lack)
     return World(num_ranks, device, max(1, resources.count_cores() // on_this_host))
 
 
 def launch(work: Work, *, retries: int = 0) -> None:
-    """Do the work as rank 0 if this process is Elastic's worker for it; else start workers here, one for each rank.
+    """Run the work as rank 0 if Elastic has started this process, else start a worker for each rank here.
 
-    After a failure Elastic restarts all of them up to ``retries`` times, and then this process does, in place. At the
-    end kills what this thread started.
+    After a failure, Elastic restarts all workers up to ``retries`` times. Later restarts are in place, by this process.
+    At the end, kills the processes that this thread has started.
     """
     work = work.choose_world(find_world)
     if RUN_ID in os.environ:
@@ -78,7 +81,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
 
 @contextmanager
 def tell_restarts(restarts: Sequence[Restart]) -> Iterator[None]:
-    """Let the workers that start in the block know of the restarts in place: rank 0 records them."""
+    """Pass the restarts in place to the workers that start in the block. Rank 0 records the restarts."""
     os.environ[RESTARTS_VARIABLE] = json.dumps([asdict(restart) for restart in restarts])
     try:
         yield
@@ -91,7 +94,10 @@ def read_restarts() -> tuple[Restart, ...]:
 
 
 def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
-    """Start Elastic's workers on this machine, and wait for their end; raise the error of a failed run."""
+    """Start Elastic's workers on this machine, and wait for their end.
+
+    Raises the error of a failed run.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -114,7 +120,7 @@ def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
             nproc_per_node=work.world.num_ranks,
             rdzv_backend="c10d",
             rdzv_endpoint=f"{logs}/store",
-            # No other host asks for signs of life, and after a stop torch would look for the file for minutes.
+            # No other host needs a keep-alive, and after a stop torch would look for the file for minutes.
             rdzv_configs={"store_type": "file", "keep_alive_interval": NEVER_SECONDS},
             run_id=secrets.token_hex(8),
             local_addr=LOOPBACK,
@@ -125,7 +131,7 @@ def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
-            with process.signal_handlers(dict.fromkeys(stop_signals(), end_start)):  # until Elastic sets its own
+            with process.signal_handlers(dict.fromkeys(stop_signals(), end_start)):  # until Elastic sets its handlers
                 if stop.signal is not None:
                     end_start(stop.signal, None)
                 elastic_launch(config, run_local_worker)(work, secrets.token_hex(32), f"{logs}/tickets")
@@ -137,7 +143,7 @@ def start_workers(work: Work, retries: int, stop: StopRequest) -> None:
 
 @contextmanager
 def silence_elastic_logs() -> Iterator[None]:
-    """Turn off Elastic's logs in the block: they print what the launcher raises as an error."""
+    """Turn off Elastic's logs in the block, which only repeat the error that the launcher raises."""
     with ExitStack() as at_end:
         for name in ("distributed.elastic", "multiprocessing.spawn"):
             logger = logging.getLogger(f"torch.{name}")
@@ -161,19 +167,20 @@ def restore_process_state() -> Iterator[None]:
 
 
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
-    """Return the exception of the worker that failed first in a ChildFailedError, or an error that says how it ended.
+    """Return the exception of the worker that failed first in a ChildFailedError.
 
-    ``memory_kills`` is the count of out-of-memory kills before the workers started.
+    If the worker has left no exception, returns an error with its signal, exit code or message. ``memory_kills`` is the
+    count of out-of-memory kills before the workers started.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
         out_of_memory = process.count_out_of_memory_kills() > memory_kills
         return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
-    if not Path(first.error_file).exists():  # then Elastic's message only says how to get tracebacks
+    if not Path(first.error_file).exists():  # then Elastic's message only explains how to get tracebacks
         return RankError(f"rank {rank} ended with exit code {first.exitcode} before it had finished")
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
-    except Exception:  # unpickling a user's own exception may raise anything
+    except Exception:  # unpickling a user-defined exception may raise anything
         raised = None
     if isinstance(raised, (UserError, RankError, StoppedError)):
         return raised
@@ -183,9 +190,10 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 def run_in_worker(
     lead: Callable[[], Value], prepare: Prepare = Work.prepare_on_host, tickets: str = ""
 ) -> Value | None:
-    """Call ``lead`` in rank 0's worker, and return its value; in other workers call :func:`follow`.
+    """Call ``lead`` in rank 0's worker and return its value. Call :func:`follow` in other workers.
 
-    All workers raise the error of a failed run. They also pickle it, because Elastic hands it on as text alone.
+    All workers raise the error of a failed run. The error is also pickled to a file, because Elastic passes on only
+    text.
     """
     try:
         if is_leader():
@@ -198,9 +206,12 @@ def run_in_worker(
 
 
 def run_local_worker(work: Work, key: str, tickets: str) -> None:
-    """Do this Elastic worker's part of a run; put the run's secret, ``key``, into the environment.
+    """Run this Elastic worker's part of a run.
 
-    ``tickets`` is the path of a file for the ranks' tickets, to which each restart adds its number.
+    Args:
+        work: The work of the run.
+        key: The run's secret, which is put into the environment.
+        tickets: The path of a file for the ranks' tickets. Each restart adds its number to the path.
     """
     os.environ[KEY_VARIABLE] = key
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -218,16 +229,17 @@ def is_leader() -> bool:
 
 
 def run_as_rank_0(work: Work, tickets: str = "") -> None:
-    """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run.
+    """Run the work as rank 0 in this process, and supervise all ranks in a thread.
 
-    ``tickets`` is the path of a file for the ranks' tickets; empty: they go through Elastic's store.
+    ``tickets`` is the path of a file for the ranks' tickets. If empty, the tickets go through Elastic's store. Raises
+    the error of a failed run.
     """
     store, info = open_ticket_store(work.settings.timeout, tickets)
-    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # no other host needs to reach this one
+    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # no other host needs to reach this host
     hosts = (LOOPBACK,) if alone else host_addresses()
 
     def supervise() -> None:
-        with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):  # this rank raises it, too
+        with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):  # this rank raises the error, too
             meeting.run_ranks(lambda: None)
 
     with rendezvous.open_rendezvous(
@@ -244,7 +256,13 @@ def run_as_rank_0(work: Work, tickets: str = "") -> None:
 
 
 def follow(prepare: Prepare = Work.prepare_on_host, tickets: str = "") -> None:
-    """Connect to rank 0, for up to an hour, and do the run's work as another rank; raise the error of a failed run."""
+    """Connect to rank 0, and run the work as another rank.
+
+    If the run has failed, raises the run's error.
+
+    Raises:
+        UnreachableError: Rank 0 cannot be reached within an hour.
+    """
     store, info = open_ticket_store(RANK_0_SECONDS, tickets)
     deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
@@ -254,7 +272,7 @@ def follow(prepare: Prepare = Work.prepare_on_host, tickets: str = "") -> None:
                 try:
                     pipe = connection.connect_to_launcher(ticket, folder)
                 except (OSError, EOFError, AuthenticationError):
-                    pass  # a ticket of before a restart stays in the store until rank 0 sets a new one
+                    pass  # an old ticket stays in the store after a restart, until rank 0 sets a new ticket
                 else:
                     run_worker_rank(ticket, pipe, folder, prepare)
                     return
@@ -266,9 +284,10 @@ def follow(prepare: Prepare = Work.prepare_on_host, tickets: str = "") -> None:
 
 
 def open_ticket_store(timeout: float, tickets: str) -> tuple[Any, RankInfo]:
-    """Return a store of the file ``tickets``, or a client of Elastic's store, and this rank's place.
+    """Return the store for the ranks' tickets, and this rank's place.
 
-    Waits up to ``timeout`` seconds for Elastic's store.
+    The store is the file ``tickets``, or else a client of Elastic's store. Waits up to ``timeout`` seconds for
+    Elastic's store.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined]
     from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
@@ -285,7 +304,7 @@ def shared_secret() -> bytes:
 
 def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
     hosts, port, output_folder, mark = json.loads(text)
-    # Ranks reach MASTER_ADDR, as the store is there. If that is not rank 0's host, no program there can prove the key.
+    # All ranks reach MASTER_ADDR, where the store is. If it is not rank 0's host, no program there can prove the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
     key = rendezvous.derive_key(shared_secret(), mark)
     return connection.JoinTicket(info, reachable, port, key, Path(output_folder), mark)
@@ -294,7 +313,10 @@ def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
 def run_worker_rank(
     ticket: connection.JoinTicket, pipe: Connection, folder: Path, prepare: Prepare = Work.prepare_on_host
 ) -> None:
-    """Do this rank's work, await the run's outcome and raise its error; kill the processes started meanwhile."""
+    """Run this rank's work, wait for the run's outcome, and raise the run's error.
+
+    Kills the processes that were started meanwhile.
+    """
     from flyte_ddp.launch.supervise.rank import run_rank
 
     process.set_process_name(f"rank {ticket.info.rank}")
@@ -307,7 +329,7 @@ def run_worker_rank(
     set_network_interface(host)
     run_folder = work.output_folder if work.sees_run_folder else None
     link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0, run_folder)
-    # Elastic sends SIGTERM as soon as another worker has failed. That must not end this process before its descendants.
+    # Elastic sends SIGTERM when another worker has failed. The signal must not end this process before its descendants.
     with call_on_signals(stop_signals(), lambda: link.send("stop")), process.kill_new_descendants_at_end():
         try:
             run_rank(prepare(work), ticket.info, link.offer_saving, link)

@@ -1,4 +1,4 @@
-"""Launches ranks on a Ray cluster, one Ray task for each rank; the task starts the rank as a process."""
+"""Launches ranks on a Ray cluster. One Ray task for each rank starts the rank as a process."""
 
 import os
 import signal
@@ -16,14 +16,15 @@ from flyte_ddp.machine.process import signal_handlers
 from flyte_ddp.machine.resources import MOST_CPU_RANKS, Request, World, choose_device_type
 from flyte_ddp.runs.work import Work
 
-ADDRESS = "RAY_ADDRESS"  # Ray's own variable
-REACH_SECONDS = 10.0  # for a cluster to answer; Ray itself would wait for a quarter of an hour, or without end
+ADDRESS = "RAY_ADDRESS"  # Ray's variable
+REACH_SECONDS = 10.0  # for a cluster to answer; Ray's limit is a quarter of an hour, or none
 
 
 def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
-    """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
+    """Run the work as one Ray task for each rank, and wait for the end of all tasks.
 
-    First waits for ``hosts_to_come`` nodes, up to the work's limit. Ray restarts failed tasks up to ``retries`` times.
+    Uses as few hosts as possible. First waits up to ``work.settings.timeout`` seconds for ``hosts_to_come`` nodes. Ray
+    restarts failed tasks up to ``retries`` times.
     """
     with connected():
         import ray
@@ -48,12 +49,12 @@ def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
                     task = ray.remote(agent.run_agent).options(**options, scheduling_strategy=where)
                     info = RankInfo(
                         rank, num_ranks, 0, work.function, work.world.device_type
-                    )  # Ray shows a task only the task's own GPUs
+                    )  # Ray shows a task only the task's GPUs
                     tasks.append(task.remote(rendezvous.make_ticket(info).to_stdin()))
                 rendezvous.run_ranks(lambda: raise_if_task_failed(tasks))
         finally:
-            # The agents have lost their launcher: they kill what their ranks have started, and end. Until then no
-            # force, which would kill the agents first. Tasks that are left have not started, or wait for a retry.
+            # Agents without a launcher kill the processes of their ranks, and end. Force would kill the agents first,
+            # so it comes only after that. Remaining tasks have not started, or wait for a retry.
             with suppress(Exception):  # a cluster that is gone must not hide the run's error
                 for force in (False, True):
                     for task in tasks:
@@ -73,9 +74,14 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 
 
 def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
-    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
+    """Return the Ray cluster's World for a request.
 
-    Waits up to ``seconds`` for ``hosts_to_come`` nodes. With these, or an exact request, fewer ranks are a UserError.
+    Each rank gets one GPU, or each rank gets the same number of CPUs. Waits up to ``seconds`` for ``hosts_to_come``
+    nodes. If the cluster has room for fewer ranks, prints the number.
+
+    Raises:
+        UnreachableError: The nodes have not joined within ``seconds``.
+        UserError: The cluster has room for fewer ranks, and the request is exact or ``hosts_to_come`` is given.
     """
     capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
     resources = [node["Resources"] for node in list_rank_nodes()]
@@ -93,22 +99,32 @@ def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -
 
 
 def list_rank_nodes() -> list[dict[str, Any]]:
-    """Return Ray's descriptions of the living nodes with at least one CPU; a head on Kubernetes has none."""
+    """Return Ray's descriptions of the living nodes with at least one CPU.
+
+    A head node on Kubernetes has no CPU.
+    """
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
 def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
-    """Return the most CPUs that each rank can have on hosts with so many ``cpus``, in all at least ``num_ranks``."""
+    """Return the largest number of CPUs that each of ``num_ranks`` ranks can have.
+
+    ``cpus`` has each host's number of CPUs, in all at least ``num_ranks``.
+    """
     return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block, unless connected; UnreachableError if no cluster answers, UserError for a URL.
+    """Connect to Ray for the block, unless already connected.
 
-    Connects to ``RAY_ADDRESS``, else this machine's cluster, else starts one for the block.
+    Connects to ``RAY_ADDRESS``, else to this machine's cluster, else to a new cluster for the block.
+
+    Raises:
+        UnreachableError: No cluster answers.
+        UserError: ``RAY_ADDRESS`` is a URL.
     """
     with require_extra("ray"):
         import ray
@@ -137,7 +153,10 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Raise OSError if a cluster's head accepts no connection within 10 s; do nothing if no address is found."""
+    """Raise OSError if a cluster's head accepts no connection within 10 s.
+
+    If no address is found, does nothing.
+    """
     from ray._private.services import canonicalize_bootstrap_address
 
     place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None: this machine's cluster

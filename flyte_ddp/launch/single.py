@@ -1,4 +1,4 @@
-"""Runs the only rank of a run in this process."""
+"""Runs a single rank in this process."""
 
 import signal
 import threading
@@ -16,9 +16,13 @@ from flyte_ddp.runs.work import Work
 
 
 def launch(work: Work) -> None:
-    """Do the work as its only rank, in this process, and restore process-wide settings; ValueError for several ranks.
+    """Run the work's only rank in this process.
 
-    At the end kills the processes that this thread has started. Raises the launchers' errors.
+    Restores process-wide settings at the end, and kills the processes that this thread has started. Raises the errors
+    of all launchers (:mod:`flyte_ddp.launch`).
+
+    Raises:
+        ValueError: The work needs several ranks.
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
@@ -41,9 +45,10 @@ def launch(work: Work) -> None:
 
 @contextmanager
 def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
-    """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
+    """Write a checkpoint on SIGTERM or Ctrl-C, then end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that saves. The end of the block waits for a checkpoint that is being written.
+    Yields a setter for the function that saves. A thread calls the function. The end of the block waits for a
+    checkpoint that is being written.
     """
     resumed_step = work.checkpoint.step if work.checkpoint else 0
     save: SaveFunction = lambda _: resumed_step  # noqa: E731
@@ -61,8 +66,8 @@ def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
             main = threading.main_thread().ident
             with ending:
                 if not over and main is not None:
-                    # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not
-                    # catch. It also interrupts a system call that waits.
+                    # The signal raises KeyboardInterrupt, which `except Exception` in a model does not catch. It also
+                    # interrupts a system call that waits.
                     signal.pthread_kill(main, signal.SIGINT)
 
     with catch_stop_signals() as stop:
@@ -73,7 +78,7 @@ def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
             try:
                 yield offer_saving
             finally:
-                with ending:  # here, so that an interrupt on its way is handled below
+                with ending:  # here, so that a late interrupt is handled below
                     over = True
         except KeyboardInterrupt:
             if stop.signal is None or saved_step is None:  # a second Ctrl-C came before the checkpoint was written

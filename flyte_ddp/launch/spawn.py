@@ -1,6 +1,7 @@
-"""Launches ranks of this machine, forked on Linux, spawned elsewhere; each begins in rank_process.start_rank.
+"""Launches ranks as processes of this machine, forked on Linux, and spawned on other systems.
 
-``torch.multiprocessing.spawn`` would import torch in this process, which does not need it, and once in each rank.
+Each rank begins in rank_process.start_rank. ``torch.multiprocessing.spawn`` would import torch once in each rank, and
+also in this process, which does not need torch.
 """
 
 import os
@@ -19,7 +20,10 @@ from flyte_ddp.runs.work import Work
 
 
 def launch(work: Work) -> None:
-    """Do the work in processes of this machine, one for each rank, restarted in place; raise the launchers' errors."""
+    """Run the work in processes of this machine, one for each rank, with restarts in place.
+
+    Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
+    """
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     work = replace(work, world=replace(work.world, hosts=(LOOPBACK,) * num_ranks), on_host="")  # this host has the data
@@ -27,16 +31,16 @@ def launch(work: Work) -> None:
     def start_and_supervise(work: Work) -> None:
         group: list[RankHandle] = []
         with ExitStack() as at_end:
-            store = ""  # where there are no files in memory, ranks find each other as on several hosts
+            store = ""  # without files in memory, ranks find each other as on several hosts
             if hasattr(os, "memfd_create"):
-                file = os.memfd_create("flyte-ddp")  # ends with this process, however that ends
+                file = os.memfd_create("flyte-ddp")  # vanishes when this process ends for any reason
                 at_end.callback(os.close, file)
                 store = f"/proc/{os.getpid()}/fd/{file}"
             at_end.callback(end_ranks, group)
             of_all = work.function, work.world.device_type, store
             start_ranks(group, [RankInfo(rank, num_ranks, rank, *of_all) for rank in range(num_ranks)])
             for handle in group:
-                handle.send_work(work)  # leaves in supervise_ranks, when the rank says that it is ready
+                handle.send_work(work)  # sent in supervise_ranks, when the rank reports that it is ready
             supervise_ranks(group, stop, work)
 
     with catch_stop_signals() as stop, open_starter() as start_ranks:

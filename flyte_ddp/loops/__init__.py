@@ -1,1 +1,1 @@
-"""Functions of users on the ranks of any launcher: the call, what a rank offers to the function, and its run."""
+"""User-defined functions on the ranks of any launcher: the call, the interface to the rank, and the run."""

@@ -1,4 +1,4 @@
-"""A user's function with its arguments, as ranks get it, and what identifies it."""
+"""A user-defined function with its arguments, as ranks receive the call, and the digest that identifies the code."""
 
 import hashlib
 import inspect
@@ -19,21 +19,27 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import source as user_source
 
-RETURNED = "returned.pickle"  # what rank 0 has returned: in the run's folder, until the launcher has read it
+RETURNED = "returned.pickle"  # rank 0's return value, in the run's folder until the launcher has read the file
 
 
 @dataclass(frozen=True)
 class Call:
-    """A pickled function with its arguments; ranks alone unpickle it and import its modules. A Work's ``arguments``."""
+    """A pickled function with its arguments, used as a Work's ``arguments``.
+
+    Only ranks unpickle the call and import its modules.
+    """
 
     name: str  # of the function, for people
-    payload: bytes  # cloudpickle's, of function, positional and keyword arguments
+    payload: bytes  # pickle of the function, the positional and the keyword arguments
     shown: Mapping[str, Any]  # the arguments by name, as JSON values
     code: str  # digest of the function's sources
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
 
     def load(self) -> partial[Any]:
-        """Unpickle the call, which imports modules; return the function to call without any further argument."""
+        """Unpickle the call, and return a function to call without arguments.
+
+        Imports the modules of the call.
+        """
         function, args, kwargs = cloudpickle.loads(self.payload)
         return partial(function, *args, **kwargs)
 
@@ -41,14 +47,18 @@ class Call:
 def describe_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], taken: Collection[str] = ()
 ) -> Call:
-    """Return the call, pickled: functions and classes by name if their module has them by that name, else by value.
+    """Return the pickled call, with the arguments as JSON values and a digest of the code.
 
-    ``taken`` are run_ranks' own keywords. Raises UserError for unfit arguments, and for what cannot be sent to ranks.
+    Functions and classes are pickled by name if their module has the same object by this name, else by value. Puts the
+    working directory first on ``sys.path``. ``taken`` names the keyword arguments that the caller gave to run_ranks.
+
+    Raises:
+        UserError: The arguments do not fit the function, or cannot be sent to ranks.
     """
     if not callable(function):
         raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")
     called: Any = function
-    while isinstance(called, partial):  # so that its arguments count as all others do
+    while isinstance(called, partial):  # so that the arguments of a partial count, too
         called, args, kwargs = called.func, (*called.args, *args), {**called.keywords, **kwargs}
     function = called
     name = function_name(function)
@@ -76,9 +86,9 @@ def describe_call(
 
 
 def bound_values(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return by name what a function brings along and no caller gives: a closure's variables, or a method's object."""
+    """Return the values bound to a function, by name: a closure's variables, or a method's object."""
     if (owner := getattr(function, "__self__", None)) is not None:
-        return {} if isinstance(owner, ModuleType) else {"self": owner}  # that of a builtin function is its module
+        return {} if isinstance(owner, ModuleType) else {"self": owner}  # the owner of a builtin function is its module
     if not hasattr(function, "__code__"):
         return {} if isinstance(function, type) else {"self": function}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -86,7 +96,10 @@ def bound_values(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ModulePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickles by name also modules of a class of their own, such as torch.backends.cudnn, which cloudpickle refuses."""
+    """Pickles by name also modules of a special class, such as torch.backends.cudnn.
+
+    Without this class, cloudpickle rejects modules of a special class.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ModuleType) and type(value) is not ModuleType and value.__name__ in sys.modules:
@@ -101,7 +114,11 @@ def pickle_by_value(value: Any) -> bytes:
 
 
 def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """Return the pickle of a function and its arguments; UserError, with ``name``, if something cannot be pickled."""
+    """Return the pickle of a function and its arguments.
+
+    Raises:
+        UserError: Something cannot be pickled. The text has ``name``.
+    """
     try:
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything
@@ -112,7 +129,7 @@ def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return ``module:function`` for a function, or for what a functools.partial calls."""
+    """Return ``module:function`` of a function, or of the function that a functools.partial calls."""
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -120,9 +137,10 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Return a JSON value that is equal for equal arguments in all processes: the argument itself, or a text for it.
+    """Return a JSON value that is equal for equal arguments in all processes.
 
-    ``replace`` returns what is described in a value's place, also within lists, mappings and dataclasses.
+    The JSON value is the argument or a text. ``replace`` is applied to each value first, also within lists, mappings
+    and dataclasses.
     """
     value = replace(value)
     if isinstance(value, partial):
@@ -140,13 +158,17 @@ def describe_value(value: Any, replace: Callable[[Any], Any] = lambda value: val
 
 
 def describe_object(value: Any) -> Any:
-    """Return an object's digest; of a class or nn.Module its name; of a function its name and bound values."""
-    # A module is known by its class alone: its weights may be random, and are in the checkpoint.
+    """Return a JSON description of an object.
+
+    A class or an nn.Module is described by its name, and a function by name and bound values. Any other object is
+    described by type and digest.
+    """
+    # A module is known by its class alone, because the weights may be random, and are in the checkpoint.
     if isinstance(value, type) or hasattr(value, "state_dict"):
         return function_name(value)
     if not inspect.isroutine(value):
         return digest_value(value)
-    bound = {  # functions in it by name alone, because one that calls itself has itself in its closure
+    bound = {  # inner functions by name alone, because a recursive function is in its own closure
         name: function_name(each) if inspect.isroutine(each) else describe_value(each)
         for name, each in bound_values(value).items()
     }
@@ -154,12 +176,15 @@ def describe_object(value: Any) -> Any:
 
 
 class StablePickler(pickle.Pickler):
-    """Pickles equal values to equal bytes in all processes, for digests: sets differ in order, tensors in address."""
+    """Pickles equal values to equal bytes in all processes, for digests.
+
+    An ordinary pickle depends on the order of sets and on the addresses of tensors.
+    """
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, (set, frozenset)):
             return type(value).__qualname__, sorted(map(digest_value, value))
-        torch = sys.modules.get("torch")  # not imported for this: without it there are no tensors
+        torch = sys.modules.get("torch")  # not imported for this, because tensors exist only after the import
         if torch is not None and isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return str(value.dtype), tuple(value.shape), content.numpy().tobytes()
@@ -167,10 +192,13 @@ class StablePickler(pickle.Pickler):
 
 
 def digest_value(value: Any) -> str:
-    """Return an object's type and a digest of its pickle; the type alone where plain pickle refuses the object."""
+    """Return an object's type and a digest of its pickle.
+
+    If plain pickle rejects the object, returns only the type.
+    """
     file = io.BytesIO()
     pickler = StablePickler(file, protocol=4)
-    pickler.fast = True  # else equal parts that are one object here, and two there, give other pickles
+    pickler.fast = True  # else equal parts give another pickle if they are the same object
     try:
         pickler.dump(value)
     except Exception:  # an object's own code may raise anything
@@ -179,13 +207,16 @@ def digest_value(value: Any) -> str:
 
 
 def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the digest of a function's sources, "" without any, and specs whose modules other hosts need.
+    """Return the digest of a function's sources, and specs of the modules that other hosts need.
 
-    UserError for a module that was changed since its import. In a notebook only the text of the function counts. Puts
-    the working directory first on ``sys.path``.
+    Without sources, the digest is "". In a notebook, only the text of the function counts. Puts the working directory
+    first on ``sys.path``.
+
+    Raises:
+        UserError: A module was changed since its import.
     """
     module, _, name = function_name(function).partition(":")
-    name = name.partition(".")[0].strip("<>")  # only the module counts, but "<lambda>" is no valid name
+    name = name.partition(".")[0].strip("<>")  # only the module counts, but "<lambda>" is not a valid name
     if module != "__main__":
         spec = f"{module}:{name}"
         return user_source.user_source_digest(spec), (spec,)

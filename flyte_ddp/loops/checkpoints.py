@@ -1,4 +1,4 @@
-"""The states that a user's function saves, and when."""
+"""Checkpoints of a user-defined function: the saved states, and when a save is due."""
 
 import os
 import time
@@ -17,15 +17,15 @@ from flyte_ddp.runs.checkpoint import FOLDER, Checkpoint, Identity, load_state
 from flyte_ddp.runs.checkpoint_writer import CheckpointWriter, Snapshot
 from flyte_ddp.runs.run_folder import METRICS
 
-UNANNOUNCED_SECONDS = 8.0  # for the next save after a request to stop, if the function never asks whether one is due
+UNANNOUNCED_SECONDS = 8.0  # for the next save after a request to stop, if the function never asks whether a save is due
 ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the answer before the time is over
 
 
 class Checkpoints(CheckpointWriter):
-    """Saves and loads states; call :meth:`close` when the function has ended.
+    """Saves and loads the states of a user-defined function.
 
-    A save is due ``checkpoint_seconds`` after the last one (0: never), and after a request to stop. A rank
-    gives a ``link_name`` if rank 0 writes into the same folder from another host.
+    Call :meth:`close` when the function has ended. A save is due ``checkpoint_seconds`` after the last save (0: never),
+    and after a request to stop. If rank 0 writes into the same folder from another host, a rank passes ``link_name``.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Checkpoints(CheckpointWriter):
         super().__init__(folder, identity, found, announce=announce)
         self.link = folder / FOLDER / link_name if link_name else None
         self.checkpoint_seconds = checkpoint_seconds
-        self.last_step = found.step if found else 0  # that save got
+        self.last_step = found.step if found else 0  # the step of the last save
         self.last_time = time.monotonic()
-        self.checked_types: set[type] = set()  # that torch.load takes
+        self.checked_types: set[type] = set()  # that torch.load accepts
         self.asked = self.used = self.stop_requested = False
 
     def due(self) -> bool:
@@ -51,7 +51,11 @@ class Checkpoints(CheckpointWriter):
         return self.stop_requested or 0 < self.checkpoint_seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state to the CPU for the thread to write; UserError for an earlier step or unfit state."""
+        """Copy a state to the CPU for the thread to write.
+
+        Raises:
+            UserError: The step is earlier than the last step, or torch.load would reject the state.
+        """
         self.used = True
         refuse_earlier_step("save", step, self.last_step)
         if not isinstance(state, Mapping):
@@ -70,11 +74,12 @@ class Checkpoints(CheckpointWriter):
         self.put(copied)
 
     def save_last(self, seconds: float) -> int:
-        """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
+        """Request a save, wait for the function to save, and return the newest checkpoint's step.
 
-        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
-        if the function has neither saved, loaded nor asked, or has returned. Then waits, without a limit, until a state
-        that was saved in time is written. No checkpoint is written after this call.
+        Without a checkpoint returns 0. Waits for up to 90 % of ``seconds``. If the function never asks whether a save
+        is due, waits for at most 8 s. If the function has returned, or has neither saved, loaded nor asked, does not
+        wait. Then waits without a limit until a state that was saved in time is written. After this call no checkpoint
+        is written.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
@@ -84,12 +89,15 @@ class Checkpoints(CheckpointWriter):
                 is_saved = lambda: self.closed or self.handled > so_far  # noqa: E731
                 self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
         self.wait_until_written()
-        self.refuse_more()  # because the caller reports this step as the one to resume after
+        self.refuse_more()  # because the caller reports this step as the step to resume after
         with self.write_lock:  # no file is being written
             return self.newest_step
 
     def load(self) -> dict[str, Any] | None:
-        """Wait until the last save is written; return the newest checkpoint's state from disk, or None without one."""
+        """Wait until the last save is written, and return the newest checkpoint's state from disk.
+
+        Without a checkpoint returns None.
+        """
         self.used = True
         self.wait_until_written()
         if self.newest is None:
@@ -97,9 +105,10 @@ class Checkpoints(CheckpointWriter):
         return load_state(self.newest) if self.link is None else self.load_linked(self.newest, self.link)
 
     def load_linked(self, found: Checkpoint, link: Path) -> dict[str, Any]:
-        """Return the state, mapped from a file that keeps a name until :meth:`close`; where links fail, a copy.
+        """Return the checkpoint's state, mapped from a link that is kept until :meth:`close`.
 
-        A file server drops a file that another host replaces, and reading a tensor mapped from the file is then fatal.
+        If links fail, returns a copy. Without a link, a file server drops the checkpoint file when another host
+        replaces the file, and reading a mapped tensor is then fatal.
         """
         try:
             link.unlink(missing_ok=True)  # of an attempt that was killed
@@ -123,7 +132,10 @@ def find_types(value: Any) -> set[type]:
 
 
 def empty_tensors(value: Any) -> Any:
-    """Return a copy of a value in which an empty tensor replaces each tensor: torch.save need not write their data."""
+    """Return a copy of a value with an empty tensor in place of each tensor.
+
+    With the copy, torch.save need not write the tensors' data.
+    """
     return map_leaves(value, lambda _: torch.empty(0), lambda other: other)
 
 

@@ -1,4 +1,4 @@
-"""What a user's function may ask of its rank, under any launcher, and without one."""
+"""The interface of a user-defined function to its rank, with or without a launcher."""
 
 import atexit
 import os
@@ -26,7 +26,10 @@ _current: "CurrentRank | None" = None  # of this process
 
 
 class CurrentRank:
-    """The rank that this process is, by :func:`current_rank`: its place, its folder, and how it saves and records."""
+    """The rank of this process, returned by :func:`current_rank`.
+
+    The attributes are the rank's place, device and folder. The methods join, save, load, seed and record.
+    """
 
     def __init__(
         self,
@@ -40,17 +43,21 @@ class CurrentRank:
         store: Any = None,
     ) -> None:
         self.rank, self.world_size, self.local_rank = place
-        self.device = device  # a GPU of its own, or the CPU
-        self.folder = folder  # of the run's files; what rank 0 writes there is in the run's folder at the end
+        self.device = device  # the GPU of this rank, or the CPU
+        self.folder = folder  # for the run's files; rank 0's files are in the run's folder at the end
         self._checkpoints, self._records, self._join, self._store = checkpoints, records, join, store
         self._loads = 0
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # the folder, if no launcher made one
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # the folder without a launcher
         self._has_saved = False
 
     def join(self) -> None:
-        """Join torch's process group, gloo or on GPUs nccl; all ranks must call this, and wait for all.
+        """Join torch's process group (gloo, or nccl on GPUs).
 
-        Raises UserError if there is a process group already; without a launcher does nothing then.
+        All ranks must call this method, which waits for all ranks. Without a launcher, does nothing if a process group
+        exists.
+
+        Raises:
+            UserError: A launcher has started this rank, and a process group exists.
         """
         if dist.is_initialized():
             if self._temporary is not None:  # without a launcher a function may be called twice in a process
@@ -59,10 +66,13 @@ class CurrentRank:
         self._join()
 
     def load(self) -> dict[str, Any] | None:
-        """Return what :meth:`save` got last in an earlier attempt, on the CPU; None without any.
+        """Return the last state of :meth:`save` in an earlier attempt, on the CPU.
 
-        All ranks must call it equally often; rank 0 waits for all, up to the run's time limit. Raises UserError after a
-        save in this attempt, unless there is one rank: that gets its last state.
+        Without a saved state returns None. All ranks must call this method equally often. Rank 0 waits for all ranks,
+        up to the run's time limit. A single rank also gets a state that was saved in this attempt.
+
+        Raises:
+            UserError: This attempt has saved already, and the run has several ranks.
         """
         if self._has_saved and self.world_size > 1:
             raise UserError("load: this attempt has saved already; load at its beginning, and keep the state")
@@ -74,15 +84,20 @@ class CurrentRank:
                 if self.rank:
                     self._store.set(keys[self.rank - 1], "")
                 else:
-                    self._store.wait(keys)  # rank 0's next but one save replaces the file that others read
+                    self._store.wait(keys)  # rank 0's second save from here replaces the file that other ranks read
         return state
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save rank 0's state after a step, from which the next attempt goes on; other ranks' states are ignored.
+        """Save rank 0's state after a step. The next attempt resumes from this state.
 
-        ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. A
-        thread writes a copy to disk, unless a later save comes first. Raises UserError if the step goes back, or
-        torch.load(weights_only=True) would refuse the state.
+        The states of other ranks are ignored. A thread writes a copy to disk, unless a later save comes first.
+
+        Args:
+            step: How many steps are done.
+            state: Tensors, numbers, texts, and lists and dicts of them.
+
+        Raises:
+            UserError: The step goes back, or torch.load(weights_only=True) would reject the state.
         """
         if self.rank == 0:
             self._checkpoints.save(step, state)
@@ -91,14 +106,17 @@ class CurrentRank:
         self._has_saved = True
 
     def due(self) -> bool:
-        """Return whether it is time for rank 0 to save, by FLYTE_DDP_CHECKPOINT_SECONDS or a stop; False on others."""
+        """Return whether rank 0 should save now, by FLYTE_DDP_CHECKPOINT_SECONDS or because of a stop.
+
+        On other ranks returns False.
+        """
         return self.rank == 0 and self._checkpoints.due()
 
     def seed_step(self, step: int, seed: int = 0) -> None:
-        """Seed torch, NumPy and Python in this process by ``seed``, this rank and ``step``; call it first in each step.
+        """Seed torch, NumPy and Python in this process by ``seed``, this rank and ``step``.
 
-        Noise and dropout then differ from rank to rank, and are the same in a step that is done again after a resume.
-        Processes of a DataLoader are not seeded.
+        Call this method first in each step. Noise and dropout then differ from rank to rank. A step that is repeated
+        after a resume has the same noise. Processes of a DataLoader are not seeded.
         """
         bits = bits_of_one_sample(seed, step, self.rank)
         Generators(torch.default_generator, random, np.random).seed_each(bits)
@@ -108,17 +126,24 @@ class CurrentRank:
     def record(self, step: int, **values: SupportsFloat) -> None:
         """Record rank 0's numbers of a step in metrics.jsonl, the progress, the page, and wandb.
 
-        Takes tensors and arrays of one element, too. ``step`` is how many steps are done; several calls may have one
-        step. Raises UserError if the step goes back, or a value is no number or has the name ``kind`` or ``time``.
+        The numbers of other ranks are ignored.
+
+        Args:
+            step: How many steps are done. Several calls may have the same step.
+            values: Numbers by name. Tensors and arrays of one element are accepted, too.
+
+        Raises:
+            UserError: The step goes back, a value is not a number, or a name is ``kind`` or ``time``.
         """
         if self._records is not None:
             self._records.record(step, values)
 
 
 def current_rank() -> CurrentRank:
-    """Return the rank that this process is. Without a launcher it is rank 0 of 1, or the rank of torchrun's variables.
+    """Return the rank of this process.
 
-    Then its folder is a temporary one, which is deleted when the process ends.
+    Without a launcher, this is rank 0 of 1, or the rank of torchrun's environment variables. The rank's folder is then
+    temporary, and is deleted when the process ends.
     """
     global _current  # noqa: PLW0603 (a property of the process, as its rank is)
     if _current is None:
@@ -140,13 +165,13 @@ def make_rank_without_launcher() -> CurrentRank:
     folder, settings = Path(temporary.name), read_settings()
 
     checkpoints = Checkpoints(folder, Identity({}), None, settings.checkpoint_seconds)
-    atexit.register(checkpoints.close)  # before the folder's deletion, which was registered before
+    atexit.register(checkpoints.close)  # runs before the folder's deletion, which was registered earlier
 
     def join() -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore() if "MASTER_PORT" not in os.environ else None  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        if backend == "gloo":  # whose threads may abort a process that ends; a failed GPU's destruction may hang
+        if backend == "gloo":  # gloo's threads may abort a process that ends; after a GPU's failure destroying may hang
             atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
     made = CurrentRank(
@@ -157,5 +182,5 @@ def make_rank_without_launcher() -> CurrentRank:
         records=Records(folder, settings.progress) if rank == 0 else None,
         join=join,
     )
-    made._temporary = temporary  # which deletes the folder when the process ends
+    made._temporary = temporary  # the object deletes the folder when the process ends
     return made

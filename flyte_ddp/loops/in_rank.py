@@ -1,4 +1,4 @@
-"""The function of the Work of a user's call: calls the user's function in a rank, and delivers what rank 0 returns."""
+"""Calls a user-defined function in a rank, and delivers rank 0's return value."""
 
 import itertools
 import os
@@ -31,9 +31,12 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def run_function(rank: Rank) -> None:
-    """Call the user's function in this rank, and write rank 0's return value to ``returned.pickle``.
+    """Call the user-defined function in this rank, and write rank 0's return value to ``returned.pickle``.
 
-    All ranks must call it, and wait for all. Raises the function's own exceptions, and a RuntimeError for ``sys.exit``.
+    All ranks must call this function, which waits for all ranks. Exceptions of the user-defined function are passed on.
+
+    Raises:
+        RuntimeError: The user-defined function called ``sys.exit``.
     """
     call: Call = rank.work.arguments
     store = rank.open_store()
@@ -49,7 +52,7 @@ def run_function(rank: Rank) -> None:
             value = function()
         except SystemExit as error:
             raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
-        current._checkpoints.close()  # a request to save need not wait for this function any more
+        current._checkpoints.close()  # from now on a request to save does not wait for the user-defined function
         if rank.info.rank == 0:
             write_returned(value, rank.work.output_folder / RETURNED)
             if current._records is not None:
@@ -59,7 +62,10 @@ def run_function(rank: Rank) -> None:
 
 @contextmanager
 def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
-    """Make this rank the block's :func:`current_rank`, record the run's start, and at the end write the last save."""
+    """Make this rank the block's :func:`current_rank`, and record the run's start.
+
+    At the end of the block writes the last save.
+    """
     work, info, settings = rank.work, rank.info, rank.work.settings
     beside_writer = not work.sees_run_folder or work.world.hosts[info.rank] == work.world.hosts[0]
     checkpoints = Checkpoints(
@@ -114,15 +120,18 @@ def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def own_process_group(rank: Rank) -> Iterator[None]:
-    """Destroy the process group that the block has made; after an exception only in a launcher's own process."""
-    before, hook = dist.is_initialized(), sys.excepthook  # a group sets torch's, which prints the rank before each line
+    """Destroy the process group that the block has made.
+
+    After an exception, destroys the group only if the rank runs in the launcher's process.
+    """
+    before, hook = dist.is_initialized(), sys.excepthook  # a group sets a hook, which prints the rank before each line
     failed = True
     try:
         yield
         failed = False
     finally:
         sys.excepthook = hook
-        # A failed rank must report first, before others fail without its connections; on GPUs destroying may hang, too.
+        # A failed rank must report before ranks fail without its connections. On GPUs destroying may also hang.
         if dist.is_initialized() and not before and (not failed or rank.link is None):
             dist.destroy_process_group()
 
@@ -132,7 +141,7 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
     """Set torchrun's environment variables for the block, with MASTER_PORT=``port``."""
     info, world = rank.info, rank.work.world
     on_cpu = world.device_type == "cpu"
-    # A rank that sees one GPU, as on Ray, is a node of its own: Lightning and others look for LOCAL_WORLD_SIZE GPUs.
+    # A rank that sees one GPU, as on Ray, counts as a node, because Lightning looks for LOCAL_WORLD_SIZE GPUs.
     sees_one = not on_cpu and torch.cuda.device_count() == 1
     hosts = tuple(map(str, range(info.world_size))) if sees_one else world.hosts
     here = hosts[info.rank]
@@ -146,13 +155,13 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
         "GROUP_WORLD_SIZE": len({*hosts}),
         "MASTER_ADDR": world.hosts[0],
         "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": "flyte-ddp",  # by which Lightning and others know that ranks are started for them
+        "TORCHELASTIC_RUN_ID": "flyte-ddp",  # shows Lightning and other libraries that the ranks are started for them
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "OMP_NUM_THREADS": world.threads,  # without it Lightning and Accelerate set torch's threads anew
     }
     if on_cpu:
-        variables["ACCELERATE_USE_CPU"] = "true"  # without it each rank trains alone, unless the script says cpu=True
+        variables["ACCELERATE_USE_CPU"] = "true"  # without it each rank trains alone, unless the script sets cpu=True
     before = {name: os.environ.get(name) for name in (*variables, AGENT_STORE)}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.pop(AGENT_STORE, None)  # with it torch would wait in vain for a store at another port
@@ -168,9 +177,9 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
 
 @contextmanager
 def separate_group_stores() -> Iterator[None]:
-    """Patch torch so that each process group that meets by ``env://`` in the block has its own keys in the store.
+    """Give each process group that the block creates by ``env://`` separate keys in the store.
 
-    Else a second group, after the first was destroyed, would find the first one's addresses.
+    Patches torch. Otherwise a second group would find the addresses of a first group that was destroyed.
     """
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # ``rendezvous`` is a function, too
     meet, numbers = handlers["env"], itertools.count()
@@ -188,7 +197,10 @@ def separate_group_stores() -> Iterator[None]:
 
 @contextmanager
 def reset_own_accelerator() -> Iterator[None]:
-    """Reset Accelerate after the block, unless it was in use before: it keeps the ranks that it finds first."""
+    """Reset Accelerate after the block, unless it was in use before.
+
+    Accelerate keeps the ranks that it finds first.
+    """
     module = "accelerate.state"
     knew = module in sys.modules and bool(sys.modules[module].PartialState._shared_state)
     try:
@@ -201,7 +213,7 @@ def reset_own_accelerator() -> Iterator[None]:
 @contextmanager
 def default_group_timeout(seconds: float) -> Iterator[None]:
     """Set torch's default timeout of new process groups for the block."""
-    # Lightning takes its default from `constants` when it is imported.
+    # Lightning reads its default from `constants` when Lightning is imported.
     with ExitStack() as at_end:
         for module in (distributed_c10d, constants):
             for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -211,7 +223,13 @@ def default_group_timeout(seconds: float) -> Iterator[None]:
 
 
 def write_returned(value: Any, path: Path) -> None:
-    """Pickle a function's return value to a file, tensors on the CPU: the launcher's host may have no GPU."""
+    """Pickle a function's return value to a file, with tensors on the CPU.
+
+    The launcher's host may have no GPU.
+
+    Raises:
+        UserError: The value cannot be pickled, or the file cannot be written.
+    """
     try:
         content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
     except Exception as error:  # an object's own code may raise anything
@@ -224,7 +242,11 @@ def write_returned(value: Any, path: Path) -> None:
 
 
 def wait_for_others(rank: Rank, store: Any) -> None:
-    """Wait until all ranks call this, rank 0 up to the time limit, others without: rank 0 serves the common store."""
+    """Wait until all ranks have called this function.
+
+    Rank 0 waits up to the time limit, and other ranks wait without a limit. Rank 0 leaves last, because it serves the
+    common store.
+    """
     others, timeout = range(1, rank.info.world_size), rank.work.settings.timeout
     if not others:
         return

@@ -1,4 +1,4 @@
-"""The numbers that a user's function records: in metrics.jsonl, and as progress on stderr."""
+"""The numbers that a user-defined function records, in metrics.jsonl and as progress on stderr."""
 
 import math
 import time
@@ -13,11 +13,14 @@ from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
 
 TAKEN = ("kind", "time")  # keys of each record
-LARGEST_INT = 2**63  # from here on whole numbers are recorded as floats, which all readers of JSON take
+LARGEST_INT = 2**63  # from here on, whole numbers are recorded as floats, which all readers of JSON accept
 
 
 class Records:
-    """Writes records to ``folder/metrics.jsonl``, and shows progress; ``first`` is the step that a run resumes from."""
+    """Writes records to ``folder/metrics.jsonl``, and shows progress.
+
+    ``first`` is the step from which the run resumes.
+    """
 
     def __init__(self, folder: Path, progress: str, first: int = 0) -> None:
         self.log, self.progress = JsonLines(folder / METRICS), StepProgress(progress)

@@ -1,4 +1,4 @@
-"""Run a user's function on ranks, under any launcher."""
+"""Runs a user-defined function on ranks, under any launcher."""
 
 import math
 import os
@@ -40,25 +40,31 @@ def run_ranks(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function(*args, **kwargs)`` on each of ``num_ranks`` ranks, and return what rank 0 has returned.
+    """Call ``function(*args, **kwargs)`` on each of ``num_ranks`` ranks, and return rank 0's return value.
 
-    In the function, :func:`current_rank` tells its rank. Ranks import the function by its name; from a notebook or the
-    main script it goes by value.
+    In the function, :func:`current_rank` returns its rank. Ranks import the function by its name. A function of a
+    notebook or of the main script is pickled by value.
 
     Args:
-        function: what each rank calls.
-        args: its positional arguments, which are pickled.
-        num_ranks: number of ranks (None: 2), each with a GPU of its own where there are GPUs. 0: as many as fit.
-        folder: for records, checkpoints and files of the run, which resumes there; success deletes the checkpoints.
-            None: a temporary folder.
-        launch: starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes here; for 1 rank, this one.
-        timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
-        kwargs: its keyword arguments, which are pickled; one with a name of those above goes by functools.partial.
+        function: The function that each rank calls.
+        args: Positional arguments of the function, which are pickled.
+        num_ranks: The number of ranks (None: 2, 0: as many as fit). If the machine has GPUs, each rank gets a separate
+            GPU.
+        folder: The folder for records, checkpoints and files of the run (None: a temporary folder). A run resumes from
+            its folder. Success deletes the checkpoints.
+        launch: Starts the ranks, such as ``flyte_ddp.launch.ray.launch``. By default, several ranks run in processes of
+            this machine, and a single rank runs in this process.
+        timeout: Seconds that a rank waits for other ranks in a collective operation (None: FLYTE_DDP_TIMEOUT).
+        kwargs: Keyword arguments of the function, which are pickled. An argument with the name of a parameter above
+            must be passed by functools.partial.
 
-    Raises RankError with the traceback of the rank that failed first; StoppedError after SIGTERM, KeyboardInterrupt
-    after Ctrl-C. Before these two ``due()`` is true, and the function has FLYTE_DDP_SAVE_SECONDS to save. Raises
-    UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
-    other code or arguments.
+    Raises:
+        UserError: Arguments cannot be pickled, the ranks outnumber the GPUs, another run is in the folder, or a
+            checkpoint has other code or arguments.
+        RankError: A rank failed. The error has the traceback of the rank that failed first.
+        StoppedError: The run got SIGTERM. Before, ``due()`` is True, and the function has FLYTE_DDP_SAVE_SECONDS to
+            save.
+        KeyboardInterrupt: The run got Ctrl-C. The function can save as after SIGTERM.
     """
     given_ranks, num_ranks = num_ranks, 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:
@@ -75,14 +81,14 @@ def run_ranks(
         folder = Path(folder).absolute()
         with suggest_going_on(folder):
             value = run_call(call, request, folder, settings, launch)
-        remove_saves(folder)  # so that the next run does not resume from them
+        remove_saves(folder)  # so that the next run does not resume from these checkpoints
         return value
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
         quiet = replace(settings, wandb_mode="disabled", results_copy="")
         try:
             return run_call(call, request, Path(temporary, "run"), quiet, launch, page=False)
         except StoppedError as error:
-            raise StoppedError(error.signal, step=0) from None  # its checkpoint goes with the folder
+            raise StoppedError(error.signal, step=0) from None  # the checkpoint is deleted with the folder
         except RankError as error:
             error.step, error.file = 0, None
             raise
@@ -99,11 +105,11 @@ def disable_wandb_without_key(settings: Settings) -> Settings:
 def run_call(
     call: Call, request: Request, folder: Path, settings: Settings, launch: Launch | None = None, *, page: bool = True
 ) -> Any:
-    """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
+    """Run a call on the requested ranks in a locked folder, and return rank 0's return value.
 
-    Writes the run's page if ``page``. The caller removes the checkpoints, by :func:`remove_saves`.
+    If ``page`` is True, writes the run's page. The caller must remove the checkpoints by :func:`remove_saves`.
     """
-    from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
+    from flyte_ddp.tracking import wandb_run  # takes 0.1 s, and most importers of this module need it later
 
     launch = launch or choose_launcher(request)
     if checkpoint.is_named_to_go_on(folder) and checkpoint.newest_step(folder) == 0:
@@ -137,7 +143,7 @@ def run_call(
 
 @contextmanager
 def suggest_going_on(folder: Path) -> Iterator[None]:
-    """Print how mended code goes on from the last save, if the block fails by no fault of the machine."""
+    """Print how fixed code can resume from the last save, unless the machine made the block fail."""
     try:
         yield
     except (UserError, RankError) as error:
@@ -148,9 +154,10 @@ def suggest_going_on(folder: Path) -> Iterator[None]:
 
 
 def prepare_run_folder(folder: Path) -> None:
-    """Create the run's folder, and delete an earlier run's page, traceback, returned value and temporary files.
+    """Create the run's folder, and delete an earlier run's page, traceback, return value and temporary files.
 
-    Raises UserError if its ``results/`` is of no run.
+    Raises:
+        UserError: ``results/`` in the folder belongs to no run.
     """
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
@@ -161,7 +168,10 @@ def prepare_run_folder(folder: Path) -> None:
 
 
 def remove_saves(folder: Path) -> None:
-    """Remove a run's checkpoints, and their folder unless it holds other files; do nothing if another run is there."""
+    """Remove a run's checkpoints, and also the checkpoint folder if it is then empty.
+
+    If another run uses the folder, does nothing.
+    """
     with suppress(UserError, OSError), hold_run_folder(folder):
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
@@ -169,12 +179,15 @@ def remove_saves(folder: Path) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """If the function has recorded anything or handed in results, write report.html, or print why that failed."""
+    """Write report.html if the function has recorded numbers or submitted results.
+
+    If writing fails, prints the reason.
+    """
     is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
     if not is_recorded and not (folder / results.FOLDER).exists():
         return
     try:
-        from flyte_ddp.report.function_page import render_function_page  # and NumPy, for which ranks would wait
+        from flyte_ddp.report.function_page import render_function_page  # imports NumPy, for which ranks would wait
         from flyte_ddp.report.page import write_html
 
         write_html(folder / REPORT, render_function_page(folder, folder.name))

@@ -1,1 +1,1 @@
-"""What this machine has, and its processes, devices and clocks."""
+"""Resources, processes, devices and clocks of this machine."""

@@ -1,4 +1,4 @@
-"""Copy tensors to a device without waiting for it, and whole states back to the CPU."""
+"""Copies of tensors to a device without waiting, and of whole states to the CPU."""
 
 import copy
 from collections import OrderedDict
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on the device, by page-locked memory without waiting; on a CPU the same tensor."""
+    """Return a copy of a CPU tensor on the device, without waiting for the copy.
+
+    Copies from page-locked memory. If the device is a CPU, returns the same tensor.
+    """
     if device.type == "cpu":
         return values
     # A copy from ordinary memory would block the host in every batch until the device has finished all earlier work.
@@ -19,12 +22,18 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Return a deep copy of a value with its tensors on the CPU, detached; a state_dict keeps its ``_metadata``."""
+    """Return a deep copy of a value with its tensors detached and on the CPU.
+
+    A state_dict keeps its ``_metadata``.
+    """
     return map_leaves(value, lambda leaf: leaf.detach().to("cpu", copy=True), copy.deepcopy)
 
 
 def map_leaves(value: Any, of_tensor: Callable[[Tensor], Tensor], of_other: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples: ``of_tensor`` of each tensor, ``of_other`` of anything else."""
+    """Return a copy of nested dicts, lists and tuples with replaced leaves.
+
+    A tensor is replaced by ``of_tensor(tensor)``, and any other leaf by ``of_other(leaf)``.
+    """
     if isinstance(value, Tensor):
         return of_tensor(value)
     if type(value) in (dict, OrderedDict):

@@ -1,7 +1,7 @@
-"""Name this process, handle its signals, let it die with its parent, spawn others, and kill its descendants.
+"""Name, signals, child processes and descendants of this process.
 
-Processes that a user's model starts, such as loaders and daemons, must not outlive the run. They are killed on Linux
-only, where a process can adopt orphans and ``/proc`` lists each process's parent.
+Processes that a user's model starts, such as loaders and daemons, must not outlive the run. The library kills leftover
+processes only on Linux, where a process can adopt orphans and ``/proc`` lists each process's parent.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that ask a run to stop
-KILL_SECONDS = 5.0  # how long to wait for killed processes; one that is blocked in the kernel stays
+KILL_SECONDS = 5.0  # to wait for killed processes; a process that is blocked in the kernel stays
 POLL_SECONDS = 0.005
 STACK_PAUSE_SECONDS = 0.5  # between two lines of a stack, at most
 
@@ -43,32 +43,44 @@ def set_malloc_option(option: int, value: int) -> None:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have Linux send this signal to this process when the thread that started it ends; do nothing elsewhere."""
+    """Make Linux send this signal to this process when the thread that started the process ends.
+
+    Does nothing on other systems.
+    """
     prctl(PR_SET_PDEATHSIG, number)
 
 
 def set_process_name(name: str) -> None:
-    """Set the name that ``ps -o comm`` and ``top`` show for this process, up to 15 characters; Linux only."""
+    """Set the name that ``ps -o comm`` and ``top`` show for this process (Linux only).
+
+    The name is cut to 15 characters.
+    """
     prctl(PR_SET_NAME, name.encode())
 
 
 def become_subreaper(wanted: bool = True) -> bool:
-    """Tell Linux whether this process adopts its orphaned descendants; return whether it did before."""
+    """Set whether this process adopts its orphaned descendants (Linux only).
+
+    Returns whether the process adopted orphans before.
+    """
     before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
     return bool(before.value)
 
 
-# Undo, in a process that user code forks, what this process does about signals. The newest is the last.
+# Functions that undo this process's signal handling in a process that user code forks, the newest last.
 undo_in_forks: list[Callable[[], object]] = []
 
 
-forking = threading.local()  # ``mask``: the signals that a thread blocked before it began to fork
+forking = threading.local()  # ``mask``: the signals that a thread blocked before a fork
 
 
 def block_before_fork() -> None:
-    """Let signals wait until the fork has its own handlers: one that comes earlier would be lost."""
+    """Block stop signals until the forked process has its own handlers.
+
+    A signal that comes earlier would be lost.
+    """
     forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if undo_in_forks else None
 
 
@@ -93,15 +105,15 @@ def undone_in_forks(undo: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if undo in undo_in_forks:  # else this is such a process
+        if undo in undo_in_forks:  # else this process is a fork, which has called ``undo``
             undo_in_forks.remove(undo)
 
 
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Set handlers of signals for the block and restore the earlier ones; outside the main thread set none.
+    """Set signal handlers during the block, and restore the earlier handlers afterwards.
 
-    Processes that are forked during the block have the earlier handlers.
+    Processes that are forked during the block have the earlier handlers. Outside the main thread does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,35 +133,42 @@ def set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return SIGNALS, without SIGHUP where it is ignored, as by nohup: a terminal that is closed then stops nothing."""
+    """Return the signals that ask a run to stop (SIGNALS), without SIGHUP if it is ignored.
+
+    ``nohup`` ignores SIGHUP, so a closed terminal does not stop the run.
+    """
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 def restore_start_method() -> None:
-    """Have user code's processes start as on this platform by default, and not by spawn, as this process did.
+    """Let processes of user code start by the platform's default method, not by spawn.
 
-    A spawned process imports torch anew, and gets functions and data by pickling.
+    This process was spawned. A spawned process imports torch anew, and gets functions and data by pickling.
     """
     multiprocessing.set_start_method(None, force=True)
 
 
 def ignore_signals(numbers: Collection[signal.Signals]) -> None:
-    """Ignore signals in this process from now on, and unblock them, but not in the processes that it starts.
+    """Ignore and unblock signals in this process from now on, but not in its child processes.
 
-    So their programs can be ended by signals, unlike those of a process that blocks signals, or has SIG_IGN.
+    The signals still end a program that this process starts. If this process blocked the signals or set SIG_IGN, the
+    program would inherit the setting.
     """
-    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # by nohup
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # not ignored by nohup
     before = {number: signal.signal(number, lambda *_: None) for number in heeded}
     undo_in_forks.append(partial(set_handlers, before))
     for number in heeded:
-        signal.siginterrupt(number, False)  # no system call of user code fails
+        signal.siginterrupt(number, False)  # system calls of user code do not fail
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @contextmanager
 def postpone_signal(number: signal.Signals) -> Iterator[None]:
-    """Defer a signal that comes during the block, and raise it once at the end; outside the main thread defer none."""
+    """Defer a signal that comes during the block, and raise the signal once at the end.
+
+    Outside the main thread does not defer the signal.
+    """
     came: list[int] = []
     try:
         with signal_handlers({number: lambda number, _: came.append(number)}):
@@ -161,7 +180,10 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def hide_main_script() -> Iterator[None]:
-    """Keep processes spawned during the block from running the main script again: with pyflyte 0.7 s each."""
+    """Keep processes that are spawned during the block from running the main script again.
+
+    With pyflyte the main script takes 0.7 s in each process.
+    """
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
@@ -174,7 +196,10 @@ def hide_main_script() -> Iterator[None]:
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
-    """Yield multiprocessing's spawn context; during the block this thread, and new processes, block SIGNALS."""
+    """Yield multiprocessing's spawn context.
+
+    During the block this thread and new processes block SIGNALS.
+    """
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -185,27 +210,31 @@ def spawn_context() -> Iterator[SpawnContext]:
 
 
 def kill_descendants() -> None:
-    """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS (5 s)."""
+    """Send SIGKILL to all descendants of this process, and wait up to KILL_SECONDS (5 s) for their end.
+
+    Spares the helper processes of Python and torch.
+    """
     kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helper_pids())
 
 
 @contextmanager
 def kill_new_descendants_at_end() -> Iterator[None]:
-    """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
+    """Send SIGKILL, at the end of the block, to the processes that this thread has started in the block.
 
-    Spares Python's and torch's helpers. Kills adopted orphans only in the main thread of a process that had no other
-    children: only there is it known who started them. Terminates multiprocessing's pools first, because a pool whose
-    workers were killed starts others, and waits for ever when this process ends.
+    Also kills their descendants. Spares the helper processes of Python and torch. Adopted orphans are killed only in
+    the main thread of a process that had no other children, because otherwise their origin is unknown. First terminates
+    the pools of multiprocessing. A pool whose workers were killed starts new workers, and waits for ever when this
+    process ends.
     """
     before = list_children(os.getpid(), ended=True)
     pools = find_pools()
     in_main = threading.current_thread() is threading.main_thread()
-    # The last call, if it comes to that, switches adoption on; it returns whether it was on before.
+    # If the last call is reached, it switches adoption on, and returns whether adoption was on before.
     adopts = in_main and not list_children(os.getpid()) - list_helper_pids() and not become_subreaper()
     try:
         yield
     finally:
-        # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
+        # Ignores SIGCHLD, because torch's handler would raise an error about the killed DataLoader worker.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
             for pool in set(find_pools()) - set(pools):
                 pool.terminate()
@@ -222,7 +251,10 @@ def find_pools() -> list[Any]:
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL the processes ``roots()`` and their descendants, until none lives or KILL_SECONDS (5 s) are over."""
+    """Send SIGKILL to the processes ``roots()`` and their descendants.
+
+    Repeats until none of the processes lives, for up to KILL_SECONDS (5 s).
+    """
     deadline = time.monotonic() + KILL_SECONDS
     while (found := list_living_trees(roots())) and time.monotonic() < deadline:
         for pid in found:
@@ -232,21 +264,25 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def list_living_trees(roots: Iterable[int]) -> list[int]:
-    """Return the ids of those processes among ``roots`` and their descendants that have not exited."""
+    """Return the ids of those ``roots`` and descendants that have not exited."""
     all_processes = list_processes()
     found = [pid for pid in roots if pid in all_processes]
-    for each in found:  # zombies too, which have children while other threads of theirs run
+    for each in found:  # zombies too, because a zombie has children while other threads of the process run
         found += [pid for pid, (parent, _) in all_processes.items() if parent == each]
     return [pid for pid in found if all_processes[pid][1]]
 
 
 def list_children(pid: int, *, ended: bool = False) -> set[int]:
-    """Return the ids of a process's children; zombies only if ``ended``."""
+    """Return the ids of a process's children, with zombies only if ``ended``."""
     return {child for child, (parent, lives) in list_processes().items() if parent == pid and (lives or ended)}
 
 
 def list_children_of_this_thread() -> set[int]:
-    """Return the ids of this thread's children, zombies too; the main thread's include adopted orphans."""
+    """Return the ids of this thread's children, including zombies.
+
+    The children of the main thread include adopted orphans. If Linux does not list the children of a thread, returns
+    all children of this process.
+    """
     own = list_children(os.getpid(), ended=True)
     with suppress(OSError):
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
@@ -255,7 +291,10 @@ def list_children_of_this_thread() -> set[int]:
 
 
 def list_processes() -> dict[int, tuple[int, bool]]:
-    """Return each process id with its parent's id and whether it is alive; empty on systems without ``/proc``."""
+    """Return each process id with the parent's id and whether the process is alive.
+
+    Returns {} on systems without ``/proc``.
+    """
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -268,7 +307,7 @@ def list_processes() -> dict[int, tuple[int, bool]]:
 def list_helper_pids() -> set[int]:
     """Return the ids of multiprocessing's resource tracker and torch's compiling process for GPUs."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    # Without the compiling process, known by its command line, later compilations would fail.
+    # Later compilations would fail without the compiling process, which is found by its command line.
     compiler = f"--parent={os.getpid()}".encode()
     found = set()
     for pid in list_children(os.getpid()):
@@ -280,9 +319,10 @@ def list_helper_pids() -> set[int]:
 
 
 def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
-    """Return the stack that a process writes to the pipe on SIGUSR1, or "" if no line comes within ``seconds``.
+    """Return the stack that a process writes to the pipe on SIGUSR1.
 
-    The process has called ``faulthandler.register``, which writes line by line.
+    Returns "" if no line comes within ``seconds``. The process must have called ``faulthandler.register``, which writes
+    line by line.
     """
     stack = b""
     with suppress(OSError):  # the process has ended
@@ -295,14 +335,17 @@ def read_stack(pid: int, pipe: Connection, seconds: float) -> str:
 
 
 def count_out_of_memory_kills() -> int:
-    """Return how many processes of this one's memory cgroup the kernel has killed for lack of memory; 0 if unknown."""
+    """Return how many processes of this process's memory cgroup the kernel has killed for lack of memory.
+
+    Returns 0 if the number is unknown.
+    """
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
             if controllers in ("", "memory"):  # version 2 and version 1 of cgroups
                 root = Path("/sys/fs/cgroup", controllers)
                 name = "memory.oom_control" if controllers else "memory.events"
-                for folder in (root / own.lstrip("/"), root):  # a container may see its own cgroup's files at the root
+                for folder in (root / own.lstrip("/"), root):  # a container may see the files of its cgroup at the root
                     with suppress(OSError):
                         if count := re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE):
                             return int(count[1])

@@ -1,4 +1,4 @@
-"""Facts about this machine (cores, GPUs, bf16), and how many ranks it has capacity for. Knows no hyperparameters."""
+"""Cores, GPUs and bf16 of this machine, and its capacity for ranks. Knows no hyperparameters."""
 
 import math
 import os
@@ -18,9 +18,12 @@ WIDEST_FIRST = (*BF16_INSTRUCTIONS, "avx512_vnni", "avx512f", "avx2", "avx", "sv
 
 
 class Bf16(IntEnum):
-    """Whether training in bf16 is possible and faster on a device; the minimum over devices holds for all of them."""
+    """Whether training in bf16 is possible and faster on a device.
 
-    NONE = 0  # it would be emulated
+    The minimum over devices holds for all devices.
+    """
+
+    NONE = 0  # bf16 would be emulated
     SLOWER = 1  # than fp32, or never measured
     FASTER = 2
 
@@ -38,7 +41,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU as /proc/cpuinfo describes it; fields that it does not have are empty."""
+    """A CPU as described by /proc/cpuinfo. Missing fields are empty."""
 
     vendor: str
     family: str
@@ -46,13 +49,16 @@ class Cpu:
     flags: frozenset[str]
 
     def __str__(self) -> str:
-        """Return what decides how the CPU rounds: vendor, family, model and widest vector instructions."""
+        """Return the facts that determine rounding: vendor, family, model and widest vector instructions."""
         widest = next((flag for flag in WIDEST_FIRST if flag in self.flags), "")
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
     def bf16_support(self) -> Bf16:
-        """Return whether bf16 is faster than fp32 for the two small CNNs; SLOWER if that was never measured."""
+        """Return whether bf16 is faster than fp32 for the two small CNNs.
+
+        Returns SLOWER if the speed was never measured, and NONE if the CPU has no bf16 instructions.
+        """
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
                 return worth
@@ -60,7 +66,10 @@ class Cpu:
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
-    """Return the first CPU that /proc/cpuinfo describes on x86 and ARM; without that file all fields are empty."""
+    """Return the first CPU that /proc/cpuinfo describes, on x86 and ARM.
+
+    If the file does not exist, all fields are empty.
+    """
     first = cpuinfo.read_text().strip().partition("\n\n")[0] if cpuinfo.exists() else ""
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     names = [("vendor_id", "CPU implementer"), ("cpu family", "CPU architecture"), ("model", "CPU part")]
@@ -72,23 +81,23 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
 
 @dataclass(frozen=True)
 class Request:
-    """The ranks that a run asks a machine or a cluster for."""
+    """The ranks that a run requests from a machine or a cluster."""
 
     num_ranks: int = 0  # 0: as many as there is capacity for
     backend: str = "auto"  # gloo: CPUs; nccl: GPUs; auto: GPUs if there are any
     most: int = sys.maxsize  # ranks on CPUs, if num_ranks is 0
-    exact: bool = False  # whether fewer ranks than num_ranks are refused
+    exact: bool = False  # whether fewer ranks than num_ranks are rejected
     threads: int = 0  # CPU threads for each rank; 0: its share of the cores
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, and what they find on their hosts; equal on all ranks."""
+    """The ranks of a run and their resources, equal on all ranks."""
 
     num_ranks: int
     device_type: str = "cpu"  # or cuda: a GPU for each rank
     threads: int = 1  # CPU threads for each rank
-    hosts: tuple[str, ...] = ()  # by rank, the address at which other ranks reach its host; set by the launcher
+    hosts: tuple[str, ...] = ()  # addresses at which other ranks reach a rank's host, by rank; set by the launcher
 
     @property
     def backend(self) -> str:
@@ -100,13 +109,19 @@ class World:
 
 
 def count_cores() -> int:
-    """Return how many CPU cores this process may use by its affinity mask and its cgroup's quota; at least 1."""
+    """Return how many CPU cores this process may use, at least 1.
+
+    The number respects the affinity mask and the cgroup's quota.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(allowed, read_cpu_quota())))
 
 
 def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores; infinity if there is none."""
+    """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores.
+
+    Returns infinity without a quota.
+    """
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError):
             quota, period = " ".join((root / name).read_text() for name in names).split()
@@ -115,7 +130,10 @@ def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs torch sees; import torch only if ``devices`` has a GPU driver's file."""
+    """Return how many GPUs torch sees.
+
+    Imports torch only if ``devices`` has a GPU driver's file.
+    """
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -124,7 +142,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """Return the Bf16 of the CPU, or of the current GPU, for which this initialises CUDA."""
+    """Return the Bf16 of the CPU or of the current GPU. For a GPU initialises CUDA."""
     if device_type == "cpu":
         return read_cpu().bf16_support()
     import torch
@@ -133,7 +151,11 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect_world(request: Request) -> World:
-    """Return this machine's World for a request: a GPU for each rank, or CPUs; UserError if there are too few GPUs."""
+    """Return this machine's World for a request, with a GPU for each rank or on CPUs.
+
+    Raises:
+        UserError: The machine has too few GPUs, or another number than FLYTE_DDP_GPUS.
+    """
     gpus = count_gpus()
     check_expected_gpus(gpus)
     device_type = choose_local_device_type(request, gpus, "this process sees")
@@ -143,7 +165,10 @@ def detect_world(request: Request) -> World:
 
 
 def check_expected_gpus(visible: int) -> None:
-    """Raise UserError if FLYTE_DDP_GPUS, the GPUs requested for this pod, is set and is not the number ``visible``."""
+    """Raise UserError if the number of visible GPUs is not FLYTE_DDP_GPUS.
+
+    FLYTE_DDP_GPUS is the number of GPUs requested for this pod. If the variable is not set, does nothing.
+    """
     expected = os.environ.get(REQUESTED_GPUS)
     if expected is not None and int(expected) != visible:
         raise UserError(
@@ -153,16 +178,25 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str = "") -> str:
-    """Return "cuda" if there are GPUs and ``backend`` is not gloo, else "cpu"; UserError for nccl without GPUs."""
+    """Return "cuda" if GPUs exist and ``backend`` is not gloo, else "cpu".
+
+    ``lack`` and ``other_fix`` are parts of the error's text.
+
+    Raises:
+        UserError: ``backend`` is nccl, and no GPU exists.
+    """
     if backend == "nccl" and not has_gpus:
         raise UserError(f"backend='nccl': {lack}; use backend='gloo' or 'auto'{other_fix}")
     return "cuda" if has_gpus and backend != "gloo" else "cpu"
 
 
 def choose_local_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return "cuda" or "cpu" for a request where there are ``gpus``; UserError if nccl or a rank lacks one.
+    """Return "cuda" or "cpu" for a request on a machine with this number of GPUs.
 
     ``who_has`` begins the error's sentence, such as "this process sees".
+
+    Raises:
+        UserError: The backend is nccl without a GPU, or a rank lacks a GPU.
     """
     device_type = choose_device_type(request.backend, gpus > 0, f"{who_has} no GPU", other_fix)
     if device_type == "cuda" and request.num_ranks > gpus:

@@ -1,16 +1,16 @@
-"""Standard streams of a process that was started without them, as by ``>&-`` or by some schedulers."""
+"""Replacements for standard streams that are closed when a process starts, as by ``>&-`` or by some schedulers."""
 
 import os
 import sys
 from pathlib import Path
 
-NAMES = ("stdin", "stdout", "stderr")  # by the numbers of their files
+NAMES = ("stdin", "stdout", "stderr")  # by file number
 
 
 def open_missing_streams() -> None:
-    """Open the null device in place of standard streams that are closed, for this process and for those it starts.
+    """Open the null device in place of closed standard streams, also for child processes.
 
-    Otherwise the next file that is opened gets a stream's number, and what is printed goes into that file.
+    Otherwise the next opened file gets a stream's number, and printed text goes into this file.
     """
     for number, name in enumerate(NAMES):
         try:

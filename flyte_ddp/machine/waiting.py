@@ -1,4 +1,4 @@
-"""A limit of this process for waits for user code that may never return, such as a read from a dead file server."""
+"""Time limits for user code that may never return, such as a read from a dead file server."""
 
 import signal
 import threading
@@ -12,27 +12,29 @@ from types import FrameType
 from flyte_ddp.errors import MachineError
 from flyte_ddp.machine.process import signal_handlers, undone_in_forks
 
-limit_seconds = 600.0  # FLYTE_DDP_TIMEOUT, where a launcher or a rank has set it
+limit_seconds = 600.0  # FLYTE_DDP_TIMEOUT, once a launcher or a rank has set it
 
 
 @dataclass
 class Wait:
-    """A block that is limited."""
+    """A block with a time limit."""
 
     what: str
     start: float  # by time.monotonic()
 
 
-waits: list[Wait] = []  # of this process, which the timer limits; the innermost is the last
+waits: list[Wait] = []  # of this process, limited by the timer; the innermost is the last
 
 
 @contextmanager
 def limit_wait(what: str) -> Iterator[None]:
     """Raise a MachineError with ``what`` and the stack if the block takes longer than ``limit_seconds``.
 
-    Within another block, which costs a sixth, the inner block has a time of its own, and the outer block's time then
-    begins again. Has no limit outside the main thread, in C code that never returns, and where other code uses the
-    system timer (SIGALRM), before the block or within. Code that catches the error is interrupted again.
+    If code in the block catches the error, the error is raised again later. A nested block has a separate limit, and
+    the limit of the outer block then begins again. A nested block costs a sixth of an outer block.
+
+    The limit has no effect outside the main thread, and in C code that never returns. It also has no effect if other
+    code uses the system timer (SIGALRM), before or in the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +54,7 @@ def limit_wait(what: str) -> Iterator[None]:
     else:
         waits.append(Wait(what, time.monotonic()))
         with undone_in_forks(waits.clear), signal_handlers({signal.SIGALRM: check_wait}):
-            signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)  # again, for code that catches the error
+            signal.setitimer(signal.ITIMER_REAL, limit_seconds, limit_seconds)  # again, if code catches the error
             try:
                 yield
             finally:
@@ -61,7 +63,7 @@ def limit_wait(what: str) -> Iterator[None]:
 
 
 def check_wait(_: int, frame: FrameType | None) -> None:
-    """Raise a MachineError if the innermost wait has taken too long. Set the timer again otherwise."""
+    """Raise a MachineError if the innermost wait has taken too long, else set the timer again."""
     if not waits:  # the wait has ended
         return
     wait = waits[-1]

@@ -1,1 +1,1 @@
-"""A run's identity, its folder with the lock, its work for the ranks, and its checkpoints."""
+"""Identity, locked folder, work and checkpoints of a run."""

@@ -1,7 +1,7 @@
-"""Checkpoints on disk: two files, written in turn, so that one good file is left whatever happens to the other.
+"""Checkpoints on disk in two files, written in turn, so one good file is left if the other is damaged.
 
-A file is an archive of torch.save, a dict of two entries: ``head`` has a line of JSON and the metrics so far as uint8,
-``state`` has what was saved. The archive's comment holds the SHA-256 of the file without the comment.
+A file is an archive of torch.save, a dict of two entries. ``head`` has a line of JSON and the metrics so far as uint8.
+``state`` has the saved state. The archive's comment holds the SHA-256 of the file without the comment.
 """
 
 import errno
@@ -28,41 +28,42 @@ from flyte_ddp.settings import read_text
 FOLDER = "checkpoints"  # in the output folder
 SLOTS = ("a.ckpt", "b.ckpt")
 FORMAT = "flyte-ddp-checkpoint/2"
-NAME = rb"(flyte-ddp-checkpoint/\d+)"  # of all formats
-HEAD, STATE = "head", "state"  # keys of what torch.save gets
-HEAD_NAME = "archive/data/0"  # of the head in torch's archive
+NAME = rb"(flyte-ddp-checkpoint/\d+)"  # the name of any format
+HEAD, STATE = "head", "state"  # keys of the saved dict
+HEAD_NAME = "archive/data/0"  # the head's file in torch's archive
 COMMENT_BYTES = len(f"{FORMAT} {'0' * 64}")
-LENGTH_BYTES = 2  # of the length of a zip archive's comment, which comes before the comment
+LENGTH_BYTES = 2  # of the length field before a zip archive's comment
 CHUNK_BYTES = 1 << 20
-QUICK_BYTES = 1 << 30  # whose SHA-256 takes a second or two
+QUICK_BYTES = 1 << 30  # the SHA-256 of such a file takes a second or two
 GO_ON = "FLYTE_DDP_GO_ON"
-LATEST = 253_402_214_400  # the last day of the year 9999, the last of datetime, in seconds since 1970
+LATEST = 253_402_214_400  # in seconds since 1970: the last day of the year 9999
 FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
 Result = TypeVar("Result")
 
 
 class UnreadableError(Exception):
-    """A checkpoint file exists and cannot be read; the text is the reason."""
+    """A checkpoint file exists and cannot be read. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint belongs to: only a run with the same identity can resume from it.
+    """The identity of a run. Only a run with an equal identity can resume from a checkpoint.
 
-    Ranks, devices and precision are left out: they change who computes, and the rounding (:class:`Arithmetic`).
+    Ranks, devices and precision are not part of the identity, because a change affects only the rounding
+    (:class:`Arithmetic`).
     """
 
     hyperparameters: dict[str, Any]  # without num_ranks
     data: str = ""  # digest of the prepared data's content
     code: str = ""  # digest of this library's code
-    user_code: str = ""  # digest of the user's own code, but for that of the data set
+    user_code: str = ""  # digest of the user's code, without the data set's code
     initial_weights: str = ""  # digest of the file
     releases: str = ""  # of torch and the other libraries in user_code.digest.ARITHMETIC
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The settings that decide rounding: equal runs with equal values get the same bits."""
+    """The settings that determine rounding. Equal runs with equal settings get the same bits."""
 
     num_ranks: int
     devices: str  # of all ranks, by rank; one name if all are equal
@@ -72,7 +73,10 @@ class Arithmetic:
     strategy: str  # of gradients; empty for one rank
 
     def describe_changes(self, before: Iterable[Self]) -> str:
-        """Return as text the values that differ from ``before``, such as "ranks 2, now 4"; "" if no value differs."""
+        """Return the values that differ from ``before`` as text, such as "ranks 2, now 4".
+
+        Returns "" if no value differs.
+        """
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
@@ -98,13 +102,13 @@ verified: set[tuple[int, int, int]] = set()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose SHA-256 was verified. The state stays in the file."""
+    """Position, identity and metrics of a checkpoint. The state stays in the file."""
 
     path: Path
-    epoch: int  # epochs that are done, with their evaluation
-    step: int  # optimiser steps that are done
+    epoch: int  # finished epochs, with evaluation
+    step: int  # finished optimiser steps
     trained_in: tuple[Arithmetic, ...]  # one entry for each change of ranks, devices or precision
-    time: float  # when it was written, in seconds since 1970
+    time: float  # when the file was written, in seconds since 1970
     identity: Identity
     metrics: bytes  # of metrics.jsonl up to this step
 
@@ -115,7 +119,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Handover:
-    """What another rank must know to write a checkpoint in rank 0's place."""
+    """The facts that another rank needs to write a checkpoint in rank 0's place."""
 
     name: str  # of the file, one of SLOTS
     step: int  # of the newest checkpoint
@@ -131,14 +135,17 @@ def describe_handover(output_folder: Path) -> Handover:
 
 
 def next_slot(folder: Path, newest: Path | None) -> Path:
-    """Return the path of the next checkpoint: of the two files the one that is not ``newest``."""
+    """Return the path for the next checkpoint, the file that is not ``newest``."""
     return folder / (SLOTS[1] if newest is not None and newest.name == SLOTS[0] else SLOTS[0])
 
 
 def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkpoint:
-    """Write a checkpoint to its path, atomically and flushed to disk; UserError if that fails.
+    """Write a checkpoint to its path, atomically and flushed to disk.
 
     Returns the checkpoint without the metrics.
+
+    Raises:
+        UserError: The file cannot be written.
     """
     import torch
 
@@ -156,9 +163,10 @@ def write_checkpoint(checkpoint: Checkpoint, state: Mapping[str, Any]) -> Checkp
 
 
 def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
-    """Return the result of ``write()``. On a full disk delete the run's older checkpoint, and call ``write()`` again.
+    """Return the result of ``write()``, and make room on a full disk.
 
-    The newest checkpoint stays. ``write`` must raise a UserError whose cause is an OSError if it fails.
+    If the disk is full, deletes the run's older checkpoint and calls ``write()`` again. The newest checkpoint stays. A
+    failing ``write`` must raise a UserError whose cause is an OSError.
     """
     try:
         return write()
@@ -176,10 +184,13 @@ def write_with_room(output_folder: Path, write: Callable[[], Result]) -> Result:
 
 
 def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint | None:
-    """Return the Checkpoint of a file, or None without a file.
+    """Return the checkpoint in a file, or None if the file does not exist.
 
-    The SHA-256 of each version of a file is checked once in a process, and not in a file of more than ``most_bytes``.
-    A limit also leaves out the metrics. Raises UnreadableError.
+    Verifies the SHA-256 of each version of a file once in a process. If ``most_bytes`` is given, skips the SHA-256 of
+    larger files, and returns empty metrics.
+
+    Raises:
+        UnreadableError: The file exists and cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -201,7 +212,7 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
 
 
 def verify_digest(file: BinaryIO) -> None:
-    """Raise UnreadableError for a file of another format, and for a file that does not match its SHA-256."""
+    """Raise UnreadableError if a file has another format, or does not match its SHA-256."""
     start = file.read(len(FORMAT))
     left = max(0, file.seek(0, os.SEEK_END) - COMMENT_BYTES - LENGTH_BYTES)
     file.seek(0)
@@ -209,9 +220,9 @@ def verify_digest(file: BinaryIO) -> None:
     while chunk := file.read(min(left, CHUNK_BYTES)):
         sha256.update(chunk)
         left -= len(chunk)
-    sha256.update(bytes(LENGTH_BYTES))  # of an archive without a comment
+    sha256.update(bytes(LENGTH_BYTES))  # the length field of an archive without a comment
     end = file.read()
-    # The first format was no archive, and began with its name.
+    # The first format was not an archive. Its files began with the format's name.
     named = re.match(NAME, start) or re.search(NAME + rb" [0-9a-f]{64}\Z", end)
     if named and named[1] != FORMAT.encode():
         raise UnreadableError(f"its format is {named[1].decode()}, and this release reads {FORMAT}")
@@ -220,10 +231,15 @@ def verify_digest(file: BinaryIO) -> None:
 
 
 def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], bytes]:
-    """Return the header and, unless left out, the metrics of a checkpoint, without torch.
+    """Return the header and the metrics of a checkpoint, without torch.
 
-    torch.save numbers tensors from 0 in the order of the values, and does not compress them. Raises
-    UnreadableError for an archive that has been cut off, and ValueError for an archive without such a head.
+    If ``with_metrics`` is False, the metrics are empty. The head has a fixed place, because torch.save numbers tensors
+    from 0 in the order of the values. torch.save does not compress tensors.
+
+    Raises:
+        UnreadableError: The archive has been cut off.
+        ValueError: The head is compressed or not JSON.
+        KeyError: The archive has no head.
     """
     try:
         with zipfile.ZipFile(file) as archive, archive.open(HEAD_NAME) as head:
@@ -239,8 +255,8 @@ def read_head(file: BinaryIO, *, with_metrics: bool) -> tuple[dict[str, Any], by
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the saved state, on the CPU.
 
-    Tensors are mapped from the file: the ranks of a host share them in memory, and what keeps one keeps the file's
-    place on the disk.
+    Tensors are mapped from the file, so the ranks of a host share memory. While any tensor is kept, the file occupies
+    its place on the disk.
     """
     import torch
 
@@ -249,10 +265,11 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest readable checkpoint, or None, and the faults of unreadable files by path.
+    """Return the newest readable checkpoint (or None), and the faults of unreadable files by path.
 
-    Reads the headers of all files. Computes the SHA-256 of the newest file, and of an older file only if the newer file
-    is damaged. ``most_bytes`` is that of :func:`read_checkpoint`.
+    Reads the headers of all files. Computes the SHA-256 of the newest file and of files with unreadable headers.
+    Computes the SHA-256 of an older file only if the newest file is damaged. For ``most_bytes`` see
+    :func:`read_checkpoint`.
     """
     unreadable: dict[Path, str] = {}
 
@@ -266,8 +283,8 @@ def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[C
     # A file whose header cannot be read may be the newest.
     heads = [found for name in SLOTS if (found := read(folder / name, 0))]
     for path in [*unreadable]:
-        read(path, most_bytes)  # which may know a better reason
-    # A user's function may save a step more than once.
+        read(path, most_bytes)  # the SHA-256 may give a better reason
+    # Several saves may have the same step.
     order = lambda checkpoint: (checkpoint.step, checkpoint.epoch, checkpoint.time)  # noqa: E731
     newest_first = sorted(heads, key=order, reverse=True)
     return next(filter(None, (read(found.path, most_bytes) for found in newest_first)), None), unreadable
@@ -276,7 +293,7 @@ def verify_checkpoints(folder: Path, *, most_bytes: float = math.inf) -> tuple[C
 def trust_checkpoint(output_folder: Path, step: int) -> None:
     """Skip the SHA-256 of a run's newest checkpoint from now on, if the checkpoint is of this step.
 
-    Call it when a rank has just written the checkpoint. The rank has computed the SHA-256 of the bytes that it wrote.
+    Call this function after a rank has written the checkpoint. The rank has computed the SHA-256 of the written bytes.
     """
     newest = verify_checkpoints(output_folder / FOLDER, most_bytes=0)[0]
     if newest is not None and newest.step == step and (version := file_version(newest.path)):
@@ -284,8 +301,11 @@ def trust_checkpoint(output_folder: Path, step: int) -> None:
 
 
 def newest_step(output_folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
-    # A run that is to end has little time.
+    """Return the step of a run's newest checkpoint.
+
+    Returns 0 if no checkpoint exists, and None if no existing checkpoint is readable.
+    """
+    # A stopping run has little time, so the SHA-256 of a large file is skipped.
     found, unreadable = verify_checkpoints(output_folder / FOLDER, most_bytes=QUICK_BYTES)
     if found is not None:
         return found.step
@@ -293,10 +313,13 @@ def newest_step(output_folder: Path) -> int | None:
 
 
 def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Checkpoint | None:
-    """Return the run's newest checkpoint, without ``metrics``, and set metrics.jsonl back to it.
+    """Set metrics.jsonl back to the run's newest readable checkpoint, and return the checkpoint.
 
-    If there is none, empties metrics.jsonl, removes ``results/`` and returns None. Raises UserError, and changes
-    nothing, if there are checkpoints and none is readable, or the newest is of another run.
+    The ``metrics`` of the returned checkpoint are empty. Prints which other files are damaged. If no checkpoint exists,
+    empties metrics.jsonl, removes ``results/`` and returns None.
+
+    Raises:
+        UserError: No existing checkpoint is readable, or the newest checkpoint is of another run. Nothing is changed.
     """
     found, unreadable = verify_checkpoints(output_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
@@ -314,11 +337,14 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
     if found is None:
         shutil.rmtree(output_folder / results.FOLDER, ignore_errors=True)
         return None
-    return replace(found, metrics=b"")  # the ranks, to which it is sent, do not need the metrics
+    return replace(found, metrics=b"")  # the ranks get the checkpoint, and do not need the metrics
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
-    """Raise UserError for a checkpoint of another run, unless FLYTE_DDP_GO_ON lets a function's other code go on."""
+    """Raise UserError if a checkpoint belongs to another run.
+
+    A user-defined function with changed code may resume if FLYTE_DDP_GO_ON names the run.
+    """
     theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -327,7 +353,7 @@ def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
     differing = [name for name in theirs if theirs[name] != ours[name]]
     reasons += [f"other {words.get(name, name)} ({theirs[name]}, now {ours[name]})" for name in differing]
     fix = ""
-    if not changed and differing == ["user_code"] and not identity.code:  # a function's run, not a training
+    if not changed and differing == ["user_code"] and not identity.code:  # the run of a function, not a training
         folder = checkpoint.path.parents[1]
         if is_named_to_go_on(folder):
             print_to_stderr(f"{checkpoint.path} was saved by other code of your own; {GO_ON} says to go on from it")

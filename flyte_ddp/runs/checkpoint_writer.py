@@ -1,4 +1,4 @@
-"""A run's checkpoints, written by a thread of rank 0: of trainings and of users' functions."""
+"""The thread of rank 0 that writes checkpoints, for trainings and user-defined functions."""
 
 import threading
 import time
@@ -15,21 +15,27 @@ from flyte_ddp.runs.run_folder import METRICS
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a run's state after a step, on the CPU."""
+    """A copy of a run's state on the CPU after a step."""
 
     epoch: int
     step: int
-    metrics_bytes: int  # of metrics.jsonl
+    metrics_bytes: int  # length of metrics.jsonl at this step
     values: dict[str, Any]
     trained_in: tuple[Arithmetic, ...] = ()
 
 
 class CheckpointWriter:
-    """Writes snapshots to the output folder's two files in turn; a new snapshot replaces one that waits.
+    """Writes snapshots to the output folder's two checkpoint files in turn, in a thread.
 
-    ``found`` is the checkpoint that the attempt begins with; ``announce`` is called with True before a file is written,
-    and with False afterwards. A subclass says by :meth:`take_snapshot` what is written
-    every ``seconds`` (None: only what :meth:`put` gets).
+    A new snapshot replaces a waiting snapshot.
+
+    Args:
+        output_folder: The folder of the run.
+        identity: The identity of the run.
+        found: The checkpoint from which this attempt resumes.
+        seconds: The interval at which :meth:`take_snapshot` is written (None: only snapshots of :meth:`put` are
+            written).
+        announce: Called with True before a file is written, and with False afterwards.
     """
 
     def __init__(
@@ -43,19 +49,22 @@ class CheckpointWriter:
     ) -> None:
         self.output_folder, self.identity, self.seconds = output_folder, identity, seconds
         self.newest, self.announce = found, announce
-        self.write_lock = threading.Lock()  # held while a snapshot is taken by the thread, and written
-        self.changed = threading.Condition()  # of the attributes below, and newest
+        self.write_lock = threading.Lock()  # held while the thread takes and writes a snapshot
+        self.changed = threading.Condition()  # guards the attributes below and newest
         self.waiting: Snapshot | None = None
-        self.puts = self.handled = 0  # calls of put, and the number of the last one whose writing did not fail
+        self.puts = self.handled = 0  # calls of put, and the number of the last call whose snapshot did not fail
         self.closed = self.failure_printed = False
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return a copy of the current state; None if it is saved already, or not to be saved."""
+        """Return a copy of the current state. A subclass overrides this method.
+
+        Returns None if the state is already saved, or must not be saved.
+        """
         return None
 
     def is_resumable(self, snapshot: Snapshot) -> bool:  # noqa: ARG002
-        """Return whether a run may go on from the snapshot; others are not written."""
+        """Return whether a run may resume from the snapshot. Other snapshots are not written."""
         return True
 
     @property
@@ -67,7 +76,7 @@ class CheckpointWriter:
             self.thread.start()
 
     def put(self, snapshot: Snapshot) -> None:
-        """Let the thread write a snapshot, unless the next one comes before."""
+        """Let the thread write a snapshot, unless the next snapshot arrives before."""
         with self.changed:
             self.waiting, self.puts = snapshot, self.puts + 1
             self.changed.notify_all()
@@ -90,9 +99,10 @@ class CheckpointWriter:
             self.thread.join()
 
     def write_newest(self, waiting: Snapshot | None, *, now: bool) -> bool:
-        """Write the current state (only with ``now``), else ``waiting``, unless older than the newest or not resumable.
+        """Write a snapshot of the current state (only if ``now``), else the ``waiting`` snapshot.
 
-        Call it with write_lock held. If writing fails, returns False, and prints the first failure.
+        Skips a snapshot that is older than the newest checkpoint or not resumable. The caller must hold write_lock. If
+        writing fails, returns False, and prints the first failure.
         """
         position = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
         try:
@@ -108,7 +118,11 @@ class CheckpointWriter:
         return True
 
     def _write_until_closed(self) -> None:
-        """Write each waiting snapshot, or the current state if none came for ``seconds``, until closed."""
+        """Write each waiting snapshot until closed.
+
+        If no snapshot comes for ``seconds``, writes the current state. When closed, returns without writing a waiting
+        snapshot.
+        """
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed or self.waiting is not None, self.seconds)
@@ -131,7 +145,10 @@ class CheckpointWriter:
         self.write_snapshot(snapshot, checkpoint.next_slot(self.output_folder / checkpoint.FOLDER, newest), metrics)
 
     def write_snapshot(self, snapshot: Snapshot, path: Path, metrics: bytes) -> None:
-        """Write a snapshot to a file, from then on the newest checkpoint; ``metrics`` is up to the snapshot."""
+        """Write a snapshot to a file, which becomes the newest checkpoint.
+
+        ``metrics`` holds the records up to the snapshot.
+        """
         epoch, step, trained_in = snapshot.epoch, snapshot.step, snapshot.trained_in
         new = Checkpoint(path, epoch, step, trained_in, time.time(), self.identity, metrics)
         self.announce(True)

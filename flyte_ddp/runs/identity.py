@@ -1,4 +1,4 @@
-"""What identifies a training run: the name of its folder, which contains the cache key. Needs no torch."""
+"""Identity of a training run, and the name of its folder. Needs no torch."""
 
 import hashlib
 import re
@@ -14,34 +14,42 @@ from flyte_ddp.user_code.source import user_source_digest
 
 
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
-    """Return a name such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, digest of the run's identity.
+    """Return the name of a run, such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``.
 
-    ``trigger`` is any text that makes an otherwise equal run another run, such as a schedule's kickoff time.
-    Reads the user's code, and the file ``init_from``, as :func:`model_identity` does.
+    The parts are data set, model, and a digest of the run's identity. ``trigger`` is any text that distinguishes
+    otherwise equal runs, such as a schedule's kickoff time. Reads the user's code and the file ``init_from``, as
+    :func:`model_identity` does.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     kind, _, address = hp.dataset.partition(":")
     data = hp.dataset.replace(":", ".")
-    if catalog.encoded_kind(hp.dataset):  # of an address only the last part
+    if catalog.encoded_kind(hp.dataset):  # only the last part of an address
         last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
         data = f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
     return "-".join((data, hp.model.replace(":", "."), digest))
 
 
 def checkpoint_identity(hp: Hyperparameters, data: Path) -> Identity:
-    """Return the identity that a checkpoint must have for a run to resume from it, whatever the number of ranks."""
+    """Return the identity that a checkpoint must have for a run to resume from it.
+
+    The number of ranks is not part of the identity.
+    """
     values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
     return Identity(values, data=read_description(data)["digest"], **model_identity(hp))
 
 
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
-    """Return digests of the library, the user's own code and ``init_from``, and the releases of torch and the like.
+    """Return digests of the library, the user's code and ``init_from``, and the releases of libraries.
 
-    Keys are fields of Identity. Asks the server of a remote ``init_from`` for its ETag or time of change; without both
-    downloads the file. Raises UserError if a module or ``init_from`` cannot be read.
+    The keys are fields of Identity. The releases are those of torch and other libraries that affect rounding. For a
+    remote ``init_from``, asks the server for the ETag or the time of change. If the server gives neither, downloads the
+    file.
+
+    Raises:
+        UserError: A module or ``init_from`` cannot be read.
     """
-    own_code = hp.own_code("dataset")  # whose code counts in the data's fingerprint
+    own_code = hp.own_code("dataset")  # the data set's code counts in the data's fingerprint
     weights = catalog.find_weights(hp.model, hp.init_from)
     return {
         "code": library_digest(),
@@ -52,7 +60,10 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Raise UserError if the model cannot take the data set's images; do nothing if their size is not known yet."""
+    """Raise UserError if the model does not accept the data set's images.
+
+    Does nothing if the size of the images is not known yet.
+    """
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     chosen = catalog.choose_side(hp.image_size, catalog.find_weights(hp.model, hp.init_from))
     if side := chosen or catalog.DATASETS.get(hp.dataset, encoded):

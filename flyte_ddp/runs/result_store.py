@@ -1,4 +1,4 @@
-"""A copy of a run's intermediate results in a folder or an object store, updated while the run trains."""
+"""A copy of a run's intermediate results in a folder or an object store, updated during the run."""
 
 import threading
 import time
@@ -13,18 +13,26 @@ from flyte_ddp.results import EVENTS, FOLDER
 from flyte_ddp.text.credentials import mask_credentials
 
 LOOK_SECONDS = 1.0
-LARGEST_SHARE = 0.1  # of the time is spent on copying: a file that grows is copied whole each time
+LARGEST_SHARE = 0.1  # of the time is spent on copying, because a growing file is copied whole each time
 LAST_SECONDS = 60.0  # wait for the last files at the end of a run
-STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, and has little time left
+STOPPED_SECONDS = 3.0  # wait for the last files in a pod that must stop and has little time left
 
 
 @contextmanager
 def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool) -> Iterator[None]:
-    """During a block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``, in a thread.
+    """Copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME`` during the block.
 
-    The address is a path, s3://, gs:// or az://; empty: nothing is copied. ``resuming``: first fetches earlier events
-    that the folder lacks. Waits at the end for the last files, up to 60 s, after a StoppedError up to 3 s. Raises
-    UserError if the address contains the run folder or cannot be written to; prints later failures to stderr.
+    A thread copies the files, and prints failures to stderr. The end of the block waits up to 60 s for the last files,
+    or up to 3 s after a StoppedError.
+
+    Args:
+        run_folder: The folder of the run.
+        address: A path, s3://, gs:// or az:// (empty: nothing is copied).
+        name: The name of the folder at the address.
+        resuming: Whether to fetch earlier events first, if the run folder has none.
+
+    Raises:
+        UserError: The address contains the run folder, or cannot be written to.
     """
     if not address:
         yield
@@ -53,10 +61,18 @@ def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool)
 
 
 class Mirror:
-    """Copies a folder to an address, the events first, which it fetches from there if the resumed run has none."""
+    """Copies a folder to an address, the events first.
+
+    If a resumed run has no events, first fetches its earlier events from the address.
+    """
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
-        """Copy the events; UserError for an address that contains ``folder``, UnavailableError for one out of reach."""
+        """Copy the events to the address.
+
+        Raises:
+            UserError: The address contains ``folder``.
+            UnavailableError: The address cannot be reached.
+        """
         self.folder, self.address = folder, address
         self.versions: dict[str, object] = {}  # of the last copies, by file name
         self.failure = ""  # of the last round of copies
@@ -77,7 +93,11 @@ class Mirror:
         storage.retry(there, lambda _: storage.write_file(there, content))
 
     def copy_until_ended(self, ended: threading.Event) -> None:
-        """Copy changed files until ``ended`` is set, then once more; set and print ``failure``."""
+        """Copy changed files until ``ended`` is set, and once more afterwards.
+
+        Each round sets ``failure`` to its first failure, or to "". Prints the first failure of consecutive failing
+        rounds.
+        """
         last = False
         while not last:
             last, began = ended.is_set(), time.monotonic()
@@ -88,7 +108,10 @@ class Mirror:
                 ended.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
     def copy_changed_files(self) -> str:
-        """Copy the files that have changed since their last copy; return the first failure as text, or ""."""
+        """Copy the files that have changed since their last copy.
+
+        Returns the first failure as text, or "" if all files were copied.
+        """
         failure = ""
         for path in list_files(self.folder):
             if path.name.startswith("."):

@@ -1,6 +1,7 @@
-"""A run's folder: the files of the last finished run, and ``unfinished/``, where a run writes until it is finished.
+"""A run's folder: the files of the last finished run, and ``unfinished/`` for a run until it is finished.
 
-One run at a time writes into the folder, which it locks; the kernel unlocks it when the run's process dies.
+A run locks the folder, so only a single run writes at a time. When the run's process dies, the kernel releases the
+lock.
 """
 
 import shutil
@@ -21,18 +22,20 @@ from flyte_ddp.settings import Settings
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
-REPORT = "report.html"  # written and moved last: if it is in unfinished/, the run in it is complete
+REPORT = "report.html"  # written and moved last: a report in unfinished/ marks a complete run
 OUTPUTS = (WEIGHTS, SIDECAR, PREDICTIONS, REPORT)
-RUNG = "rung.json"  # in unfinished/: a part of the run is done, and how good it is then
-TRACEBACK = "traceback.txt"  # where the run has written, if a rank has raised
+RUNG = "rung.json"  # in unfinished/: step and measure of a run that has stopped after a part of its steps
+TRACEBACK = "traceback.txt"  # in the output folder, if a rank has raised
 REPLACED = ".replaced"
 
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder for the block, without waiting; raise BusyError if another process or run has the lock.
+    """Lock the folder during the block, without waiting.
 
-    Raises UserError if the folder cannot be written, now or later in the block.
+    Raises:
+        BusyError: Another process or run holds the lock.
+        UserError: The folder cannot be written, at the start or later in the block.
     """
     with ExitStack() as lock:
         try:
@@ -59,9 +62,10 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
 
 
 def prepare_unfinished(folder: Path) -> Path:
-    """Create the run folder with ``unfinished/``, and return the path of the latter; lock the run folder before.
+    """Create the run folder with ``unfinished/``, and return the path of ``unfinished/``.
 
-    First moves a complete run to the run folder; of an interrupted one keeps metrics, checkpoints and results.
+    The caller must hold the lock of the run folder. A complete run is first moved to the run folder. Metrics,
+    checkpoints and results of an interrupted run are kept.
     """
     unfinished = folder / UNFINISHED
     publish_if_complete(folder)
@@ -74,14 +78,20 @@ def prepare_unfinished(folder: Path) -> Path:
 
 
 def remove_outputs(unfinished: Path) -> None:
-    """Remove a run's outputs and temporary files from ``unfinished/``. Metrics stay: they tell why a run failed."""
-    for name in reversed(OUTPUTS):  # the report first, which marks a complete run
+    """Remove a run's outputs and temporary files from ``unfinished/``.
+
+    Keeps the metrics, which show why a run failed.
+    """
+    for name in reversed(OUTPUTS):  # the report first, because it marks a complete run
         (unfinished / name).unlink(missing_ok=True)
     remove_temporary_files(unfinished)
 
 
 def remove_temporary_files(folder: Path, keep: str = "") -> None:
-    """Remove what killed processes have left in the run's folder, but for ``keep``, its checkpoints and its results."""
+    """Remove temporary files of killed processes from the run's folder.
+
+    Keeps the file named ``keep``, the checkpoints and the results.
+    """
     inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
     for path in (*folder.glob(".*.tmp"), *inner):
         if path.name != keep:
@@ -90,9 +100,10 @@ def remove_temporary_files(folder: Path, keep: str = "") -> None:
 
 @contextmanager
 def rewind_run(folder: Path, identity: Identity, settings: Settings, name: str) -> Iterator[Checkpoint | None]:
-    """Set the folder of a run back to its newest checkpoint, and yield that; None without any.
+    """Set a run's folder back to its newest checkpoint, and yield the checkpoint (or None).
 
-    In the block copies results to ``settings.results_copy`` under ``name``; errors get :func:`write_failure_details`.
+    During the block copies results to ``settings.results_copy`` under ``name``. Errors of the block are completed by
+    :func:`write_failure_details`.
     """
     found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
     if found is not None:
@@ -106,14 +117,15 @@ def rewind_run(folder: Path, identity: Identity, settings: Settings, name: str) 
 
 
 def publish_if_complete(folder: Path) -> bool:
-    """Move a complete run from ``unfinished/`` to the locked run folder; return whether that then holds a finished run.
+    """Move a complete run from ``unfinished/`` to the locked run folder.
 
-    Replaces the files of the last run. If this process is killed meanwhile, the next call completes the move.
+    Replaces the files of the last run. If this process is killed meanwhile, the next call completes the move. Returns
+    whether the run folder then holds a finished run.
     """
     unfinished = folder / UNFINISHED
-    replaced = unfinished / REPLACED  # the last run's results; if it exists, moving has begun
+    replaced = unfinished / REPLACED  # the last run's results; its existence shows that the move has begun
     if (unfinished / REPORT).exists():
-        # So that the next run does not resume from them.
+        # The next run must not resume from these checkpoints.
         shutil.rmtree(unfinished / checkpoint.FOLDER, ignore_errors=True)
         if not replaced.exists():
             if (folder / results.FOLDER).exists():
@@ -133,7 +145,11 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_failure_details(error: BaseException, output_folder: Path) -> None:
-    """Add how to resume to a KeyboardInterrupt; to a RankError step and file of details, printed if unwritable."""
+    """Complete an error with how to resume and where the details are.
+
+    A KeyboardInterrupt gets a text about how to resume. A RankError gets the step of the newest checkpoint, and the
+    file with the details. If the file cannot be written, prints the details to stderr.
+    """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(output_folder))}",)
     if not isinstance(error, RankError):

@@ -1,4 +1,4 @@
-"""The work order of the ranks. Needs no torch, so that a launcher can start ranks before it has imported torch."""
+"""The work order of the ranks. Needs no torch, so a launcher can start ranks before it imports torch."""
 
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -15,16 +15,19 @@ NOT_FOUND = World(num_ranks=0)
 
 @dataclass(frozen=True)
 class Restart:
-    """A start of all ranks in place, after a failure."""
+    """A restart of all ranks in place, after a failure."""
 
     reason: str  # the failure
     step: int  # of the checkpoint from which the ranks start; 0: from scratch
     number: int  # of the restarts without progress in between, from 1
-    most: int  # how many of these are allowed
+    most: int  # the largest number of such restarts
     time: float  # when the failure was noticed, in seconds since 1970
 
     def describe(self, seconds: float | None = None) -> str:
-        """Return a sentence for people; ``seconds`` is how long the restart took, None if that is not known yet."""
+        """Return a sentence about the restart, for people.
+
+        ``seconds`` is how long the restart took (None: not known yet).
+        """
         after = f"from step {self.step:,}" if self.step else "from scratch, as there is no checkpoint"
         took = "" if seconds is None else f", in {seconds:.1f} s"
         return f"{self.reason}; restarted {after}{took} ({self.number} of {self.most})"
@@ -32,20 +35,23 @@ class Restart:
 
 @dataclass(frozen=True)
 class Work:
-    """What ranks are to do, and what all of them need to know. Launchers pass ``arguments`` on without a look."""
+    """The work of all ranks, and the facts that all ranks need.
 
-    function: str  # package.module:function of this library; each rank calls it with its Rank
-    arguments: Any  # the function's own
-    request: Request  # the ranks that the launcher is to find capacity for
+    Launchers pass ``arguments`` on unread.
+    """
+
+    function: str  # package.module:function of this library, which each rank calls with its Rank
+    arguments: Any  # for the function
+    request: Request  # the ranks for which the launcher finds capacity
     output_folder: Path  # where ranks write; on the launcher's host the run folder, or a training's unfinished/ in it
-    identity: Identity  # what a checkpoint must belong to
+    identity: Identity  # the identity that a checkpoint must have
     settings: Settings
     checkpoint: Checkpoint | None = None  # from which the run resumes
-    restarts: tuple[Restart, ...] = ()  # in place, since the checkpoint; rank 0 records them
-    files: Mapping[str, Path] = field(default_factory=dict)  # what hosts without the output folder must be sent
+    restarts: tuple[Restart, ...] = ()  # restarts in place since the checkpoint, which rank 0 records
+    files: Mapping[str, Path] = field(default_factory=dict)  # files to send to hosts that do not see the output folder
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
-    on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks
-    world: World = NOT_FOUND  # what the launcher has found capacity for
+    on_host: str = ""  # package.module:function that a host calls with the Work to get its ranks' Work
+    world: World = NOT_FOUND  # the ranks for which the launcher has found capacity
     sees_run_folder: bool = True  # whether output_folder is the launcher's; else results go to the launcher as messages
 
     def choose_world(self, find_world: Callable[[Request], World]) -> Self:
@@ -57,4 +63,4 @@ class Work:
         return prepared
 
 
-Launch = Callable[[Work], None]  # as the launchers of flyte_ddp.launch
+Launch = Callable[[Work], None]  # a launcher of flyte_ddp.launch

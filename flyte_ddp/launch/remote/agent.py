@@ -1,6 +1,7 @@
-"""A rank's agent on its host: ``python -m flyte_ddp.launch.remote.agent``, with a :class:`JoinTicket` on its stdin.
+"""A rank's agent on its host.
 
-It is a process of its own: Dask's workers may not have children, and handle no signals where they run tasks.
+Start the agent by ``python -m flyte_ddp.launch.remote.agent``, with a :class:`JoinTicket` on stdin. The agent is a
+separate process, because Dask's workers may not have children, and handle no signals where tasks run.
 """
 
 import os
@@ -18,13 +19,22 @@ from flyte_ddp.machine.process import become_subreaper, kill_descendants
 
 
 class RankEndedError(RuntimeError):
-    """An agent's rank failed. The launcher knows the cause; the engine may start the agent again."""
+    """An agent's rank failed.
+
+    The launcher knows the cause. The engine may start the agent again.
+    """
 
 
 def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
-    """Start an agent process on this host, and wait for its end; RankEndedError if it fails.
+    """Start an agent process on this host, and wait for its end.
 
-    ``stdin`` is a ticket's ``to_stdin()``. ``sources`` (:func:`pack_sources`) are unpacked in ``parent_folder``.
+    Args:
+        stdin: The ``to_stdin()`` of a ticket.
+        sources: Sources from :func:`pack_sources`.
+        parent_folder: The folder in which the sources are unpacked.
+
+    Raises:
+        RankEndedError: The agent failed.
     """
     with unpack_sources(sources, parent_folder) as (folder, path):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
@@ -32,7 +42,7 @@ def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> No
         with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=folder) as process:
             assert process.stdin is not None
             process.stdin.write(stdin)
-            process.stdin.flush()  # stdin stays open: the agent takes its end for the end of this process
+            process.stdin.flush()  # stdin stays open, because its end shows the agent that this process has ended
             if process.wait():
                 raise RankEndedError("the rank failed")
 
@@ -43,7 +53,10 @@ def agent_start_error(who: str, error: BaseException) -> UnreachableError:
 
 
 def main() -> None:
-    """Start one rank and relay its messages; exit with 1 if the launcher is lost before the run is over, else 0."""
+    """Start a rank, and relay its messages until the run is over.
+
+    If the launcher is lost before, exits with 1, else with 0.
+    """
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)
     group: list[RankHandle] = []
@@ -63,7 +76,7 @@ def main() -> None:
             threading.Thread(target=exit_with_parent, name="parent", daemon=True).start()
             code = 0 if proxy_rank(first, ticket, start_rank) else 1
         finally:
-            kill_descendants()  # the rank, too: its pipes stay open as long as one of its descendants lives
+            kill_descendants()  # the rank, too, whose pipes stay open while a descendant of the rank lives
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Authenticated connections between a launcher and its agents on other hosts, or workers of Elastic: both ends."""
+"""Both ends of authenticated connections between a launcher and its agents on other hosts or Elastic's workers."""
 
 import hmac
 import os
@@ -25,32 +25,38 @@ from flyte_ddp.user_code.digest import package_digest
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
-# Connections without a proof at the same time, each with a thread, and how long they may take if there are more.
+# Connections without a proof at the same time, each with a thread, and their time limit when so many are open.
 MOST_UNPROVED, CROWD_SECONDS = 64, 1.0
 WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
 LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
-# A host that is gone is noticed in 30 s, also if it does not confirm what it was sent (TCP_USER_TIMEOUT, milliseconds).
+# A lost host is detected in 30 s, also if it does not confirm sent data (TCP_USER_TIMEOUT, milliseconds).
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
 @dataclass(frozen=True)
 class JoinTicket:
-    """What an agent must know to join a run."""
+    """The facts that an agent needs to join a run."""
 
     info: RankInfo
     hosts: tuple[str, ...]  # addresses at which the launcher may be reached, the likeliest first
     port: int
-    key: bytes = field(repr=False)  # the run's: both sides of a connection prove that they know it
+    key: bytes = field(repr=False)  # the run's secret, which both sides of a connection prove to know
     output_folder: Path  # the launcher's
-    mark: str  # name of a file in the output folder: an agent that finds it sees that folder
+    mark: str  # name of a file in the output folder; an agent that finds the file sees the folder
 
     def to_stdin(self) -> bytes:
-        """Pickle the RankInfo, with which an agent starts its rank, and then the ticket."""
+        """Return the bytes for an agent's stdin: the pickled RankInfo, and then the pickled ticket.
+
+        With the RankInfo, an agent can start its rank before reading the ticket.
+        """
         return pickle.dumps(self.info) + pickle.dumps(self)
 
 
 class RunOverError(Exception):
-    """The run has ended before this rank got work. ``outcome`` is the run's error, None if it has completed."""
+    """The run has ended before this rank got work.
+
+    ``outcome`` is the run's error, or None if the run has completed.
+    """
 
     def __init__(self, outcome: BaseException | None) -> None:
         super().__init__(outcome)
@@ -59,7 +65,10 @@ class RunOverError(Exception):
 
 @contextmanager
 def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
-    """Yield the output folder if this host sees it, else a temporary folder, deleted at the end."""
+    """Yield the output folder if this host sees it, else a temporary folder.
+
+    The temporary folder is deleted at the end.
+    """
     if (ticket.output_folder / ticket.mark).exists():
         yield ticket.output_folder
         return
@@ -70,10 +79,10 @@ def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
 def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
     """Connect to the launcher, introduce this rank, and return the open pipe.
 
-    Tries each of the ticket's addresses for up to 20 s; if all fail, raises the last one's error.
+    Tries each address of the ticket for up to 20 s. If all addresses fail, raises the error of the last address.
     """
     failure: Exception = OSError("the launcher has no address")
-    code = package_digest()  # takes long on a slow disk, and the launcher waits a second where strangers are many
+    code = package_digest()  # first, because it takes long on a slow disk, and a busy launcher waits a second only
     for host in ticket.hosts:
         try:
             with socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS) as connected:
@@ -92,20 +101,26 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
 
 
 def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
-    """Write files that precede the work into ``folder``; return work and this host's address; RunOverError if over."""
+    """Receive files, the work, and this host's address, and return the work and the address.
+
+    Writes the files into ``folder``.
+
+    Raises:
+        RunOverError: The run is over.
+    """
     while (message := pipe.recv())["kind"] != "work":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
         if message["kind"] == "file":
             write_piece(folder, message)
             if message["last"]:
-                pipe.send({"kind": "stored"})  # from now on other agents of this host may read it
+                pipe.send({"kind": "stored"})  # from now on other agents of this host may read the file
     return pickle.loads(message["work"]), message["network"]
 
 
 @dataclass(frozen=True)
 class WorkerConnection:
-    """A connection from an agent that has proved that it knows the run's key."""
+    """A connection from an agent that has proved to know the run's key."""
 
     rank: int
     host: str  # the agent's address as the agent sees it
@@ -122,12 +137,13 @@ class WorkerConnection:
 
 @contextmanager
 def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQueue[WorkerConnection]]:
-    """Accept agents during the block, in threads; yield the queue of those that have proved that they know the key.
+    """Accept agents in threads during the block, and yield the queue of accepted agents.
 
-    While there are MOST_UNPROVED connections without a proof, others wait for up to CROWD_SECONDS.
+    An accepted agent has proved to know the key. While MOST_UNPROVED connections have no proof, other connections wait
+    for up to CROWD_SECONDS.
     """
     arrived, over = queue.SimpleQueue[WorkerConnection](), threading.Event()
-    unproved: dict[socket.socket, float] = {}  # since when, until the connection's thread ends
+    unproved: dict[socket.socket, float] = {}  # start time of each connection without a proof
 
     def queue_if_authenticated(connected: socket.socket) -> None:
         with ExitStack() as at_end:
@@ -151,9 +167,9 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             try:
                 connected, _ = server.accept()
                 unproved[connected] = time.monotonic()
-                # In a thread, so that a slow peer delays no other.
+                # In a thread, so that a slow peer does not delay other peers.
                 threading.Thread(target=queue_if_authenticated, args=[connected], name="agent", daemon=True).start()
-            except OSError:  # it is over, nobody is there, the peer has gone again, or too many files are open
+            except OSError:  # the block is over, no peer came, the peer is gone, or too many files are open
                 time.sleep(POLL_SECONDS)
             except RuntimeError:  # the limit of threads is reached
                 unproved.pop(connected)
@@ -176,7 +192,10 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
 
 
 def shut_late(unproved: dict[socket.socket, float]) -> None:
-    """End the connections without a proof whose time is over, which is shorter if they are many."""
+    """End the connections that have not given a proof in time.
+
+    The time is shorter if there are many connections.
+    """
     patience = CROWD_SECONDS if len(unproved) >= MOST_UNPROVED else HELLO_SECONDS
     for connected, begin in [*unproved.items()]:
         if time.monotonic() > begin + patience:
@@ -185,9 +204,10 @@ def shut_late(unproved: dict[socket.socket, float]) -> None:
 
 @contextmanager
 def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes) -> Iterator[Connection]:
-    """Yield a pipe to a peer after both sides have proved by an HMAC of random bytes that they know the key.
+    """Yield a pipe to a peer after both sides have proved to know the key.
 
-    ``role`` is this side's: LAUNCHER or AGENT. The pipe stays open after the block, unless proof or block raises.
+    The proof is an HMAC of random bytes. ``role`` is this side's role, LAUNCHER or AGENT. The pipe stays open after the
+    block, unless the proof or the block raises.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -198,7 +218,7 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes) -> Ite
         challenge = secrets.token_bytes(32)
         pipe.send_bytes(challenge)
         pipe.send_bytes(hmac.digest(key, role + pipe.recv_bytes(64), "sha256"))
-        # The roles differ, so that a peer cannot send back the proof that it was sent.
+        # The roles differ, so that a peer cannot send back the proof that it has received.
         expected = hmac.digest(key, (AGENT if role == LAUNCHER else LAUNCHER) + challenge, "sha256")
         if not hmac.compare_digest(pipe.recv_bytes(64), expected):
             raise AuthenticationError("the peer does not know the run's key")  # noqa: TRY301 (closes the pipe)

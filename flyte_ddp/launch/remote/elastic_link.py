@@ -1,6 +1,6 @@
-"""The connection of a worker of torch Elastic to rank 0, and how the worker ends when the run has ended.
+"""The connection of a worker of torch Elastic to rank 0, and the end of the worker after the run.
 
-Elastic hands on an error as text alone, so the exception itself is pickled to a file beside Elastic's error file.
+Elastic passes on an error only as text. Therefore the exception is pickled to a file beside Elastic's error file.
 """
 
 import os
@@ -25,13 +25,16 @@ from flyte_ddp.runs.checkpoint import describe_handover
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
 ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
 STAND_IN = ".stand-in.tmp"  # in the run's folder, locked by the rank that saves in rank 0's place
-OUTCOME_SECONDS = 45.0  # for the run's outcome to come: more than the kernel needs to notice that a host is gone
+OUTCOME_SECONDS = 45.0  # for the run's outcome to come; longer than the kernel needs to detect a lost host
 UNWIND_SECONDS = (2.0, 10.0)  # for a rank, and for rank 0, to raise an exception after the run has failed
 NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before other workers exit
 
 
 class WorkerLink(Link):
-    """An Elastic worker's connection to rank 0, which also gets the run's outcome; create it in the rank's thread."""
+    """An Elastic worker's connection to rank 0, which also receives the run's outcome.
+
+    Create the link in the rank's thread.
+    """
 
     def __init__(self, pipe: Connection, rank: int, resumed_step: int, run_folder: Path | None = None) -> None:
         self.run_folder = run_folder  # None: this host does not see the folder
@@ -58,11 +61,15 @@ class WorkerLink(Link):
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:
-        """Set the run's outcome, once; for an error, exit this process unless the rank ends in 2 s (rank 0: 10 s)."""
+        """Set the run's outcome, once, and end this process after an error.
+
+        After an error, waits up to 2 s (rank 0: 10 s) for the main thread to call :meth:`wait_for_outcome`. If the main
+        thread does not, reports the error to Elastic, kills child processes, and exits with 1.
+        """
         if self.outcome.done():
             return
         if isinstance(outcome, RankError):
-            time.sleep(NOTICE_SECONDS)  # Elastic reports the first worker that it sees exit: let that be the killed one
+            time.sleep(NOTICE_SECONDS)  # so that Elastic sees the killed worker exit first, and reports it
         self.outcome.set_result(outcome)
         if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -74,9 +81,10 @@ class WorkerLink(Link):
             os._exit(1)
 
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
-        """Return the run's error, None if the run has completed; with ``own_error`` wait at most 45 s for the outcome.
+        """Return the run's error, or None if the run has completed.
 
-        If none comes, return ``own_error``, or for a failed collective operation its likely cause: rank 0 is lost.
+        With ``own_error``, this rank's error, waits at most 45 s for the outcome. Without an outcome, returns
+        ``own_error``. For a failed collective operation, returns its likely cause instead, the loss of rank 0.
         """
         self.unwinding.set()
         if own_error is None:
@@ -92,8 +100,8 @@ def lost_rank_0_error() -> RankError:
 
 
 def write_exception(error: BaseException) -> None:
-    """Pickle an exception beside Elastic's error file, unless one is there."""
+    """Pickle an exception beside Elastic's error file, unless the pickle exists."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
-    with suppress(Exception):  # pickling a user's own exception may raise anything
+    with suppress(Exception):  # pickling a user-defined exception may raise anything
         if not path.exists():
             path.write_bytes(pickle.dumps(error))

@@ -1,4 +1,7 @@
-"""Files between a rank's host and the launcher where they share no folder: over their connection, in pieces."""
+"""Transfer of files in pieces between a rank's host and the launcher, over their connection.
+
+The transfer replaces a shared folder.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,12 +14,15 @@ from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS
 
 PIECE_BYTES = 1 << 22
-SEND_SECONDS = 0.5  # between two looks for changed files
+SEND_SECONDS = 0.5  # between two checks for changed files
 Send = Callable[[dict[str, Any]], None]
 
 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one; the last has ``last`` True."""
+    """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one.
+
+    The last message has ``last`` True.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(start)
@@ -29,7 +35,10 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write a piece of a file into ``folder``: to ``.NAME.tmp`` until the last piece, but to metrics.jsonl itself."""
+    """Write a piece of a file into ``folder``.
+
+    Until the last piece, the file is named ``.NAME.tmp``. metrics.jsonl is written directly.
+    """
     path = folder / message["name"]
     partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
     with explain_write_errors(path):
@@ -43,18 +52,21 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 
 
 class FileSender:
-    """Sends the launcher what rank 0 writes into ``folder`` of its host from now on; not thread-safe.
+    """Sends the launcher the files that rank 0 writes into ``folder`` of its host from now on.
 
-    Methods raise OSError if the launcher is gone or a file cannot be read.
+    Not thread-safe. Methods raise OSError if the launcher is gone or a file cannot be read.
     """
 
     def __init__(self, folder: Path, send: Send) -> None:
         self.folder, self.send = folder, send
-        self.versions = {path: file_version(path) for path in list_files(folder)}  # of those that were sent whole
+        self.versions = {path: file_version(path) for path in list_files(folder)}  # of files that the launcher has
         self.metrics_sent = size_or_zero(folder / METRICS)  # bytes
 
     def send_changes(self, *, all_files: bool = False) -> None:
-        """Send new lines of metrics.jsonl and changed checkpoints, or with ``all_files`` every changed file."""
+        """Send new lines of metrics.jsonl, and changed checkpoints.
+
+        With ``all_files`` sends every changed file.
+        """
         metrics = self.folder / METRICS
         if (size := size_or_zero(metrics)) != self.metrics_sent:
             for piece in read_file_as_messages(metrics, METRICS, min(self.metrics_sent, size)):

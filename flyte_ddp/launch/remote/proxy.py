@@ -1,4 +1,4 @@
-"""An agent's half of the conversation between a rank and its launcher on another host."""
+"""The agent's relay between a rank and its launcher on another host."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +22,10 @@ class LauncherGoneError(ConnectionError):
 
 @contextmanager
 def detect_lost_launcher() -> Iterator[None]:
-    """Raise LauncherGoneError in place of the pipe's errors: other OSErrors are this host's own."""
+    """Turn errors of the pipe into LauncherGoneError.
+
+    Any other OSError belongs to this host.
+    """
     try:
         yield
     except (EOFError, OSError) as error:
@@ -30,15 +33,15 @@ def detect_lost_launcher() -> Iterator[None]:
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Callable[[], RankHandle]) -> bool:
-    """Relay messages until the run is over and return True; return False if the launcher is lost before.
+    """Relay messages until the run is over and return True. Return False if the launcher is lost before.
 
-    ``start_rank`` starts the rank again, after the launcher has asked for that.
+    When the launcher requests a restart, ``start_rank`` starts the rank again.
     """
     with connection.open_local_folder(ticket) as folder:
         try:
             pipe = connection.connect_to_launcher(ticket, folder)
-        except (EOFError, OSError, AuthenticationError) as error:  # also where another program has the port by now
-            return isinstance(error, ConnectionRefusedError)  # nobody listens any more: the run is over
+        except (EOFError, OSError, AuthenticationError) as error:  # another program may have the port by now
+            return isinstance(error, ConnectionRefusedError)  # no process listens any more, so the run is over
         sending = threading.Lock()
 
         def send(message: dict[str, Any]) -> None:
@@ -61,9 +64,12 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket, start_rank: Ca
 
 
 def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: Send) -> bool:
-    """Get the rank's work, and relay; return True if the run is over, False if the rank is to start again.
+    """Receive the rank's work, and relay messages until the run is over or the rank must start again.
 
-    Raises RunOverError if the run is over before the work comes.
+    Returns True if the run is over, and False if the rank must start again.
+
+    Raises:
+        RunOverError: The run is over before the work comes.
     """
     try:
         with detect_lost_launcher():
@@ -73,7 +79,7 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
         over = relay_messages(handle, pipe, send, folder_to_send)
     except (connection.RunOverError, LauncherGoneError):
         raise
-    except Exception as error:  # of this host, such as a full disk: the launcher gets it as the rank's error
+    except Exception as error:  # of this host, such as a full disk, reported as the rank's error
         handle.kill()
         send(describe_error(error))
         send({"kind": "exit", "code": 1})
@@ -88,22 +94,23 @@ def relay_until_over(handle: RankHandle, folder: Path, pipe: Connection, send: S
 
 
 def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Path | None) -> bool:
-    """Relay messages until the rank exits; return whether the launcher has sent "over".
+    """Relay messages until the rank exits, and return whether the launcher has sent "over".
 
-    Sends changes in ``folder``, which the launcher does not see, for the rank that saves.
+    ``folder`` is this host's folder of the run, or None if the launcher sees the folder. For the rank that saves, sends
+    changes in the folder.
     """
     over = False
     files = FileSender(folder, send) if folder is not None and handle.rank == 0 else None
 
     def send_from_rank(message: dict[str, Any]) -> None:
-        if files is not None:  # first, because the message may be about them
+        if files is not None:  # first, because the message may be about the files
             files.send_changes(all_files=message["kind"] == "completed")
         send(message)
 
     while True:
         ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files else None)
-        ended = handle.poll_exit()  # before its messages are read, so that none of them is missed
-        for message in handle.read_messages():  # for a limited time, which includes the sending
+        ended = handle.poll_exit()  # before the messages are read, so that no message is missed
+        for message in handle.read_messages():  # for a limited time, including the sending
             send_from_rank(message)
         if ended:
             send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
@@ -120,7 +127,7 @@ def relay_messages(handle: RankHandle, pipe: Connection, send: Send, folder: Pat
 
 
 def hand_to_rank(message: dict[str, Any], handle: RankHandle, send: Send) -> None:
-    """Do what a message of the launcher's asks the agent for, or pass the message on to the rank."""
+    """Do what the launcher requests of the agent, or pass the message on to the rank."""
     if message["kind"] == "kill":
         handle.kill()
     elif message["kind"] == "stack":

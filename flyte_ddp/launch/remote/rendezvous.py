@@ -1,6 +1,6 @@
-"""Runs ranks on other hosts, by agents that an engine such as Ray or Dask starts there.
+"""Runs ranks on other hosts by agents. An engine such as Ray or Dask starts the agents.
 
-Each agent gets a :class:`JoinTicket` and connects over TCP; the launcher supervises its rank like one on its own host.
+Each agent gets a :class:`JoinTicket` and connects over TCP. The launcher supervises the agent's rank like a local rank.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ from flyte_ddp.runs.run_folder import METRICS, remove_temporary_files
 from flyte_ddp.runs.work import Work
 from flyte_ddp.user_code.digest import package_digest
 
-GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
+GATHER_SECONDS = 300.0  # for all agents to connect, because images may have to be pulled, and nodes added
 END_SECONDS = 10.0  # for a killed rank's exit code to come, or for agents to end
-STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for it
+STACK_SECONDS = 3.0  # for a stack to come; longer than the agent itself waits
 
 
 @contextmanager
 def open_rendezvous(
     work: Work, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
-    """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers them.
+    """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers agents.
 
-    ``hosts`` are this process's addresses; listens at ``listen`` ("": all addresses; None: the first host). ``secret``
-    derives the run's key (None: random). ``only_once``: nobody restarts agents, so a failure ends the run.
+    Args:
+        work: The work of the run.
+        hosts: The addresses of this process.
+        listen: The address to listen at ("": all addresses, None: the first of ``hosts``).
+        secret: The secret from which the run's key is derived (None: random).
+        only_once: Whether a failure ends the run, because agents are not restarted.
     """
     # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
     mark = f".shared-{secrets.token_hex(16)}.tmp"
@@ -64,7 +68,7 @@ def derive_key(secret: bytes, mark: str) -> bytes:
 
 @dataclass
 class Rendezvous:
-    """Gathers agents and supervises their ranks; made by :func:`open_rendezvous`."""
+    """Gathers agents and supervises their ranks. Made by :func:`open_rendezvous`."""
 
     work: Work
     hosts: tuple[str, ...]
@@ -73,7 +77,7 @@ class Rendezvous:
     key: bytes
     only_once: bool
     arrived: queue.SimpleQueue[WorkerConnection]
-    living: dict[int, WorkerConnection] = field(default_factory=dict)  # by rank: those that start their rank again
+    living: dict[int, WorkerConnection] = field(default_factory=dict)  # agents that start their rank again, by rank
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
         return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.mark)
@@ -81,8 +85,9 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure resumes: agents that live start their ranks again, and the engine may replace those
-        that are lost, or without a restart in place all of them. ``check_engine`` raises if an agent will not come.
+        After a recoverable failure the run resumes. For a restart in place, living agents start their ranks again, and
+        the engine may replace lost agents. Otherwise the engine may replace all agents. ``check_engine`` raises if an
+        agent will not come.
         """
         failure: BaseException | None = None
         in_place = False
@@ -112,7 +117,7 @@ class Rendezvous:
                     no_retry_came = isinstance(error, UnreachableError) and len(group) < num_ranks
                     failure = failure if failure is not None and no_retry_came else error
                     for handle in group:
-                        handle.send("over", error=failure)  # which tells agents that no retry follows
+                        handle.send("over", error=failure)  # shows agents that no retry follows
                     raise failure from None
                 else:
                     for handle in group:
@@ -124,9 +129,12 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RemoteHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait for all agents, beside those that live, and fill ``group``; raise on a stop signal.
+        """Wait for the missing agents, and fill ``group``.
 
-        UnreachableError after 300 s; UserError if an agent's flyte_ddp is another.
+        Raises:
+            UnreachableError: An agent has not connected within 300 s.
+            UserError: The flyte_ddp of an agent has other sources.
+            StoppedError, KeyboardInterrupt: A stop signal has come.
         """
         deadline = time.monotonic() + GATHER_SECONDS
         found = dict(self.living)
@@ -152,15 +160,18 @@ class Rendezvous:
                     f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
                     "have the same flyte-ddp on all hosts of the cluster"
                 )
-            if worker.rank in found:  # the engine has replaced that agent
+            if worker.rank in found:  # the engine has replaced the agent
                 found[worker.rank].pipe.close()
             found[worker.rank] = worker
             group[:] = self.make_handles(found)
 
     def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RemoteHandle]:
-        """Return the connected ranks' handles by rank; all ranks of a host use the folder of its lowest rank."""
+        """Return the handles of the connected ranks, ordered by rank.
+
+        All ranks of a host use the folder of the host's lowest rank.
+        """
         workers = [found[rank] for rank in sorted(found)]
-        # Agents on the launcher's host may have connected over the loopback; an address that others reached suits all.
+        # Agents on the launcher's host may use the loopback. An address that other hosts have reached works for all.
         from_elsewhere = [worker.reached_at for worker in workers if not worker.is_on_launcher_host]
         here = next(iter((*from_elsewhere, *(worker.host for worker in workers))), "")
         folders: dict[str, Path] = {}
@@ -173,9 +184,10 @@ class Rendezvous:
 
 
 class RemoteHandle(RankHandle):
-    """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
+    """A rank on another host, or a rank of Elastic.
 
-    ``host`` is its address for other ranks; ``files_in`` is the folder on its host with the files of ``output_folder``.
+    ``worker`` is the connection to the rank's agent. ``host`` is the rank's address for other ranks. ``files_in`` is
+    the folder on the rank's host with the files of ``output_folder``.
     """
 
     def __init__(self, worker: WorkerConnection, host: str, output_folder: Path, files_in: Path) -> None:
@@ -183,25 +195,28 @@ class RemoteHandle(RankHandle):
         self.worker, self.network, self.output_folder, self.files_in = worker, host, output_folder, files_in
         self.sees_run_folder = worker.folder is None
         self.out_of_memory = False
-        self.answer: dict[str, Any] | None = None  # the last message of a kind that was asked for
+        self.answer: dict[str, Any] | None = None  # the last answer to a request
         self.results = results.ResultWriter(output_folder)
 
     def ran_out_of_memory(self) -> bool:
-        # Elastic's ranks have no agent that reports it.
+        # Elastic's ranks have no agent that reports a lack of memory.
         return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
     def send_work(self, work: Work) -> None:
-        """Send the rank its work with its host's paths, after the files that the host lacks; wait without a limit."""
+        """Send the files that the host lacks, and then the work with the host's paths.
+
+        Waits without a limit.
+        """
         if self.worker.folder is not None:
             checkpoint, folder = work.checkpoint, self.files_in
             log = work.output_folder / METRICS if self.rank == 0 else None
             if folder == self.worker.folder:  # the host's lowest rank
-                with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
+                with suppress(OSError, EOFError):  # a lost agent is detected when its messages are read
                     for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
                         self.answer = None
                         for piece in read_file_as_messages(path, path.name):
                             self.pipe.send(piece)
-                        self._take_messages(lambda: self.answer is not None, None)  # other ranks there will read it
+                        self._take_messages(lambda: self.answer is not None, None)  # other ranks will read the file
             work = replace(
                 work,
                 output_folder=folder,
@@ -212,9 +227,9 @@ class RemoteHandle(RankHandle):
         super().send_work(work)
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Keep what a message tells of the rank, and write its piece of a file or of a result, or its event.
+        """Store the state that a message reports, or write the file, result or event in the message.
 
-        Drops "port", which the supervisor hands on before: it can come only after the work.
+        Drops "port", which the supervisor handles.
         """
         if message["kind"] == "error" and not self.worker.is_on_launcher_host:
             message["time"] = time.monotonic()  # the report has the time of another host's clock
@@ -244,14 +259,20 @@ class RemoteHandle(RankHandle):
         self.pipe.close()
 
     def restart(self) -> bool:
-        """Wait up to 10 s for the exit code of the rank, which was killed; return whether its agent starts another."""
+        """Wait up to 10 s for the killed rank's exit code, and request a new start from its agent.
+
+        Returns False if no exit code comes.
+        """
         self._take_messages(lambda: False, END_SECONDS)
         if self.exitcode is not None:
             self.send("restart")
         return self.exitcode is not None
 
     def _take_messages(self, is_enough: Callable[[], bool], seconds: float | None) -> None:
-        """Take messages until ``is_enough()`` or the rank's exit code, which comes last; at most for ``seconds``."""
+        """Handle messages until ``is_enough()``, or the rank's exit code, or the end of ``seconds``.
+
+        The exit code is a rank's last message.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
             while self.exitcode is None and not is_enough():
@@ -261,7 +282,10 @@ class RemoteHandle(RankHandle):
 
 
 def restart_agents(group: Sequence[RemoteHandle]) -> dict[int, WorkerConnection]:
-    """Kill the ranks, and have the agents that live start them again; return these agents' connections by rank."""
+    """Kill the ranks, and request new starts from the living agents.
+
+    Returns the connections of the living agents by rank.
+    """
     for handle in group:
         handle.kill()
     return {handle.rank: handle.worker for handle in group if handle.restart()}
@@ -275,9 +299,9 @@ def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest
 
 
 def rewind_work(work: Work, why: str, keep: str = "") -> Work:
-    """Rewind the output folder to its newest checkpoint, or to the start; print ``why``; return the work to do then.
+    """Rewind the output folder to its newest checkpoint or to the start, and return the work from there.
 
-    Of the temporary files, which killed ranks have left, only ``keep`` stays.
+    Prints ``why``, unless progress is off. Removes temporary files of killed ranks, except the file named ``keep``.
     """
     remove_temporary_files(work.output_folder, keep)
     found = rewind_to_newest_checkpoint(work.output_folder, work.identity)

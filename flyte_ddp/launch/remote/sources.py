@@ -1,4 +1,4 @@
-"""Packs a run's sources, the library's and the user's own, for hosts that do not have the same."""
+"""Packs the sources of the library and of user code for hosts that do not have the same sources."""
 
 import pickle
 import tempfile
@@ -15,10 +15,13 @@ LIBRARY = Path(__file__).parents[2]
 
 
 def pack_sources(*specs: str) -> bytes:
-    """Return a compressed pickle of the sources of the library and of the user's ``specs``, such as ``mine:model``."""
+    """Return a compressed pickle of the sources of the library and of the user's ``specs``, such as ``mine:model``.
+
+    Skips a spec that is malformed, or whose module does not exist.
+    """
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
-        with suppress(UserError):  # malformed, or a missing module, which the rank will report if it needs it
+        with suppress(UserError):  # a malformed spec or a missing module, which the rank reports if necessary
             files |= {name: path for name, path, *_ in find_user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
     return zlib.compress(pickle.dumps(contents), level=1)
@@ -26,9 +29,10 @@ def pack_sources(*specs: str) -> bytes:
 
 @contextmanager
 def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | None, list[str]]]:
-    """Write the sources into a temporary folder for the block; yield it and the folders for ``sys.path``.
+    """Write the sources into a temporary folder for the block. Yield the folder, and the folders for ``sys.path``.
 
-    Yields None and the original folders if this host has the same files. Unpickles ``sources``: trust their sender.
+    If this host has the same files, yields None and the original folders. Unpickles ``sources``, so the sender must be
+    trusted.
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
     paths = [(Path(place, name), content) for place, name, content in files]
@@ -46,6 +50,6 @@ def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | N
 
 
 def has_content(path: Path, content: bytes) -> bool:
-    with suppress(OSError):  # it is missing, or in a folder of another user's
+    with suppress(OSError):  # the file is missing, or in another user's folder
         return path.read_bytes() == content
     return False

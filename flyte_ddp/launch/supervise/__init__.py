@@ -1,5 +1,5 @@
-"""The ranks of a run as processes: how they start, who watches over them, and who is to blame.
+"""Start and supervision of a run's ranks as processes, and the search for the root cause of a failure.
 
-In the launcher: fork_server (on Linux) or rank_handle starts them, and supervisor listens. In each rank:
-rank_process.start_rank, rank.run_rank, then the function of the Work.
+In the launcher, fork_server (on Linux) or rank_handle starts the ranks, and supervisor handles their messages. In each
+rank, rank_process.start_rank calls rank.run_rank, which calls the function of the Work.
 """

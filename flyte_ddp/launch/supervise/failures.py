@@ -1,4 +1,7 @@
-"""Finds the rank that failed first, and why. The death of one rank makes others fail, and they are not to blame."""
+"""Finds the rank that failed first, and the cause.
+
+The death of a rank makes other ranks fail, and their failures are not the root cause.
+"""
 
 import signal
 from collections.abc import Sequence
@@ -9,11 +12,14 @@ from flyte_ddp.launch.supervise.rank_handle import RankHandle
 
 NO_STACK = "(it does not say)"
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
-OWN = ("own", "machine", *MISTAKES)  # causes of a report that are no consequence of another rank's failure
+OWN = ("own", "machine", *MISTAKES)  # causes that are not a consequence of another rank's failure
 
 
 def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """Return the error of the rank that failed first; ``timeout``, the ranks' limit in seconds, is for its text."""
+    """Return the error of the rank that failed first.
+
+    ``timeout`` is the ranks' limit in seconds, for the text of the error.
+    """
     if (error := find_root_cause(group)) is not None:
         return error
     for handle in group:
@@ -23,7 +29,10 @@ def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError
 
 
 def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None:
-    """Return a failure no other rank caused: a signal, a lost rank, the earliest report, an exit code; else None."""
+    """Return a failure that no other rank caused, or None.
+
+    The order of the search is: a signal, a lost rank, the earliest report, an exit code.
+    """
     for handle in group:
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
             number = signal.Signals(-handle.exitcode)
@@ -59,9 +68,10 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 
 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
-    """Return the error for collective operations that failed while no rank is known to have ended for another cause.
+    """Return the error for failed collective operations without a known root cause.
 
-    It is recoverable, unless all ranks failed without a timeout on a single host: then the operation is to blame.
+    The error is recoverable, unless all ranks are on one host and failed without a timeout. In this case the operation
+    is the cause.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
@@ -75,14 +85,17 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     shown = reports[:1] if missing else reports
     tracebacks = [f"{format_rank_error(error)}\n\n{error['traceback']}" for error in shown]
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
-    # A lost rank may be the host's fault alone; a timeout may be a hang of the code, in each attempt anew.
+    # A lost rank may be the fault of its host. A timeout may be a hang of the code, which recurs in each attempt.
     kind = RankLostError if recoverable and not late else RankError
-    of_system = any("unhandled system error" in error["message"] for error in reports)  # NCCL's: no operation's fault
+    of_system = any("unhandled system error" in error["message"] for error in reports)  # NCCL's, not the operation's
     return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable or of_system)
 
 
 def reports_with_cause(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
-    """Return the ranks' reports of these causes, with ``rank`` added; the earliest by the launcher's clock first."""
+    """Return the ranks' reports of these causes, with ``rank`` added.
+
+    The earliest report by the launcher's clock is the first.
+    """
     found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
     return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
 

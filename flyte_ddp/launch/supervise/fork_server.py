@@ -1,8 +1,8 @@
-"""Starts the ranks of one machine as forks of a process, the rank server, which imports torch once for all of them.
+"""Starts the ranks of one machine as forks of the rank server. The server imports torch once for all ranks.
 
-An import takes more than a second of a CPU and some hundred MiB. The server stays for later starts of the same ranks.
-Ranks on GPUs import torch themselves, because a fork of torch was never tried there. Why this is not Python's own
-``forkserver``: docs/design/fork-server.md.
+An import of torch takes more than a second of a CPU and some hundred MiB. The server process stays for later starts of
+the same ranks. Ranks on GPUs import torch themselves, because a fork of torch was never tried there. The document
+docs/design/fork-server.md explains why Python's ``forkserver`` is not used.
 """
 
 import faulthandler
@@ -38,17 +38,18 @@ from flyte_ddp.machine.process import (
     spawn_context,
 )
 
-POSSIBLE = sys.platform == "linux"  # macOS's libraries rely on threads, which a fork does not have
+POSSIBLE = sys.platform == "linux"  # on macOS, libraries rely on threads, which a fork does not have
 TRIED_ON = ("cpu",)  # types of devices for which the server imports torch
 SERVER = "rank server"  # the name of its process
-END = signal.SIGUSR2  # makes the server kill its ranks with all that they have started
-REQUEST_BYTES = 1 << 16  # more than a RankInfo takes
+END = signal.SIGUSR2  # makes the server kill its ranks and all processes that the ranks have started
+REQUEST_BYTES = 1 << 16  # more than a RankInfo needs
 
 
 class ForkedHandle(ProcessHandle):
-    """A rank forked by the rank server, which sends by ``exit_pipe`` the process's id, and at its end the exit code.
+    """A rank forked by the rank server.
 
-    The last message, None, comes when all ranks have ended, with all that they have started.
+    The server sends the id of the rank's process by ``exit_pipe``, and later the exit code. The last message, None,
+    comes when all ranks and all processes started by ranks have ended.
     """
 
     def __init__(
@@ -84,13 +85,16 @@ class ForkedHandle(ProcessHandle):
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """Wait up to 10 s for the end of all ranks, then kill the rank server; close this rank's pipes."""
+        """Wait up to 10 s for the end of all ranks, and close this rank's pipes.
+
+        If a rank still lives then, kills the rank server.
+        """
         deadline = time.monotonic() + JOIN_SECONDS
         self._read_exit_pipe()
         while not (self.all_ended or self.server_ended) and (left := deadline - time.monotonic()) > 0:
             connection.wait([self.exit_pipe], left)
             self._read_exit_pipe()
-        # Ranks have inherited the writing end of the server's sentinel, which is ready when all of them have ended.
+        # Ranks have inherited the writing end of the server's sentinel, so it is ready when all ranks have ended.
         if not self.all_ended and not connection.wait([self.process.sentinel], max(0.0, deadline - time.monotonic())):
             self.process.kill()
         for pipe in (self.pipe, self.stacks, self.exit_pipe):
@@ -99,11 +103,11 @@ class ForkedHandle(ProcessHandle):
 
 @dataclass
 class RankPipes:
-    """The rank server's ends of a rank's pipes; the rank inherits the first two."""
+    """The rank server's ends of a rank's pipes. The rank inherits ``pipe`` and ``stacks``."""
 
     info: RankInfo
     pipe: Connection  # to the launcher
-    stacks: Connection  # takes the rank's stack on SIGUSR1
+    stacks: Connection  # gets the rank's stack on SIGUSR1
     exit_pipe: Connection
     pid: int = field(default=0, init=False)
 
@@ -113,16 +117,17 @@ class RankPipes:
 
 
 class RankServer:
-    """The rank server as its launcher sees it. Call :meth:`close` when its ranks have ended."""
+    """The launcher's interface to the rank server. Call :meth:`close` when all ranks have ended."""
 
     def __init__(self) -> None:
         self.process: BaseProcess | None = None
         self.requests: socket.socket | None = None
 
     def start_ranks(self, group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
-        """Have the server fork ranks, and append their handles to ``group``; the ranks then wait for work.
+        """Have the server fork ranks, and append their handles to ``group``.
 
-        Starts the server if it does not live. All ranks of an earlier start must have ended.
+        The ranks then wait for work. If the server does not run, starts the server. All ranks of an earlier start must
+        have ended.
         """
         with spawn_context() as context:
             if self.process is None or not self.process.is_alive() or self.requests is None:
@@ -137,13 +142,13 @@ class RankServer:
                 pairs = context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)
                 group.append(ForkedHandle(info.rank, self.process, *(ours for ours, _ in pairs)))
                 request = pickle.dumps((info, len(infos) - number))
-                with suppress(OSError):  # the server has ended, as the handle will show
+                with suppress(OSError):  # the server has ended, which the handle will report
                     socket.send_fds(self.requests, [request], [end.fileno() for _, end in pairs])
                 for _, end in pairs:
                     end.close()
 
     def close(self) -> None:
-        """End the server, and wait up to 10 s before it is killed."""
+        """End the server, and kill a server that has not ended after 10 s."""
         if self.requests is not None:
             self.requests.close()
         if self.process is not None:
@@ -153,7 +158,10 @@ class RankServer:
 
 @contextmanager
 def open_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], None]]:
-    """Yield a function that starts ranks here, and appends their handles to a list; at the end no rank may live."""
+    """Yield a function that starts ranks on this host and appends their handles to a list.
+
+    All ranks must have ended before the end of the block.
+    """
     if not POSSIBLE:
         yield start_processes
         return
@@ -165,9 +173,10 @@ def open_starter() -> Iterator[Callable[[list[RankHandle], Sequence[RankInfo]], 
 
 
 def run_rank_server(requests: socket.socket, with_torch: bool) -> NoReturn:
-    """Fork the ranks that are requested, and send the launcher their process ids and exit codes, until that ends.
+    """Fork the requested ranks, and send the launcher their process ids and exit codes, until the launcher ends.
 
-    Call it with SIGTERM and SIGINT blocked. Linux ends the server with the launcher, and the ranks with the server.
+    Call this function with SIGTERM and SIGINT blocked. Linux ends the server with the launcher, and the ranks with the
+    server.
     """
     die_with_parent()
     become_subreaper()  # the server adopts processes that ranks leave behind, and kills them
@@ -189,7 +198,10 @@ def run_rank_server(requests: socket.socket, with_torch: bool) -> NoReturn:
 
 
 def receive_request(requests: socket.socket) -> list[RankPipes]:
-    """Wait for the ranks of a start, and return their pipes; empty if the launcher has ended."""
+    """Wait for a request of the launcher, and return the pipes of the ranks to start.
+
+    If the launcher has ended, returns [].
+    """
     ranks: list[RankPipes] = []
     left = 1
     while left:
@@ -213,13 +225,16 @@ def fork_ranks(ranks: list[RankPipes], requests: socket.socket) -> None:
 
 
 def wait_for_ranks(ranks: list[RankPipes]) -> None:
-    """Send the ranks' exit codes, kill what they have left behind, and close their pipes when all of it has ended."""
+    """Send the ranks' exit codes, and kill the processes that ranks have left behind.
+
+    When all processes have ended, closes the ranks' pipes.
+    """
     running = {each.pid: each for each in ranks}
     while running:
         pid, status = os.wait()
         if pid in running:  # else it was an orphan of a rank
             send_to_launcher(running.pop(pid), os.waitstatus_to_exitcode(status))
-            if status:  # a loader process of the rank keeps the rank's connections open, for which other ranks wait
+            if status:  # a loader process of the rank may hold open the connections whose end other ranks wait for
                 kill_process_trees(lambda: list_children(os.getpid()) - list_helper_pids() - running.keys())
     kill_descendants()
     with suppress(ChildProcessError):
@@ -236,23 +251,29 @@ def send_to_launcher(rank: RankPipes, number: int | None) -> None:
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import torch and the work's function, and freeze all objects; report a failure as each rank's error, and exit."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
+    """Import torch and the work's function, and freeze all objects.
+
+    If the import fails, reports the failure as each rank's error, and exits.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in start_rank, which runs after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)  # for a slow import
-    gc.disable()  # collections, which free next to nothing here, take a tenth of an import of torch
+    gc.disable()  # collections take a tenth of the import of torch, and free almost nothing
     try:
         pkgutil.resolve_name(ranks[0].info.function)
     except BaseException as error:
         report_and_exit(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    flush_output()  # what is in the buffers now would be printed by each fork
-    gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
+    flush_output()  # otherwise each fork would print the buffered text
+    gc.freeze()  # the collector writes to visited objects, and forks do not share written memory
     gc.enable()
 
 
 def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -> int:
-    """Fork a process that runs the rank, and return its id; call it with SIGTERM and SIGINT blocked."""
+    """Fork a process that runs the rank, and return the process's id.
+
+    Call this function with SIGTERM and SIGINT blocked.
+    """
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -265,7 +286,7 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -
                 other.close()
         own.exit_pipe.close()
         multiprocessing.current_process().name = f"rank {own.info.rank}"
-        if "numpy.random" in sys.modules:  # a fork seeds Python's own generator, but not NumPy's
+        if "numpy.random" in sys.modules:  # Python's generator is seeded in a fork, NumPy's is not
             sys.modules["numpy.random"].seed()
         start_rank(own.info, own.pipe, own.stacks)
     return pid

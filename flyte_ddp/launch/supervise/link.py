@@ -1,4 +1,4 @@
-"""A rank's connection to its launcher, and the reports of failures that it sends; imports no torch."""
+"""A rank's connection to its launcher, and the reports of failures. Imports no torch."""
 
 import os
 import pickle
@@ -17,45 +17,49 @@ from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineErr
 from flyte_ddp.launch.supervise.network import set_network_interface
 from flyte_ddp.runs.checkpoint import Handover
 
-GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # parts of the texts of gloo's errors: a source file, and words
-TORCH_TIMEOUTS = ("timed out", "timeout")  # parts of the texts of NCCL's errors, and of torch's stores'
-# Parts of the text of the error that torch raises for a process of a DataLoader which a signal has ended.
+GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # parts of the texts of gloo's errors: a source folder, and words
+TORCH_TIMEOUTS = ("timed out", "timeout")  # parts of the texts of errors of NCCL and of torch's stores
+# Parts of the text of torch's error for a DataLoader process that a signal has ended.
 KILLED_LOADER = ("DataLoader worker (pid", "is killed by signal")
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
-SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
+SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest checkpoint's step
 OfferSaving = Callable[[SaveFunction], None]
 StandIn = Callable[[Handover], int | None]  # saves in rank 0's place; returns the newest checkpoint's step, or None
-CONSEQUENCES = ("timeout", "peer")  # causes of a failure that leave a rank's state as it was
+CONSEQUENCES = ("timeout", "peer")  # causes of a failure that leave a rank's state intact
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of a rank among those of its run."""
+    """The place of a rank in its run."""
 
     rank: int
     world_size: int
-    local_rank: int  # the number of its GPU, of those that its process sees
-    function: str = ""  # of its work, whose module the rank imports while it waits for the work
-    device_type: str = ""  # that the rank computes on
-    store: str = ""  # a file by which Rank.join lets ranks that are all on one host find each other
+    local_rank: int  # the number of its GPU among the GPUs that its process sees
+    function: str = ""  # of the work; the rank imports its module while waiting for the work
+    device_type: str = ""  # of the rank
+    store: str = ""  # file of the store in which ranks of a single host find each other (Rank.join)
 
 
 class PipeEnd:
-    """One end of the pipe between a rank and its launcher."""
+    """An end of the pipe between a rank and its launcher."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self._sending = pipe, threading.Lock()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message, from any thread, if the other side lives; wait without a limit while the pipe is full."""
+        """Send a message from any thread, if the other side lives.
+
+        Waits without a limit while the pipe is full.
+        """
         with self._sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 
 
 class Link(PipeEnd):
-    """A rank's connection to its launcher, with a thread that handles messages whatever the rank is doing.
+    """A rank's connection to its launcher, with a thread that handles messages at any time.
 
-    ``resumed_step`` is the step of the checkpoint that the run resumes from; 0 without one, or before the work comes.
+    ``resumed_step`` is the step of the checkpoint from which the run resumes. Without a checkpoint, or before the work
+    comes, the step is 0.
     """
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
@@ -71,14 +75,21 @@ class Link(PipeEnd):
         self.send(**describe_error(error))
 
     def receive_work(self) -> Any:
-        """Wait for the Work, without a limit, and return it; set the network interface that the launcher names."""
+        """Wait for the Work without a limit, and return the Work.
+
+        Sets the network interface that the launcher names.
+        """
         message = self._received["work"].get()
         if message["network"]:
             set_network_interface(message["network"])
         return pickle.loads(message["work"])  # in the main thread: two threads that import at once may deadlock
 
     def receive_address(self, timeout: float) -> tuple[str, int]:
-        """Wait for host and port of rank 0's store; raise CollectiveTimeoutError after ``timeout`` seconds."""
+        """Wait for the host and port of rank 0's store.
+
+        Raises:
+            CollectiveTimeoutError: No address has come within ``timeout`` seconds.
+        """
         try:
             message = self._received["address"].get(timeout=timeout)
         except queue.Empty:
@@ -89,7 +100,7 @@ class Link(PipeEnd):
         self._save = save
 
     def offer_standing_in(self, stand_in: StandIn) -> None:
-        """Let the launcher ask this rank for a checkpoint when rank 0 is lost."""
+        """Let the launcher request a checkpoint from this rank when rank 0 is lost."""
         self._stand_in = stand_in
 
     def _listen(self) -> None:
@@ -98,7 +109,7 @@ class Link(PipeEnd):
                 self.handle_message(self.pipe.recv())
         except (EOFError, OSError):
             self.handle_lost_launcher()
-        except Exception as error:  # nobody else would notice that this rank hears nothing any more
+        except Exception as error:  # otherwise this rank would receive no messages, undetected
             self.report_error(error)
             os._exit(1)
 
@@ -113,12 +124,15 @@ class Link(PipeEnd):
             self.send("saved", step=self._stand_in(message["handover"]))
 
     def handle_lost_launcher(self) -> None:
-        """End this process with exit code 1. On Linux the kernel has killed it already, with its launcher."""
+        """End this process with exit code 1.
+
+        On Linux, the kernel has already killed this process together with its launcher.
+        """
         os._exit(1)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
+    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's error
     return {
         "kind": "error",
         "time": time.monotonic(),
@@ -130,7 +144,10 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def exception_message(error: BaseException) -> str:
-    """Return an exception's text, shortened to 20,000 characters; a placeholder if its ``__str__`` raises."""
+    """Return an exception's text, shortened to 20,000 characters.
+
+    If ``__str__`` raises, returns a placeholder.
+    """
     return shorten_text(str(traceback.TracebackException.from_exception(error)))
 
 
@@ -140,18 +157,19 @@ def shorten_text(text: str) -> str:
 
 
 def classify_failure(error: BaseException) -> str:
-    """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
+    """Return the cause of a rank's failure, by the types of the exception and its causes.
 
-    One of "mistake", "unreachable", "machine", "timeout" (of a collective), "peer" (another failed first), "own". A
-    process of torch's DataLoader that a signal has ended is of the machine.
+    The cause is "mistake" or "unreachable" (UserErrors), "machine", "timeout" (of a collective operation), "peer"
+    (another rank failed first), or "own" (this rank's code). If a signal has ended a process of torch's DataLoader, the
+    cause is "machine".
     """
     for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
         if isinstance(error, kind):
             return cause
-    # NCCL and torch's stores raise DistError. Without torch there is none, and CollectiveError stands in.
+    # NCCL and torch's stores raise DistError. Without torch, CollectiveError replaces it.
     of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
     origin: BaseException | None = error
-    seen: set[int] = set()  # `raise error from error` is its own cause
+    seen: set[int] = set()  # `raise error from error` makes a loop of causes
     while origin is not None and id(origin) not in seen:
         seen.add(id(origin))
         if isinstance(origin, CollectiveTimeoutError):
@@ -167,7 +185,7 @@ def classify_failure(error: BaseException) -> str:
 
 
 def classify_text(message: str) -> str:
-    """Return the cause of a failure by the text of torch's RuntimeError; empty for any other text."""
+    """Return the cause of a failure by the text of torch's RuntimeError, or "" for any other text."""
     if GLOO in message:
         return "timeout" if GLOO_TIMEOUT in message else "peer"
     return "machine" if all(words in message for words in KILLED_LOADER) else ""

@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and the one over which ranks talk."""
+"""The network interfaces of this host, and the interface that ranks use."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def set_network_interface(host: str) -> None:
-    """Set gloo's and NCCL's environment variables to the interface that has this address, unless they are set."""
+    """Set gloo's and NCCL's environment variables to the interface with this address, unless already set."""
     for _, name in socket.if_nameindex():
         if interface_address(name) == host:
             for variable in NETWORK_VARIABLES:

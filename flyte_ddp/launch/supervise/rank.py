@@ -1,4 +1,4 @@
-"""A rank as the function of its work sees it, and what every rank does before and after it under any launcher."""
+"""A rank as seen by the function of its work, and the steps around the function under any launcher."""
 
 import faulthandler
 import os
@@ -31,19 +31,19 @@ NO_LIMIT = timedelta(days=365)
 
 
 class Rank:
-    """One rank of a run: its place, its work, and what the function of the work may ask for.
+    """A rank of a run, as the work's function sees it: place, work and methods.
 
-    ``link`` leads to the launcher; None for a single rank in the launcher's own process.
+    ``link`` leads to the launcher. For a single rank in the launcher's process, ``link`` is None.
     """
 
     def __init__(self, work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
         self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
-        self.store: Store | None = None  # the ranks' common store; join() alone sets it
+        self.store: Store | None = None  # the ranks' common store, which only join() sets
 
     def record_restarts(self, write: Callable[[dict[str, Any]], None]) -> None:
-        """Write a record of each restart in place since the checkpoint, and tell the launcher that the work goes on.
+        """Record each restart in place since the checkpoint, and report to the launcher that the work resumes.
 
-        Call it on rank 0 when the checkpoint is loaded.
+        Call this method on rank 0 when the checkpoint is loaded. ``write`` writes a record.
         """
         restarts = self.work.restarts
         for restart in restarts:
@@ -53,25 +53,31 @@ class Rank:
             self.link.send("goes_on")
 
     def announce_writing(self, begins: bool) -> None:
-        """Tell the launcher that this rank begins, or ends, writing a checkpoint: then it waits for the file."""
+        """Report to the launcher that this rank begins, or ends, writing a checkpoint.
+
+        The launcher then waits for the file.
+        """
         if self.link is not None:
             self.link.send("writing", begins=begins)
 
     def open_store(self) -> TCPStore:
-        """Open the ranks' common store, also for ``env://`` groups. Rank 0 serves it; others wait for its address."""
+        """Open the ranks' common store, also for ``env://`` groups.
+
+        Rank 0 serves the store. Other ranks wait for its address.
+        """
         info, link, timeout = self.info, self.link, timedelta(seconds=self.work.settings.timeout)
         with translate_collective_errors():
             if info.rank != 0 and link is not None:
                 host, port = link.receive_address(timeout.total_seconds())
                 return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
-            # Only where other ranks come to: the store has no password.
+            # Listen only where other ranks connect, because the store has no password.
             host = (self.work.world.hosts or (LOOPBACK,))[0]
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN) as server:
                 port = server.getsockname()[1]
                 store = TCPStore(
                     host,
-                    port,  # 0 would do, but torch keeps closed stores' ports, and its groups fail at one that recurs
+                    port,  # not 0, because torch keeps ports of closed stores, and groups fail if a port recurs
                     info.world_size,
                     is_master=True,
                     timeout=timeout,
@@ -84,13 +90,16 @@ class Rank:
             return store
 
     def join_by(self, store: Store) -> None:
-        """Join torch's process group; on a GPU, report to the launcher a collective operation that takes too long."""
+        """Join torch's process group by this store.
+
+        On a GPU, also reports a collective operation that takes too long to the launcher.
+        """
         work, info = self.work, self.info
         on_gpu = work.world.device_type == "cuda"
         if on_gpu:
             report_error = self.link.report_error if self.link else lambda _: None
             watch_collectives(work.settings.timeout, report_error, torch.cuda.Event)
-        with translate_collective_errors(), in_collective():  # NCCL connects the ranks here, and has no limit for that
+        with translate_collective_errors(), in_collective():  # NCCL connects the ranks here, without a time limit
             dist.init_process_group(
                 work.world.backend,
                 store=store,
@@ -101,7 +110,10 @@ class Rank:
             )
 
     def join(self) -> None:
-        """Join torch's process group, as all ranks must, and wait for all; do nothing if there is only one rank."""
+        """Join torch's process group.
+
+        All ranks must call this method, which waits for all ranks. With a single rank, does nothing.
+        """
         if self.info.world_size > 1:
             if self.info.store:  # a TCPStore looks up names of hosts, and would wait for a resolver that is down
                 self.store = FileStore(self.info.store, self.info.world_size)
@@ -111,10 +123,14 @@ class Rank:
             self.join_by(self.store)
 
     def leave(self) -> None:
-        """Wait for the other ranks, for rank 0 without a limit, and leave the process group, if it was joined."""
+        """Wait for the other ranks, and leave the process group.
+
+        If no group was joined, does nothing. Other ranks wait without a limit until rank 0 leaves. Then all ranks wait
+        for each other.
+        """
         if self.store is None:
             return
-        # No rank may close its connections while another needs them, and rank 0 may still write results.
+        # No rank may close connections that another rank needs, and rank 0 may still write results.
         if self.info.rank == 0:
             self.store.set(FINISHED, "")
         else:
@@ -125,7 +141,10 @@ class Rank:
 
 
 def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link | None = None) -> None:
-    """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it."""
+    """Run the work's function in this rank, and then leave the process group.
+
+    All ranks must call this function.
+    """
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
     waiting.limit_seconds = work.settings.timeout
@@ -147,9 +166,10 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
 
 
 def keep_freed_memory(keep: bool = True) -> None:
-    """Make glibc keep freed memory in this process for later steps; with ``keep`` False set glibc's defaults again.
+    """Make glibc keep freed memory in this process for later steps.
 
-    Otherwise glibc returns such memory to the kernel, and each step has page faults, slow in virtual machines.
+    If ``keep`` is False, restores glibc's defaults. By default glibc returns freed memory to the kernel. Then each step
+    has page faults, which are slow in virtual machines.
     """
     set_malloc_option(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes
@@ -157,7 +177,7 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 @contextmanager
 def restore_settings() -> Iterator[None]:
-    """Restore after the block what run_rank and the work's function set in the whole process."""
+    """Restore after the block the process-wide settings that run_rank and the work's function change."""
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -170,4 +190,4 @@ def restore_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        keep_freed_memory(False)  # though glibc's threshold for mappings no longer adapts itself
+        keep_freed_memory(False)  # except that glibc's threshold for mappings no longer adapts itself

@@ -1,4 +1,4 @@
-"""Ranks as their launcher sees them, and those that are children of this process."""
+"""The launcher's handles of ranks. A ProcessHandle is for a rank that is a child of this process."""
 
 import math
 import pickle
@@ -13,44 +13,47 @@ from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.rank_process import start_rank
 from flyte_ddp.machine.process import count_out_of_memory_kills, read_stack, spawn_context
 
-READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
-JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the kernel (NFS, a GPU's driver) does not
+READ_SECONDS = 0.1  # for messages of one rank, so that many messages delay neither other ranks nor requests to stop
+JOIN_SECONDS = 10.0  # for a killed process to end; a process blocked in the kernel (NFS, a GPU's driver) does not
 STACK_SECONDS = 1.0
 
 
 class RankHandle(PipeEnd):
-    """What a launcher knows of a rank, and how it talks to the rank; ``pipe`` leads to the rank or to its agent."""
+    """A launcher's knowledge of a rank, and its messages to the rank.
+
+    ``pipe`` leads to the rank or to the rank's agent.
+    """
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
         super().__init__(pipe)
         self.rank = rank
         self.host = host  # the address at which other ranks reach the rank
-        self.sees_run_folder = True  # whether the rank writes into the launcher's own output folder
-        self.network = ""  # address of the interface over which the rank should talk to other ranks; empty: any
-        self.listening = True  # whether more may come through the pipe
+        self.sees_run_folder = True  # whether the rank writes into the launcher's output folder
+        self.network = ""  # address of the interface for connections to other ranks; empty: any
+        self.listening = True  # whether more messages may come through the pipe
         self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
         self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
-        self.completed = False  # whether the rank has said that it has completed
+        self.completed = False  # whether the rank has reported that it has completed
         self.resumed_step = 0  # step of the checkpoint that the work resumes from
         self.answered = False  # whether the rank has answered a request for a checkpoint
         self.saved: int | None = None  # step of that checkpoint; None: the rank has no state to save
         self.last_write = -math.inf  # when the rank ended writing a checkpoint; infinite while it writes
-        self.goes_on = False  # whether the rank has just begun to go on from a checkpoint
+        self.goes_on = False  # whether the rank has just resumed from a checkpoint
         self.stop_requested = False  # whether the rank, or its agent, got SIGTERM
-        self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
+        self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process starts
 
     def has_started(self) -> bool:
-        """Return whether the rank was sent its work; before that it answers no message."""
+        """Return whether the rank was sent its work. A rank without work answers no message."""
         return True
 
     def poll_exit(self) -> bool:
-        """Set ``exitcode`` if the rank's process has ended; return whether it has."""
+        """Set ``exitcode`` if the rank's process has ended, and return whether the process has ended."""
         return self.exitcode is not None
 
     @property
     def lost(self) -> bool:
-        """Whether the connection to an agent has ended before the exit code came, so that it will never be known."""
+        """Whether the connection to an agent has ended before the exit code came. The exit code then stays unknown."""
         return self.sentinel is None and not self.listening and self.exitcode is None
 
     @property
@@ -62,7 +65,7 @@ class RankHandle(PipeEnd):
         return count_out_of_memory_kills() > self.memory_kills
 
     def waitables(self) -> list[Any]:
-        """Return the objects for ``connection.wait`` that become ready when the rank sends something or ends."""
+        """Return the objects for ``connection.wait`` that become ready when the rank sends a message or ends."""
         end = [self.sentinel] if self.sentinel is not None and self.exitcode is None else []
         return [*end, *([self.pipe] if self.listening else [])]
 
@@ -71,7 +74,10 @@ class RankHandle(PipeEnd):
         self.send("work", work=pickle.dumps(work), saved=self.resumed_step, network=self.network)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come from the rank, for up to 0.1 s, or all if the rank has ended."""
+        """Yield the messages that have come from the rank, for up to 0.1 s.
+
+        If the rank has ended, yields all messages.
+        """
         deadline = time.monotonic() + READ_SECONDS if self.exitcode is None else math.inf
         try:
             while self.listening and time.monotonic() < deadline and self.pipe.poll():
@@ -94,20 +100,20 @@ class RankHandle(PipeEnd):
             self.stop_requested = True
 
     def read_stack(self) -> str:
-        """Return the rank's Python stack, empty if none comes within 1 s (3 s from another host)."""
+        """Return the rank's Python stack, or "" if none comes within 1 s (3 s from another host)."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """Have the rank's process killed, or all ranks of its group; do not wait."""
+        """Kill the rank's process, or all ranks of its group, without waiting."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Wait up to 20 s for the end of the rank's process, which was killed, and close its pipes."""
+        """Wait up to 10 s for the end of the killed rank's process, and close its pipes."""
         raise NotImplementedError
 
 
 class ProcessHandle(RankHandle):
-    """A rank that is a child of this process. The rank writes its stack to ``stacks`` on SIGUSR1."""
+    """A rank that is a child of this process. On SIGUSR1 the rank writes its stack to ``stacks``."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
         super().__init__(rank, pipe, LOOPBACK)
@@ -117,11 +123,14 @@ class ProcessHandle(RankHandle):
         self.ready = False
 
     def has_started(self) -> bool:
-        # Without polling: an exit code that is read outside the supervisor's wait would not end its next wait.
+        # Does not poll, because an exit code that is read outside the supervisor's wait does not end the next wait.
         return self.ready or self.exitcode is not None
 
     def send_work(self, work: Any) -> None:
-        """Keep the work until the rank says that it listens: large work does not fit into a pipe that nobody reads."""
+        """Keep the work until the rank reports that it is ready.
+
+        Large work does not fit into a pipe that is not read.
+        """
         self.work, self.resumed_step = work, work.checkpoint.step if work.checkpoint else 0
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
@@ -157,5 +166,5 @@ def start_processes(group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
             process = context.Process(target=start_rank, args=(info, its_pipe, its_stacks), name=f"rank {info.rank}")
             process.start()
             group.append(ProcessHandle(info.rank, process, pipe, stacks))
-            its_pipe.close()  # so that the end of the rank is the end of the pipe
+            its_pipe.close()  # so that the pipe ends when the rank ends
             its_stacks.close()

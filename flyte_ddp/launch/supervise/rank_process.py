@@ -1,6 +1,6 @@
-"""A rank as a process, around run_rank: its signals, and its end with the launcher.
+"""The process of a rank around run_rank: signals, and the end with the launcher.
 
-Imports torch only when the rank can report that importing it failed.
+Imports torch only when the rank can report a failed import.
 """
 
 import faulthandler
@@ -18,21 +18,22 @@ from flyte_ddp.machine import process
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
-    """Run the rank's work to its end, report to the launcher, and exit this process: a rank's first function.
+    """Run the rank's work to its end, report to the launcher, and exit this process.
 
-    Call it with SIGTERM and SIGINT blocked; it unblocks them. SIGUSR1 writes the stack to ``stacks``, even in C code.
+    This is the first function of a rank's process. The caller must have blocked SIGTERM and SIGINT, and this function
+    unblocks both signals. On SIGUSR1, the process writes its stack to ``stacks``, even in C code.
     """
     process.die_with_parent()
     process.restore_start_method()
     process.set_process_name(f"rank {info.rank}")
-    # Silences DDP's warning that all parameters were used; the `ddp` strategy makes it look for unused ones.
+    # Silences DDP's warning that all parameters were used. The `ddp` strategy makes DDP look for unused parameters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     link.send("ready")
-    # They go to all processes of a terminal, the launcher among them.
+    # A terminal sends these signals to all its processes, including the launcher.
     process.ignore_signals((signal.SIGINT, signal.SIGHUP))
-    # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
+    # SIGTERM may be sent to all processes or to one process. In both cases the launcher stops all ranks.
     with (
         call_on_signals((signal.SIGTERM,), lambda: link.send("stop")),
         process.undone_in_forks(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)),
@@ -44,17 +45,17 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
-    """Run the rank's work, report its end or its error to the launcher, and return the process's exit code."""
+    """Run the rank's work, report its end or error to the launcher, and return the process's exit code."""
     try:
         from flyte_ddp.launch.supervise.rank import run_rank
 
         pkgutil.resolve_name(info.function)  # imports torch and the function's module while the work is on its way
         run_rank(link.receive_work().prepare_on_host(), info, link.offer_saving, link)
     except BaseException as error:
-        flush_output()  # before the report, on which the launcher ends this process
+        flush_output()  # before the report, after which the launcher ends this process
         link.report_error(error)
         if classify_failure(error) in CONSEQUENCES:
-            threading.Event().wait()  # the launcher may ask for a checkpoint, and then kills this process
+            threading.Event().wait()  # the launcher may request a checkpoint, and then kills this process
         return 1
     flush_output()
     link.send("completed")
@@ -63,5 +64,5 @@ def run_and_report(info: RankInfo, link: Link) -> int:
 
 def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody may be listening any more
+        with suppress(OSError, ValueError):  # the stream may be closed
             stream.flush()

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run again in place, in the same process and pod, after a failure that a retry may mend."""
+"""Restarts a run's ranks in place, in the same process and pod, after a failure that may not recur."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,18 +15,23 @@ MEMORY_FIX = "give the ranks more memory, or let them hold less"
 
 
 class Restarts:
-    """Decides whether a run starts again in place. ``most`` restarts may follow one another without progress."""
+    """Decides whether a run restarts in place.
+
+    Up to ``most`` restarts may follow each other without progress.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.without_progress: tuple[Restart, ...] = ()
-        self.last_error: RankError | None = None  # which the last restart followed
+        self.last_error: RankError | None = None  # the failure before the last restart
 
     def rewind(self, work: Work, error: RankError, keep: str = "") -> Work:
-        """Return the work of the next start, from the newest checkpoint, to which the run's folder is set back.
+        """Set the run's folder back to the newest checkpoint, and return the work of the next start.
 
-        Of the temporary files, which killed ranks have left, only ``keep`` stays. Raises UserError for checkpoints that
-        cannot be read.
+        Removes temporary files of killed ranks, except the file named ``keep``.
+
+        Raises:
+            UserError: The checkpoints cannot be read.
         """
         remove_temporary_files(work.output_folder, keep)
         found = rewind_to_newest_checkpoint(work.output_folder, work.identity)
@@ -34,7 +39,10 @@ class Restarts:
         return replace(work, checkpoint=found, restarts=self.without_progress)
 
     def count(self, error: RankError, step: int) -> Restart:
-        """Count a restart from the checkpoint of this step, from 1 if the step is later than the last restart's."""
+        """Count a restart from the checkpoint of this step.
+
+        If the step is later than the last restart's, the count begins again at 1.
+        """
         if self.without_progress and step > self.without_progress[-1].step:
             self.without_progress = ()
         at = f" at step {error.step:,}" if error.step else ""
@@ -45,12 +53,12 @@ class Restarts:
         return restart
 
     def refuse_hopeless(self, output_folder: Path, error: RankError) -> None:
-        """Raise ``error``, with the reason, unless another start may help."""
+        """Raise ``error``, with the reason, unless a restart may help."""
         if (final := self.find_reason_to_end(output_folder, error)) is not None:
             raise final
 
     def find_reason_to_end(self, output_folder: Path, error: RankError) -> RankError | None:
-        """Return ``error``, with the reason, if the run is to end; None if another start may help."""
+        """Return ``error``, with the reason, if the run must end. Return None if a restart may help."""
         if not error.recoverable or not self.most:
             return error
         step = checkpoint.newest_step(output_folder)
@@ -65,7 +73,10 @@ class Restarts:
 
 
 def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest) -> None:
-    """Call ``run`` with the work, and again after each failure that a restart may mend; raise the launchers' errors."""
+    """Call ``run`` with the work, and again after each failure for which a restart may help.
+
+    Raises the errors of all launchers (:mod:`flyte_ddp.launch`).
+    """
     restarts = Restarts(work.settings.restarts)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, which Kubernetes sends before it takes a pod away, Ctrl-C, and a closed terminal."""
+"""Requests to stop by SIGTERM, Ctrl-C or a closed terminal. Kubernetes sends SIGTERM before it removes a pod."""
 
 import os
 import signal
@@ -11,14 +11,15 @@ from types import FrameType
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.machine.process import signal_handlers, stop_signals, undone_in_forks
 
-OVER = 0  # no signal has this number: it ends a thread that waits for numbers of signals
+OVER = 0  # not a signal's number; ends a thread that waits for numbers of signals
 
 
 @contextmanager
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
-    """Call a function in a thread whenever one of these signals comes in the block; the signal has no other effect.
+    """Call a function in a thread whenever a signal of ``numbers`` comes in the block.
 
-    Enter the block in the main thread, which may sit in a collective operation for minutes.
+    The signals have no other effect. Enter the block in the main thread. The main thread may be in a collective
+    operation for minutes.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -39,14 +40,17 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
             yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        os.write(writer, bytes([OVER]))  # closing is not enough: processes that were forked meanwhile keep it open
+        os.write(writer, bytes([OVER]))  # closing is not enough, because forked processes keep the pipe open
         thread.join()
         os.close(writer)
         os.close(reader)
 
 
 class StopRequest:
-    """A request to stop. ``signal`` is None until the request; then ``reader`` is ready for ``connection.wait``."""
+    """A request to stop.
+
+    ``signal`` is None until the request. After the request, ``reader`` is ready for ``connection.wait``.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -60,7 +64,10 @@ class StopRequest:
             self._writer.send_bytes(bytes([number]))
 
     def wait_for_request(self) -> bool:
-        """Wait, without a limit, for the request or for :meth:`end_waiting`; return whether it was the request."""
+        """Wait, without a limit, for the request or for :meth:`end_waiting`.
+
+        Returns whether the request came.
+        """
         return self.reader.recv_bytes()[0] != OVER
 
     def end_waiting(self) -> None:
@@ -69,9 +76,10 @@ class StopRequest:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """Yield a StopRequest that the first SIGTERM, SIGHUP or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
+    """Yield a StopRequest that the first SIGTERM, SIGHUP or Ctrl-C makes.
 
-    Outside the main thread, where Python sets no handler, signals make no request.
+    A later Ctrl-C raises KeyboardInterrupt. Outside the main thread, Python sets no handler, and signals make no
+    request.
     """
     stop = StopRequest()
 
@@ -85,5 +93,8 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
 
 def stop_error(number: signal.Signals, step: int | None) -> BaseException:
-    """Return KeyboardInterrupt for SIGINT, else StoppedError with ``step`` (0: no checkpoint, None: not known)."""
+    """Return KeyboardInterrupt for SIGINT, else StoppedError with ``step``.
+
+    ``step`` is 0 without a checkpoint, and None if the step is unknown.
+    """
     return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)

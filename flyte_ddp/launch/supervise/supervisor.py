@@ -1,4 +1,4 @@
-"""Supervision of a worker group: its launcher listens to all ranks, and ends all of them when one has failed."""
+"""Supervision of all ranks of a run by the launcher. If a rank fails, the launcher ends all ranks."""
 
 import signal
 import time
@@ -14,26 +14,27 @@ from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.runs.checkpoint import describe_handover, trust_checkpoint
 from flyte_ddp.runs.work import Work
 
-SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
-LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
-SAVE_AFTER_FAILURE_SECONDS = 8.0  # for a checkpoint, when a rank may wait for another that is gone for ever
+SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a root cause is known
+LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences
+SAVE_AFTER_FAILURE_SECONDS = 8.0  # for a checkpoint, because a rank may wait for ever for a lost rank
 START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> None:
-    """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
+    """Handle the ranks' messages until all ranks have completed.
 
-    Before it raises, waits for a checkpoint: after a failure up to 8 s until a rank writes one, and until it is written
-    within ``timeout``; after a stop up to ``save_seconds`` in all. Both are settings.
+    Raises the errors of all launchers (:mod:`flyte_ddp.launch`), but waits for a checkpoint first. After a failure
+    waits up to 8 s for a rank to begin the writing, and up to ``timeout`` for the end of the writing. After a stop
+    waits up to ``save_seconds`` in all. ``timeout`` and ``save_seconds`` are settings. Kills no rank.
     """
     settings = work.settings
     deadline = time.monotonic() + START_SECONDS
-    seconds: float | None = 0.0  # no wait at first: a failure or a stop may have come while work was sent
+    seconds: float | None = 0.0  # no wait at first, because a failure or a stop may have come while work was sent
     while not all(handle.completed for handle in group):
         wait_and_handle_messages(group, stop, seconds, stop_ends_wait=True)
         if any(handle.failed for handle in group):
             noticed = time.time()
-            # A checkpoint first: rank 0 reports a failure of its own after it has saved.
+            # First a checkpoint, because rank 0 reports a failure of its code after saving.
             saved = save_after_failure(group, stop, work)
             wait_for_root_cause(group, stop)
             failure = find_first_failure(group, settings.timeout)
@@ -56,25 +57,31 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) 
 def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
-    """Wait up to ``seconds`` for a rank to send or end (``stop_ends_wait``: or for a stop), and handle the messages."""
+    """Wait for a rank to send a message or to end, and handle the messages.
+
+    Waits up to ``seconds`` (None: without a limit). If ``stop_ends_wait`` is True, a stop also ends the wait.
+    """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
     for handle in group:
-        handle.poll_exit()  # before its messages are read: what it sent before its end is then in the pipe
+        handle.poll_exit()  # before its messages are read, because its last messages are then in the pipe
         for message in handle.read_messages():
-            if message["kind"] == "port":  # of the store that rank 0 has opened
+            if message["kind"] == "port":  # the port of the store that rank 0 has opened
                 for other in group[1:]:
                     other.send("address", host=handle.host, port=message["port"])
             else:
                 handle.handle_message(message)
         if handle.stop_requested:
             stop.make_request(signal.SIGTERM)
-        if handle.exitcode is not None:  # an agent sends it as the last message of its rank
+        if handle.exitcode is not None:  # an agent sends the exit code as its rank's last message
             handle.listening = False
 
 
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Handle messages until all ranks have failed, for 0.2 s after a root cause is known, or for 2 s without one."""
+    """Handle messages until all ranks have failed, for at most 2 s.
+
+    If a root cause is known, handles messages for at most 0.2 s.
+    """
     begin = time.monotonic()  # the root cause may be reported after its consequences
     while not all(handle.failed for handle in group):
         if time.monotonic() - begin > (SETTLE_SECONDS if find_root_cause(group) else LONGEST_SETTLE_SECONDS):
@@ -83,14 +90,15 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 
 
 def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Work) -> int | None:
-    """Have rank 0 save, or without rank 0 the lowest rank that lives; return the step, None if no rank answers.
+    """Have a rank write a checkpoint, and return its step, or None if no rank answers.
 
-    All ranks of a training have the same state. Waits up to 8 s for rank 0, and as long for the others. A rank that
-    writes gets the time that the settings give to a collective operation.
+    Rank 0 saves. If rank 0 does not answer, the lowest living rank saves, because all ranks of a training have the same
+    state. Waits up to 8 s for rank 0, and up to 8 s for the other ranks together. A rank that is writing gets up to the
+    time limit of collective operations.
     """
     seconds, timeout = SAVE_AFTER_FAILURE_SECONDS, work.settings.timeout
     saver, saved = group[0], request_checkpoint(group, stop, seconds, timeout)
-    # A GPU that waits for a lost peer copies nothing, on no rank.
+    # While a GPU waits for a lost peer, no rank can copy data from its GPU.
     others = group[1:] if work.world.device_type == "cpu" or not group[0].listening else ()
     deadline = time.monotonic() + seconds
     for handle in others:
@@ -107,14 +115,20 @@ def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Wor
 
 
 def is_of_code(handle: RankHandle) -> bool:
-    """Return whether the rank has failed by its code: then no restart follows, and rank 0 has saved by itself."""
+    """Return whether the rank has failed because of its code.
+
+    Then no restart follows, and rank 0 has already saved.
+    """
     return handle.error is not None and handle.error["cause"] not in (*CONSEQUENCES, "machine")
 
 
 def request_checkpoint(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float, most_seconds: float = 0.0
 ) -> int | None:
-    """Have rank 0 save; return the newest checkpoint's step: 0 without one, None for no answer (await_saved)."""
+    """Have rank 0 save, and return the newest checkpoint's step.
+
+    Returns 0 without a checkpoint, and None without an answer. For the waits see :func:`await_saved`.
+    """
     leader = group[0]
     if not leader.has_started():
         return leader.resumed_step
@@ -131,9 +145,10 @@ def await_saved(
     most_seconds: float,
     **values: Any,
 ) -> int | None:
-    """Send a rank the request "save" or "stand_in", and return the step that it answers; None for no answer.
+    """Send a rank the request "save" or "stand_in", and return the step of the answer.
 
-    Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a checkpoint.
+    Without an answer returns None. Waits up to ``seconds``, and up to ``most_seconds`` while the rank writes a
+    checkpoint.
     """
     handle.answered, handle.saved = False, None
     handle.send(request, seconds=seconds, **values)
@@ -148,7 +163,7 @@ def await_saved(
 
 
 def print_restart(group: Sequence[RankHandle], work: Work) -> None:
-    """Print once how long a restart took, when rank 0 says that the work goes on."""
+    """Print once how long a restart took, when rank 0 reports that the work resumes."""
     if group[0].goes_on and work.restarts and work.settings.progress != "off":
         restart = work.restarts[-1]
         print_to_stderr(restart.describe(max(0.0, time.time() - restart.time)))
@@ -156,7 +171,7 @@ def print_restart(group: Sequence[RankHandle], work: Work) -> None:
 
 
 def end_ranks(group: Sequence[RankHandle]) -> None:
-    """Kill the ranks that still run, wait up to 10 s for the end of each, and close their pipes."""
+    """Kill the running ranks, wait up to 10 s for the end of each rank, and close the pipes."""
     for handle in group:
         handle.kill()
     for handle in group:
