@@ -1,1 +1,1 @@
-"""A model for programs without this library or torch: as ONNX, checked on all test samples."""
+"""Exports models as ONNX for programs without this library or torch, and checks the ONNX on all test samples."""

@@ -1,4 +1,4 @@
-"""Exports a model as ONNX, whose inputs and outputs have names, and compares it with torch on all test samples."""
+"""Exports a model as ONNX with named inputs and outputs, and compares the ONNX with torch on all test samples."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,8 +32,8 @@ from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.samples.leaves import Leaves, form_of
 
-BATCH_SIZES = (1, 7, 64)  # several, as a graph may have taken the size of a batch for a constant
-EXAMPLE = 7  # samples of the batch that exporters follow through the model
+BATCH_SIZES = (1, 7, 64)  # several, because a graph may contain the size of a batch as a constant
+EXAMPLE = 7  # samples of the batch that exporters trace
 MOST_BYTES = 2**28  # of a batch that repeats an image
 BATCH_BYTES = 2**30  # of the outputs of more than EXAMPLE samples: a text may have 50,000 for each token
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the outputs' range; a GPU's convolutions are in TF32, of 10 bits
@@ -45,7 +45,7 @@ Batches = Iterable[tuple[Named, Named]]  # inputs, and torch's outputs
 
 @dataclass
 class Comparison:
-    """How far an output of an ONNX, such as its logits, is from torch's on the batches so far."""
+    """The difference between an output of an ONNX and torch's output on the batches so far."""
 
     device: str = "cpu"  # where torch computed
     worst: float = 0.0  # the largest difference of a number
@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that is allowed; final when all batches are added."""
+        """The largest difference that is allowed. The value is final when all batches are added."""
         largest = max(abs(self.lowest), abs(self.highest))
         return TOLERANCE[self.device] * (self.highest - self.lowest) + ROUNDING * largest
 
@@ -70,13 +70,15 @@ class Comparison:
 
 
 def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Comparison:
-    """Export a model, and return the comparison of the output that is furthest from torch's relative to its range.
+    """Export a model as ONNX, and return the comparison of the output that is furthest from torch's output.
 
-    Writes ``model.onnx`` into an existing folder if the comparison passes. Raises UnreachableError if the storage of
-    the test split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other
-    exception.
+    Distances are relative to the tolerance. Writes ``model.onnx`` into an existing folder if the comparison passes.
+
+    Raises:
+        UnreachableError: The storage of the test split does not answer.
+        NotExportedError: The extra ``export`` is not installed, or the export failed with any other exception.
     """
-    with TemporaryDirectory(dir=folder) as name:  # so that the file appears only if the comparison passes
+    with TemporaryDirectory(dir=folder) as name:  # the file appears in ``folder`` only if the comparison passes
         made = Path(name)
         try:
             if isinstance(split, ItemSet) and not split.pictures:
@@ -99,7 +101,7 @@ def export_model(model: SavedModel, split: PreparedSet, folder: Path) -> Compari
 
 def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> Comparison:
     served = ServedImages(*artifacts.load_model(*model.files)).eval()
-    shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
+    shape = 2, served.height + 1, served.width + 2, served.channels  # two images: exporters treat 1 as a constant
     example = {"images": torch.arange(int(np.prod(shape))).remainder(251).to(torch.uint8).reshape(shape)}
     sizes = {"images": {place: Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")}}
     write_onnx(served, example, sizes, folder)
@@ -110,7 +112,7 @@ def export_images_model(model: SavedModel, data: PreparedSet, folder: Path) -> C
                 yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu()
 
     def make_batches() -> Batches:
-        """Yield each image alone, of its own size, with its logits; the first also in the other BATCH_SIZES."""
+        """Yield each image alone in its original size, with logits. The first image also fills larger BATCH_SIZES."""
         images = iterate_test_images(model, data, served.channels)
         for place, (image, row) in enumerate(zip(images, compute_logits(), strict=True)):
             sizes = [size for size in BATCH_SIZES if size * image.nbytes <= MOST_BYTES] if place == 0 else []
@@ -145,10 +147,10 @@ def iterate_test_images(model: SavedModel, data: PreparedSet, channels: int) -> 
 
 
 def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Comparison:
-    """Write the ONNX, and compare it with torch on the whole test split, running it in a new process."""
+    """Write the ONNX, and return the comparison with torch on the whole test split. The ONNX runs in a new process."""
     on_cpu, _ = artifacts.load_model(*model.files)
     test, spec = open_item_test_split(data, model.collate, model.seed, torch.device("cpu"), model.threads)
-    assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
+    assert isinstance(spec, LeavesSpec)  # pictures are exported by export_images_model
     with closing(test.source):
         samples = test.order.samples(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
@@ -169,7 +171,10 @@ def export_leaves_model(model: SavedModel, data: ItemSet, folder: Path) -> Compa
 
 
 def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
-    """Run the ONNX on all batches in a new process; return the worst output's comparison with torch's on ``device``."""
+    """Run the ONNX on all batches in a new process, and return the comparison of the worst output with torch's.
+
+    ``device`` is the type of the device on which torch computed.
+    """
     found = defaultdict[str, Comparison](lambda: Comparison(device))
     with OnnxProcess(path, count_cores()) as onnx:
         for inputs, of_torch in batches:
@@ -180,10 +185,11 @@ def compare_outputs(path: Path, batches: Batches, device: str) -> Comparison:
 
 
 def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
-    """Return the leaves of a batch by name, as float32, int64 or bool; NotExportedError if they are no tensors.
+    """Return the leaves of a batch by name, as float32, int64 or bool.
 
-    Names are a dict's keys. One leaf is ``inputs``, the leaves of a tuple ``inputs_0``, ``inputs_1``, ...; a padded
-    batch's last one is ``mask``. ``spec`` describes one sample.
+    The names are a dict's keys. A single leaf is ``inputs``, and the leaves of a tuple are ``inputs_0``, ``inputs_1``,
+    ... The last leaf of a padded batch is ``mask``. ``spec`` describes a single sample. Raises NotExportedError if a
+    leaf is not a tensor.
     """
     if isinstance(inputs, Mapping):
         named = dict(inputs)
@@ -199,10 +205,10 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
 
 
 def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
-    """Return which dimensions of a batch's leaves differ between batches, each with a size for the exporter."""
+    """Return the dimensions of a batch's leaves that differ between batches, each with a size for the exporter."""
     number = Dim("n", min=1)
     names = named if spec.form != "dict" else (name for name, _ in spec.leaves)
-    shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # without the mask, the last one
+    shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # without the mask, which is last
     sizes = dict[str, dict[int, Any]]()
     for name, leaf in named.items():
         if ":" in collate:

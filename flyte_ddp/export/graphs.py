@@ -1,4 +1,4 @@
-"""Write models as ONNX by torch's exporters; a model of images is exported with its preprocessing."""
+"""Writes models as ONNX by torch's exporters. A model of images is exported with preprocessing."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ LARGEST = 2**15  # weights of pixels are whole numbers below this
 
 
 class NotExportedError(Exception):
-    """There is no ONNX of this model: the extra is not installed, or the exporter cannot follow the model's code."""
+    """A model cannot be exported: the extra is not installed, or the exporter cannot follow the model's code."""
 
 
 def write_onnx(
@@ -32,10 +32,13 @@ def write_onnx(
 ) -> Mapping[str, Tensor]:
     """Write ``model.onnx`` into a folder, and return the module's outputs for the example.
 
-    ``module``, in evaluation mode, takes and returns tensors by name. ``sizes`` are the ``torch.export.Dim`` of each
-    dimension whose size may differ from the example's. Exporters take sizes of 0 and 1 for constants. Their exceptions
-    go through. Raises NotExportedError without the extra ``export``, for a module without outputs, and for LSTM or GRU
-    layers that this torch cannot export at any length. Silences loggers, warnings and stderr of the process meanwhile.
+    ``module`` is in evaluation mode, and has inputs and outputs by name. ``sizes`` are the ``torch.export.Dim`` of each
+    dimension whose size may differ from the example's. Exporters treat sizes of 0 and 1 as constants. Silences loggers,
+    warnings and stderr of the process meanwhile. Exceptions of the exporters are not caught.
+
+    Raises:
+        NotExportedError: The extra ``export`` is not installed. The module has no outputs, or an output has an input's
+            name. This torch cannot export LSTM or GRU layers for any length.
     """
     try:
         import onnx  # noqa: F401
@@ -51,7 +54,7 @@ def write_onnx(
             raise NotExportedError(f"an input and an output are both called {min(both)!r}; rename the output")
         try:
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
-        except Exception:  # code such as len(images), which makes a number of a size, needs strict=True
+        except Exception:  # code such as len(images), which turns a size into a number, needs strict=True
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,), strict=True)
         written: Any = torch.onnx.export(
             program, (), dynamo=True, input_names=[*example], output_names=[*outputs], verbose=False
@@ -62,7 +65,10 @@ def write_onnx(
 
 @contextmanager
 def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
-    """Export LSTM and GRU layers for any length in the block, by torch's private patches; else NotExportedError."""
+    """Export LSTM and GRU layers for any length in the block, by torch's private patches.
+
+    Raises NotExportedError if the module has these layers, and this torch has no patches.
+    """
     try:
         from torch.export import _patches
 
@@ -80,7 +86,7 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def silence_torch() -> Iterator[None]:
     """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block."""
-    import torch._dynamo  # noqa: F401  # makes its loggers
+    import torch._dynamo  # noqa: F401  # creates torch's loggers
 
     # Exporters try several ways, and log a traceback for each failure.
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
@@ -98,10 +104,10 @@ def silence_torch() -> Iterator[None]:
 
 
 class ServedImages(nn.Module):
-    """A module that turns ``images``, uint8 [N, H, W, C] of one size, grey or RGB, into ``logits``, float32 [N, ...].
+    """A module that maps ``images``, uint8 [N, H, W, C], grey or RGB, to ``logits``, float32 [N, ...].
 
-    It crops and resizes as evaluations do. Resizing is a product with a matrix of weights: no operation for resizing
-    that exporters know gives the same pixels as torch's.
+    Crops and resizes as evaluations do. Resizing is a product with a matrix of weights, because the resizing operations
+    of exporters do not give torch's pixels.
     """
 
     def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
@@ -115,7 +121,7 @@ class ServedImages(nn.Module):
         self.register_buffer("shift", shift.clone())
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Crop, resize and normalise uint8 ``images`` as evaluations do; return the model's float32 ``logits``."""
+        """Crop, resize and normalise uint8 ``images`` as evaluations do, and return the model's float32 ``logits``."""
         images = inputs["images"]
         if self.middle:
             height, width = images.shape[1], images.shape[2]
@@ -129,7 +135,7 @@ class ServedImages(nn.Module):
 
 
 class ServedLeaves(nn.Module):
-    """A module that calls a model with its inputs, which come by name, and returns its outputs by name, float32."""
+    """A module that calls a model with inputs by name, and returns the outputs by name as float32."""
 
     def __init__(self, model: nn.Module, form: str) -> None:
         super().__init__()
@@ -142,8 +148,8 @@ class ServedLeaves(nn.Module):
 def name_outputs(outputs: Any) -> dict[str, Tensor]:
     """Return the floating-point tensors among a model's outputs by name, as float32.
 
-    A tensor is called ``outputs``, those of a tuple ``outputs_0``, ``outputs_1``, ...; those of a dict or a dataclass
-    have their names there. Of any other object only ``logits`` is taken.
+    A single tensor is ``outputs``, and the tensors of a tuple are ``outputs_0``, ``outputs_1``, ... The tensors of a
+    dict or a dataclass keep their names. Of another object only ``logits`` is returned.
     """
     if isinstance(outputs, Tensor):
         named: Mapping[Any, Any] = {"outputs": outputs}
@@ -165,8 +171,8 @@ def name_outputs(outputs: Any) -> dict[str, Tensor]:
 def middle_square_side(shorter: Any, share: float) -> Any:
     """Return the side of the cropped square: ``share`` of the shorter side, rounded as by ``round``, at least 1.
 
-    ``share`` is at most 1, and a quotient of whole numbers below 1,000. Uses only operations that exporters can follow
-    for a size that is not known yet (torch's SymInt).
+    ``share`` is at most 1, and a quotient of whole numbers below 1,000. Exporters can follow all operations for a size
+    that is not known yet (torch's SymInt).
     """
     part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
     doubled = 2 * part * shorter + whole  # divided by 2 * whole: the side, halves rounded up
@@ -176,12 +182,15 @@ def middle_square_side(shorter: Any, share: float) -> Any:
 
 
 def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
-    """Resize images of values 0..255, float32 [N, H, W, C], to [N, H, size, C]; ``rounded`` as torch does for uint8."""
+    """Resize images of values 0..255, float32 [N, H, W, C], to [N, H, size, C].
+
+    With ``rounded`` the pixels are whole numbers, rounded as torch does for uint8.
+    """
     weights = make_resize_matrix(pixels.shape[2], size)
     if not rounded:
         return torch.matmul(weights.float(), pixels)
-    # torch's own arithmetic for uint8 (upsample_avx_bilinear_bicubic_uint8): weights are whole numbers below 2 ** 15,
-    # of one unit for all. Sums of 255 times such are below 2 ** 24, and so exact in float32.
+    # torch's arithmetic for uint8 (upsample_avx_bilinear_bicubic_uint8): weights are whole numbers below 2 ** 15,
+    # of one unit for all. Sums of 255 times the weights are below 2 ** 24, and therefore exact in float32.
     powers = 2.0 ** torch.arange(1, 23, dtype=torch.float64)
     unit = 2.0 ** ((weights.max() * powers + 0.5).floor() < LARGEST).sum().double()
     sums = torch.matmul((weights * unit + 0.5).floor().float(), pixels)
@@ -191,8 +200,8 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
 def make_resize_matrix(inputs: Any, outputs: int) -> Tensor:
     """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
-    The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle that is 0
-    from one pixel of the coarser row away. ``inputs`` is an int, or torch's SymInt.
+    The weights are of bilinear interpolation with antialiasing, as in torch and Pillow. Each row of weights is a
+    triangle, which reaches 0 at a distance of a pixel of the coarser row. ``inputs`` is an int, or torch's SymInt.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

@@ -1,4 +1,4 @@
-"""A process that computes the outputs of an ONNX and cannot import torch; this file is also its program."""
+"""A process that computes the outputs of an ONNX, and cannot import torch. This file is also the process's program."""
 
 import pickle
 import subprocess
@@ -14,11 +14,14 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class OnnxProcess:
-    """A process that runs the ONNX ``model`` on CPU ``threads``: starts at once, and is killed as the context ends."""
+    """A process that runs the ONNX ``model`` on CPU ``threads``.
+
+    Starts at once, and is killed when the context ends.
+    """
 
     def __init__(self, model: Path, threads: int) -> None:
         command = [sys.executable, "-I", __file__, str(model), str(threads)]
-        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe, which would fill
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe would fill up
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
 
     def __enter__(self) -> Self:
@@ -30,7 +33,7 @@ class OnnxProcess:
         self.stderr.close()
 
     def compute_outputs(self, inputs: Arrays) -> Arrays:
-        """Return the outputs of a batch by name, without a timeout; OSError if the process has ended."""
+        """Return the outputs of a batch by name. Waits without a timeout. Raises OSError if the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -48,13 +51,13 @@ class OnnxProcess:
 
 
 def serve_outputs_on_stdio(model_path: str, threads: str) -> None:
-    """Compute the outputs of batches from stdin until it ends, and write them to stdout."""
+    """Read batches from stdin until the end of stdin, and write the outputs of the ONNX to stdout."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # an import of torch now fails
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = int(threads)  # it would take all of the machine's, whatever the pod has
+    options.intra_op_num_threads = int(threads)  # the default is all cores of the machine, not of the pod
     session = onnxruntime.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     while True:

@@ -1,1 +1,1 @@
-"""Compare what the champion predicts now with its held-out samples; record windows, and raise alarms."""
+"""Compares windows of new samples with the champion's held-out samples, records the windows, and raises alarms."""

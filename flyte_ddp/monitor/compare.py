@@ -1,4 +1,4 @@
-"""Compare the columns of a window of samples with those of the reference, by tests whose power has one size."""
+"""Compares the columns of a window of samples with the columns of the reference, by statistical tests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,18 +11,19 @@ from flyte_ddp.monitor.window import ColumnChange
 from flyte_ddp.objectives.table_columns import format_page_cell
 from flyte_ddp.release.statistics import correct_p_values
 
-SAMPLES = 1000  # of a window that are compared: the verdict must not depend on the window's size
+SAMPLES = 1000  # of a window that are compared, because the verdict must not depend on the window's size
 ALPHA = 0.01  # of all columns of a window together
 FLOOR = 0.05  # a smaller effect is no change, however significant
-FEW_VALUES = 20  # numbers with at most so many different values are categories
-LEAST_EXPECTED = 5  # samples of a category in the smaller of the two; rarer ones are counted together
+FEW_VALUES = 20  # numbers with at most this many different values are categories
+LEAST_EXPECTED = 5  # samples of a category on the smaller side; rarer categories are added up
 
 
 def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> list[ColumnChange]:
-    """Return each column's p-value (Holm), and effect: the largest distance of the two distributions' functions.
+    """Return each column's p-value, corrected by Holm's method, and effect.
 
-    The effect of categories is half the sum of the shares' differences, or the excess of new categories if that is
-    larger. A column has moved if both numbers are beyond their limits.
+    The effect of numbers is the largest distance of the two distribution functions. The effect of categories is half
+    the sum of the shares' differences, or the excess of new categories if larger. A column has moved if p is at most
+    ALPHA (0.01) and the effect at least FLOOR (0.05).
     """
     found = [compare_values(values, window[name]) for name, values in reference.items()]
     changes = []
@@ -35,7 +36,7 @@ def compare_columns(reference: Mapping[str, NDArray[Any]], window: Mapping[str, 
 
 
 def compare_values(reference: NDArray[Any], window: NDArray[Any]) -> tuple[float, float]:
-    """Return p-value and effect of Kolmogorov and Smirnov's test, of categories those of :func:`compare_categories`."""
+    """Return p-value and effect of Kolmogorov and Smirnov's test, or of :func:`compare_categories` for categories."""
     reference, window = replace_nan(reference), replace_nan(window)
     if not has_categories(reference):
         numbers = ks_2samp(reference, window, method="asymp")
@@ -49,8 +50,8 @@ def compare_categories(table: NDArray[np.int64]) -> tuple[float, float]:
 
     If all categories but one are rare, Fisher's exact test compares the common category with the rest. Categories that
     the reference lacks are new. If the window has more samples of new categories than expected, Fisher's test also
-    compares the new samples with the rest, and the smaller p-value is doubled. The expected share is that of the
-    reference's samples that are alone in their category (Good, Biometrika 40, 1953).
+    compares the new samples with the rest. The smaller p-value is then doubled. The expected share is the reference's
+    share of samples that are alone in a category (Good, Biometrika 40, 1953).
     """
     pooled = pool_rare(table)
     shares, found = pooled / pooled.sum(1, keepdims=True), chi2_contingency(pooled)
@@ -65,9 +66,10 @@ def compare_categories(table: NDArray[np.int64]) -> tuple[float, float]:
 
 
 def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return why the tests could not find a change of a column that has not moved, or "" if they could.
+    """Return why the tests cannot find a change of a column that has not moved, or "".
 
-    If one value, or all rare categories together, make more than 1 - FLOOR of both sides, no effect can reach FLOOR.
+    No effect can reach FLOOR (0.05) if a single value, or all rare categories together, make up more than 95 % of both
+    sides.
     """
     reference, window = replace_nan(reference), replace_nan(window)
     most = f"more than {100 * (1 - FLOOR):.0f} % of the"
@@ -85,26 +87,29 @@ def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
 
 
 def has_categories(reference: NDArray[Any]) -> bool:
-    """Return whether values are texts, or numbers of few different values, each of which comes again and again."""
+    """Return whether values are categories: texts, or numbers with few different values that occur repeatedly."""
     if reference.dtype.kind == "U":
         return True
     return len(np.unique(reference)) <= min(FEW_VALUES, len(reference) // LEAST_EXPECTED)
 
 
 def replace_nan(values: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers with NaN as infinity, so that a share of unknown numbers that grows is a change."""
+    """Return numbers with infinity instead of NaN. A growing share of unknown numbers then counts as a change."""
     return np.where(np.isnan(values), np.inf, values) if values.dtype.kind == "f" else values
 
 
 def count_categories(reference: NDArray[Any], window: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the K values of both, and their counts in the reference and in the window, [2, K]."""
+    """Return the K different values of reference and window, and the counts [2, K] in both."""
     values, places = np.unique(np.concatenate((reference, window)), return_inverse=True)
     sides = np.split(places, [len(reference)])
     return values, np.stack([np.bincount(side, minlength=len(values)) for side in sides])
 
 
 def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return counts [2, k], k > 1, of K > 1 categories; the rarest count as one, until 5 samples are expected of it."""
+    """Return counts [2, k], k > 1, of K > 1 categories, with the rarest categories added up.
+
+    Categories are added up until at least 5 samples are expected on the smaller side.
+    """
     table = table[:, np.argsort(table.sum(0), kind="stable")]
     totals, least = table.sum(0), LEAST_EXPECTED * table.sum() / table.sum(1).min()
     pooled = max(int((totals < least).sum()), int(np.searchsorted(totals.cumsum(), least)) + 1)
@@ -112,7 +117,11 @@ def pool_rare(table: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def rate_samples(reference: Mapping[str, NDArray[Any]], window: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    """Return how unusual each sample is, [n]: the sum of -log of the reference's shares that are as far out."""
+    """Return how unusual each sample of the window is, [n].
+
+    The rating is the sum over columns of -log of a share of the reference. For categories, the share is of equal
+    values. For numbers, the share is of values at least as far out.
+    """
     found = np.zeros(len(next(iter(window.values()))))
     for name, values in reference.items():
         known, there = np.sort(replace_nan(values)), replace_nan(window[name])

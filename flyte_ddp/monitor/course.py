@@ -1,4 +1,4 @@
-"""Charts of a champion's last windows: their scores, and how many columns moved."""
+"""Charts of a champion's last windows: scores, and numbers of moved columns."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page of a window: its verdict, what moved and how, the most unusual samples; its tables."""
+"""The HTML page of a window with verdict, moved columns and the most unusual samples, and the window's CSV tables."""
 
 import csv
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,12 @@ from flyte_ddp.text.formatting import format_number, format_p_value, join_first,
 DRAWN = 8  # columns
 BINS = 30
 BARS = 10  # categories whose shares differ most
-LEAST_P = 0.0001  # on the page; smaller ones differ by nothing that a person can use
+LEAST_P = 0.0001  # the least p-value on the page, because smaller numbers are of no use to a person
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
 
 
 def write_page(window: Window, watched: Watched, course: Sequence[Window], name: str, path: Path) -> Path:
-    """Write the HTML page of a window that was recorded, replacing a file; return its path.
+    """Write the HTML page of a recorded window, replacing an existing file, and return the path.
 
     ``course`` are the champion's last windows, oldest first.
     """
@@ -64,14 +64,14 @@ def show_inputs(watched: Watched, moved: Sequence[str]) -> Iterator[Picture]:
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}
         shown = dict(islice(values.items(), SHOWN_NUMBERS))
-        # Columns without names have numbers, which alone would say nothing.
+        # Columns without names have numbers. A number alone would say nothing.
         rests = {name: name.removeprefix(ROW).removeprefix(INPUT) for name in shown}
         short = {name: name if rest.isdecimal() else rest for name, rest in rests.items()}
         yield replace(picture, values={short[name]: value for name, value in shown.items()})
 
 
 def draw_distributions(name: str, reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Draw the shares of a column's values, or ranges of values, in reference and window; return an SVG element."""
+    """Return an SVG element with the shares of a column's values, or ranges of values, in reference and window."""
 
     def plot_shares(axes: Any) -> str:
         if has_categories(reference):
@@ -107,7 +107,7 @@ def pool_new(values: NDArray[Any], counts: NDArray[np.int64]) -> tuple[list[str]
 
 
 def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
-    """Return a text that lists categories which the reference lacks, the commonest first, or ""."""
+    """Return a text with the categories that the reference lacks, most frequent first, or ""."""
     values, counts = count_categories(reference, window)
     order = np.argsort(-counts[1], kind="stable")
     new = [format_page_cell(value) for value in values[order][counts[0, order] == 0].tolist()]
@@ -115,10 +115,10 @@ def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
 
 
 def write_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:
-    """Write columns as CSV, with the samples' ids if there are some."""
+    """Write columns as CSV, with the samples' ids unless ``ids`` is empty, and return the path."""
     given: dict[str, Sequence[Any]] = {"id": ids} if ids else {}
     given |= {name: values.tolist() for name, values in columns.items()}
-    # surrogateescape: file names that are not UTF-8 go through as they are.
+    # surrogateescape: file names that are not UTF-8 are written unchanged.
     with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([[*given], *zip(*given.values(), strict=True)])
     return path

@@ -1,8 +1,8 @@
-"""The windows of a champion in the registry, by its entry in the log. Each file is written once.
+"""The windows of a champion in the registry, by the champion's entry in the log. Each file is written once.
 
-ADDRESS/NAME/monitor/00000003/00000007.json                     the seventh window
-ADDRESS/NAME/monitor/00000003/samples/00000007-DIGEST-DIGEST    digests of its address and samples, and of its author
-ADDRESS/NAME/monitor/00000003/truth/00000007-0001.json          the same window with a truth that came later
+ADDRESS/NAME/monitor/00000003/00000007.json                     the seventh window.
+ADDRESS/NAME/monitor/00000003/samples/00000007-DIGEST-DIGEST    digests of address and samples, and of the author.
+ADDRESS/NAME/monitor/00000003/truth/00000007-0001.json          the same window with a truth that came later.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ class Records:
 
     registry: Registry
     folder: str
-    files: dict[int, list[str]]  # by the window's number, ascending: the record, then those with a later truth
+    files: dict[int, list[str]]  # by the window's number, ascending: the record, then records with a later truth
     marks: set[tuple[int, str, str]]  # numbers with the digests of digest_samples and digest_author
 
     def read(self, numbers: Collection[int]) -> list[Window]:
-        """Return windows by their numbers, each with its last truth. Raises UserError for a damaged file."""
+        """Return windows by number, each with the last truth. Raises UserError for a damaged file."""
         with ThreadPoolExecutor(READERS) as pool:
             return [*pool.map(self.read_window, numbers)]
 
@@ -49,7 +49,7 @@ class Records:
             (not window.moved or sum(bool(each.columns) for each in found) >= LOOKED_AT - 1)
             and (not window.worse or sum(each.worse_p is not None for each in found) >= LOOKED_AT - 1)
         ):
-            some = max(LOOKED_AT - 1, len(found))  # few mostly; each time as many again where few windows count
+            some = max(LOOKED_AT - 1, len(found))  # mostly few; twice as many each time if few windows count
             found = self.read(numbers[-some:]) + found
             del numbers[-some:]
         return found
@@ -60,17 +60,17 @@ class Records:
         self.marks.add((number, *mark))
 
     def find_same(self, window: Window, *, once: bool) -> Window | None:
-        """Return the first window with the same samples, or with ``once`` the same author, and the same address.
+        """Return the first window with the same address and the same samples, or None.
 
-        Writes missing marks.
+        With ``once`` the same address and the same author are enough. Writes missing marks.
         """
-        # A mark is missing if its writer was killed, or if the record is older than marks of this form are.
+        # A mark is missing if the writer was killed, or if an older release wrote the record.
         missing = sorted(self.files.keys() - {number for number, *_ in self.marks})
         for number, each in zip(missing, self.read(missing), strict=True):
             self.write_mark(number, each)
         for place, digest in enumerate((digest_samples, digest_author)[: 1 + once], 1):
             marked = {mark[0] for mark in self.marks if mark[place] == digest(window)}
-            # A person may have deleted a record, so that another window has its number now.
+            # If a person deleted a record, another window may have the same number now.
             same = self.read([number for number in self.files if number in marked])
             if found := next((each for each in same if digest(each) == digest(window)), None):
                 return found
@@ -80,7 +80,7 @@ class Records:
 def list_records(registry: Registry, entry: Entry) -> Records:
     folder = registry.at("monitor", f"{entry.number:08}")
     files, marks = dict[int, list[str]](), set[tuple[int, str, str]]()
-    for name in registry.list_files(folder):  # sorted: the records first, and truths in their order
+    for name in registry.list_files(folder):  # sorted: the records first, and truths in order
         if found := RECORD.fullmatch(name):
             files.setdefault(int(found[1]), []).append(name)
         elif found := MARK.fullmatch(name):
@@ -101,16 +101,17 @@ def digest_text(text: str) -> str:
 
 
 def read_windows(registry: Registry, entry: Entry) -> list[Window]:
-    """Return the last 50 windows of a champion, oldest first. Raises UserError for a damaged record."""
+    """Return the last RECENT (50) windows of a champion, oldest first. Raises UserError for a damaged record."""
     records = list_records(registry, entry)
     return records.read([*records.files][-RECENT:])
 
 
 def record_window(registry: Registry, entry: Entry, window: Window, *, once: bool = False) -> Window:
-    """Write a window into the registry, and return the window with its number and whether it is an alarm.
+    """Write a window into the registry, and return the window with number and alarm.
 
-    If an earlier window has the same address and samples, returns the earlier window, to which a new truth is added.
-    With ``once`` the same address and author are enough. Reads only the windows that decide.
+    If an earlier window has the same address and samples, returns the earlier window. With ``once`` the same address
+    and author are enough. A new truth is added to the earlier window. Reads only the windows that decide about an
+    alarm.
     """
     while True:
         records = list_records(registry, entry)

@@ -1,4 +1,4 @@
-"""The main measure on a window's samples with a truth, and whether it is worse than on the held-out samples."""
+"""Measures a window's samples with a truth, and tests whether the main measure is worse than on held-out samples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ from flyte_ddp.release.scores import FORMULAS, is_higher_better, name_scores, ne
 from flyte_ddp.training.evaluate import measure_columns
 
 ALPHA = 0.01  # of a window, one-sided
-DRAWS = 299  # of which up to two may be as bad as the window at ALPHA
-# From the mean of scores, which are losses here, to the measure, and back.
+DRAWS = 299  # permutations; at ALPHA up to two may be as bad as the window
+# Conversions from the mean of scores, here losses, to the measure, and back.
 MEASURE_OF_SCORE = {"squared error": lambda mean: math.sqrt(max(0.0, mean)), "loss of a token": math.exp}
 SCORE_OF_MEASURE = {"squared error": lambda value: value**2, "loss of a token": math.log}
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How the champion did on its held-out samples."""
+    """The champion's results on the held-out samples of its release."""
 
-    score: float  # the main measure of all of them
+    score: float  # the main measure of all held-out samples
     samples: int
-    columns: Columns  # the objective's, of some of them; empty: the version was judged before they were stored
+    columns: Columns  # the objective's, of some samples; empty: an older release judged the version
 
 
 def describe_truth(
     objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int
 ) -> dict[str, Any]:
-    """Return the fields of a Window that the objective's columns of batches with a truth determine."""
+    """Return the fields of a Window about the truth, from the objective's columns of batches with a truth."""
     columns = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     found = measure_truth(objective, columns)
     if "score" in found:
@@ -47,10 +47,10 @@ def describe_truth(
 
 
 def measure_truth(objective: Objective, columns: Columns) -> dict[str, Any]:
-    """Return fields of a Window from the objective's columns: samples with a truth, their main measure, its interval.
+    """Return fields of a Window: the number of samples with a truth, the main measure, and the 95 % interval.
 
-    The 95 % interval is Wilson's for an accuracy, else by the normal distribution of the mean of the samples' scores,
-    where that mean is the measure.
+    The interval of an accuracy is Wilson's. If another measure is a mean of the samples' scores, the interval assumes a
+    normal distribution of the mean. Fields that cannot be determined are missing.
     """
     samples = len(columns["loss"]) if columns else 0
     found: dict[str, Any] = {"truths": samples}
@@ -66,9 +66,9 @@ def measure_truth(objective: Objective, columns: Columns) -> dict[str, Any]:
         higher = is_higher_better(objective)
         scores, in_units = scores * (1 if higher else -1), MEASURE_OF_SCORE.get(name_scores(objective), float)
         error = scores.std(ddof=1) / math.sqrt(samples)
-        if error:  # of equal scores the normal distribution tells nothing
+        if error:  # equal scores have no normal distribution
             low, high = map(in_units, norm.interval(0.95, scores.mean(), error))
-            # Measures with scores of which more is better, such as F1, are shares.
+            # Measures with higher scores for better answers, such as F1, are shares.
             found["low"], found["high"] = (max(0.0, low), min(1.0, high)) if higher else (low, high)
     return found
 
@@ -78,7 +78,7 @@ def is_accuracy(objective: Objective) -> bool:
 
 
 def score_samples_of_mean(objective: Objective, columns: Columns) -> NDArray[np.float64] | None:
-    """Return each sample's score, of which more is better, or None if their mean is not the main measure."""
+    """Return each sample's score, where higher is better, or None if the mean is not the main measure."""
     kind = type(objective)
     several = isinstance(objective, Regression) and columns["prediction"][0].numel() > 1
     own = kind.measure not in FORMULAS or kind.scores not in (Objective.scores, Classification.scores)
@@ -86,9 +86,10 @@ def score_samples_of_mean(objective: Objective, columns: Columns) -> NDArray[np.
 
 
 def compare_score(objective: Objective, columns: Columns, score: float, held_out: HeldOut, seed: int) -> dict[str, Any]:
-    """Return fields of a Window: the p-value of a score worse than the held-out score, and whether p is at most ALPHA.
+    """Return fields of a Window: the p-value of a score worse than held out, and whether p is small enough.
 
-    ``columns`` are of the window's samples with a truth, or of some of them. Returns {} if no test fits.
+    ``columns`` are the objective's columns of all or some samples with a truth. The limit of p is ALPHA (0.01). Returns
+    {} if no test is possible.
     """
     if held_out.columns.keys() >= columns.keys():
         p = p_value_of_draws(objective, columns, held_out.columns, seed)
@@ -100,8 +101,8 @@ def compare_score(objective: Objective, columns: Columns, score: float, held_out
 def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, seed: int) -> float | None:
     """Return the one-sided p-value of the permutation test of the main measure's difference, or None if undefined.
 
-    Draws stop as soon as ALPHA cannot be reached (Besag and Clifford, Biometrika 78, 1991). Draws in which the measure
-    is undefined on a side do not count.
+    Drawing stops when ALPHA cannot be reached (Besag and Clifford, Biometrika 78, 1991). Draws do not count if the
+    measure is undefined on a side.
     """
     sign, name = 1 if is_higher_better(objective) else -1, objective.main_measure
     samples, random = len(columns["loss"]), np.random.default_rng(seed)
@@ -119,7 +120,7 @@ def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, 
     for _ in range(10 * DRAWS):
         drawn = subtract_measures(random.permutation(total))
         draws += math.isfinite(drawn)
-        as_bad += drawn <= observed + 1e-12 * abs(observed)  # equal ones may differ in the last bit
+        as_bad += drawn <= observed + 1e-12 * abs(observed)  # equal measures may differ in the last bit
         if as_bad >= ALPHA * (DRAWS + 1):
             return as_bad / draws
         if draws == DRAWS:
@@ -128,9 +129,10 @@ def p_value_of_draws(objective: Objective, columns: Columns, held_out: Columns, 
 
 
 def p_value_without_columns(objective: Objective, columns: Columns, score: float, held_out: HeldOut) -> float | None:
-    """Return a one-sided p-value from the held-out score alone: of an accuracy, RMSE or perplexity, else None.
+    """Return a one-sided p-value of an accuracy, RMSE or perplexity from the held-out score alone, else None.
 
-    The p-value of an accuracy is Fisher's. Others assume normal means, and that held-out scores vary as the window's.
+    The p-value of an accuracy is Fisher's. For RMSE and perplexity, means are assumed to be normal, and held-out scores
+    to vary as the window's scores.
     """
     samples = len(columns["loss"])
     if is_accuracy(objective):

@@ -1,4 +1,4 @@
-"""Where a window of new samples is: one flat, frozen, validated dataclass."""
+"""The addresses of a window of new samples: one flat, frozen, validated dataclass."""
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import re
@@ -17,7 +17,7 @@ FIELD = re.compile("%[aAbBdfGHIjmMpSuUVwWyYzZ%]")
 
 @dataclass(frozen=True)
 class WindowSource(CheckedFields, called="window setting"):
-    """Where a window's samples and their truth are. Give one of images, dataset and table."""
+    """The addresses of a window's samples and truth. Give exactly one of images, dataset and table."""
 
     images: str = setting(
         "",
@@ -59,7 +59,7 @@ class WindowSource(CheckedFields, called="window setting"):
 
     @property
     def address(self) -> str:
-        """What is predicted, in words."""
+        """The images, the table, or the data set with its source, as text."""
         return self.images or self.table or " ".join(filter(None, (self.dataset, self.data_source)))
 
 

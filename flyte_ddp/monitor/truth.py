@@ -1,4 +1,4 @@
-"""The truth of a window's samples, from a file of the user."""
+"""Reads the truth of a window's samples from a file of the user."""
 
 import math
 import re
@@ -21,16 +21,19 @@ WHOLE_NUMBER = re.compile(r"0*([0-9]+)(?:\.0*)?")
 
 
 class TruthFile:
-    """Truths by id, as texts. An id in another form, such as 1.0 or 001 for 1, matches if no other id has the form."""
+    """The truths of a CSV file by id, as texts.
+
+    An id in another form, such as 1.0 or 001 for 1, matches if no other id has the same form.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.truths = dict[str, str]()
         for _, name, truth in read_id_table("truth", "truth", address):
-            if not is_unknown(truth or "") or (name or "") not in self.truths:  # the last one that is known
+            if not is_unknown(truth or "") or (name or "") not in self.truths:  # the last known truth counts
                 self.truths[name or ""] = truth or ""
         self.by_form = index_by_form(self.truths)
-        self.users = dict[str, str]()  # the sample that each id of the file was found for
+        self.users = dict[str, str]()  # the matching sample of each id of the file
         self.missing = list[str]()  # samples without an id in the file
 
     def find(self, sample: str) -> str:
@@ -55,7 +58,11 @@ class TruthFile:
 
 
 def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches with the classes or numbers of the user's file. Raises UserError for other objectives."""
+    """Yield batches with the truths of the user's file, classes or numbers.
+
+    Raises UserError unless the model predicts classes, or one number for each sample. Prints a note if no truth is
+    known, or if ids are in another form.
+    """
     file, classifies = TruthFile(address), isinstance(model.objective, Classification)
     if not classifies and (not isinstance(model.objective, Regression) or model.objective.facts.target_shape):
         rule = "must be of a model that predicts classes, or one number for each sample"
@@ -93,7 +100,7 @@ def is_unknown(truth: str) -> bool:
 
 
 def normalize_form(text: str) -> str:
-    """Return a text without spaces at its ends, and a whole number such as 007 or 7.0 as 7."""
+    """Return a text without spaces at the ends. A whole number such as 007 or 7.0 becomes 7."""
     text = text.strip()
     number = WHOLE_NUMBER.fullmatch(text)
     return number[1] if number else text
@@ -110,12 +117,12 @@ def index_by_form(names: Iterable[str]) -> dict[str, str]:
 
 
 def mask_numbers(name: str) -> str:
-    """Return an id such as a17.png as 0.png: 0 stands for each run of letters and digits with a digit."""
+    """Return an id with 0 for each run of letters and digits with a digit: a17.png becomes 0.png."""
     return re.sub(r"[A-Za-z]*[0-9][A-Za-z0-9]*", "0", name)
 
 
 def find_known_truths(batch: Batch) -> NDArray[np.bool_]:
-    """Return for each of a batch's samples whether its truth is known, [n]."""
+    """Return whether the truth of each of a batch's samples is known, [n]."""
     targets = batch.targets
     if batch.truths is not None:
         return np.array([truth != "" for truth in batch.truths])

@@ -1,4 +1,4 @@
-"""Predict a window of samples with the champion, and compare it with the held-out samples."""
+"""Predicts a window of samples with the champion, and compares the window with the held-out samples."""
 
 import itertools
 import sys
@@ -60,26 +60,26 @@ from flyte_ddp.user_code.source import explain_own_errors
 
 MOST_BAD = 0.1  # of all samples
 PICTURED = 24
-ROW, INPUT = "row ", "input "  # begin the names of columns of the rows as they were read, and of the inputs
+ROW, INPUT = "row ", "input "  # prefixes of columns' names: of rows as they were read, and of inputs
 
 
 @dataclass
 class Watched:
-    """What is known of a window's samples, beside what the record says."""
+    """Facts about a window's samples that the record does not contain."""
 
     model: SavedModel
     reference: SampleColumns
     bad: BadSamples = field(default_factory=lambda: BadSamples(sys.maxsize))
     ids: list[str] = field(default_factory=list)
-    digest: Any = field(default_factory=sha256)  # of the inputs: outputs differ in bits where threads are more
+    digest: Any = field(default_factory=sha256)  # of the inputs, because outputs depend on the number of threads
     columns: SampleColumns = field(default_factory=dict)
     measured: list[dict[str, Tensor]] = field(default_factory=list)  # by batch, the objective's columns [n, ...]
     unusual: list[tuple[float, Picture]] = field(default_factory=list)  # the first PICTURED (24)
 
     def predict(self, batches: Iterable[Batch]) -> None:
-        """Predict batches; keep their columns, unusual samples and, where truths are known, what measures need.
+        """Predict batches, and keep columns, unusual samples, and the objective's columns of samples with a truth.
 
-        Raises UserError for other columns than the reference has.
+        Raises UserError if the names of the columns differ from the reference's.
         """
         parts, model = [], self.model
         for batch in batches:
@@ -121,7 +121,7 @@ class Watched:
         columns: SampleColumns,
         usable: NDArray[np.int64],
     ) -> None:
-        """Keep pictures of the most unusual samples, among those at the places ``usable`` and those of before."""
+        """Keep pictures of the most unusual samples, among the places ``usable`` and the pictures kept before."""
         ratings, spec = rate_samples(self.reference, columns), self.model.spec
         first = usable[np.argsort(-ratings[usable], kind="stable")[:PICTURED]]
         images = images_from_inputs(inputs[first], spec) if isinstance(spec, InputSpec) else itertools.repeat(None)
@@ -137,7 +137,7 @@ class Watched:
 
 
 def describe_truths(model: SavedModel, batch: Batch) -> Sequence[str]:
-    """Return the truth of each of a batch's samples as text; "" where it is not known."""
+    """Return the truth of each of a batch's samples as text, or "" for an unknown truth."""
     if batch.truths is not None or batch.targets is None:
         return batch.truths or [""] * len(batch.ids)
     texts = describe_samples(model.objective.truths(batch.targets), "truth", len(batch.ids))
@@ -147,10 +147,12 @@ def describe_truths(model: SavedModel, batch: Batch) -> Sequence[str]:
 def predict_window(
     registry: Registry, entry: Entry, source: WindowSource, local: Path, *, settings: Settings, by: str
 ) -> tuple[Window, Watched]:
-    """Predict a window with the champion of the log's ``entry``; return what was found, and change nothing.
+    """Predict a window with the champion of the log's ``entry``, and return the unrecorded window and its samples.
 
-    ``local`` is where the images or the table are on this machine. Runs the code that the champion's sidecar names.
-    Raises UserError for a champion without a reference, and if a tenth of the samples cannot be decoded or predicted.
+    ``local`` is the path of the images or the table on this machine. Runs the code that the champion's sidecar names.
+
+    Raises:
+        UserError: The champion has no reference, or more than a tenth of the samples cannot be decoded or predicted.
     """
     version = registry.read_version(entry.version, entry.manifest)
     if REFERENCE not in version.files:

@@ -1,4 +1,4 @@
-"""A window of samples that the champion has predicted, and which windows are an alarm."""
+"""A window of samples that the champion has predicted, and the rule for alarms."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp.text.formatting import format_measure, join_first, name_measure
 
-FEWEST = 50  # samples of a verdict
-LOOKED_AT, NEEDED = 3, 2  # an alarm needs so many windows with a change, or with a score that fell, among so many
+FEWEST = 50  # least samples of a verdict
+LOOKED_AT, NEEDED = 3, 2  # an alarm needs 2 of 3 windows with moved columns, or with worse scores
 TRUTH_FIELDS = ("truths", "score", "low", "high", "worse_p", "worse")  # of a Window
 
 
 @dataclass(frozen=True)
 class ColumnChange(DataClassJsonMixin):
-    """How far a column of the window is from the reference's."""
+    """The distance of a column of the window from the same column of the reference."""
 
     column: str
     p: float  # corrected for all columns
     effect: float  # 0 to 1
     moved: bool
-    untested: str = ""  # why no change could be found; empty: one could
+    untested: str = ""  # why the tests cannot find a change; empty: they can
 
 
 @dataclass(frozen=True)
 class Window(DataClassJsonMixin):
-    """What was found in a window of samples."""
+    """The results of a window of samples."""
 
     version: str
     address: str
@@ -37,13 +37,13 @@ class Window(DataClassJsonMixin):
     samples: int
     bad: int  # samples that could not be decoded or predicted; not among ``samples``
     columns: list[ColumnChange]  # empty: too few samples for a verdict
-    measure: str  # the main one
-    held_out: float  # its value on the test split of the champion's release
+    measure: str  # the name of the main measure
+    held_out: float  # the main measure on the test split of the champion's release
     truths: int = 0  # samples whose truth is known
-    score: Optional[float] = None  # noqa: UP045  # their measure; None: too few, or not defined
-    low: Optional[float] = None  # noqa: UP045  # ends of its 95 % interval; None: there is none
+    score: Optional[float] = None  # noqa: UP045  # the measure of these samples; None: too few, or undefined
+    low: Optional[float] = None  # noqa: UP045  # ends of the score's 95 % interval; None: no interval
     high: Optional[float] = None  # noqa: UP045
-    worse_p: Optional[float] = None  # noqa: UP045  # of a score that is worse than the held-out one; None: no test
+    worse_p: Optional[float] = None  # noqa: UP045  # of a score worse than held out; None: no test
     worse: bool = False  # whether the score is worse than the held-out one beyond chance
     number: int = 0  # from 1, of this champion
     alarm: bool = False
@@ -54,7 +54,7 @@ class Window(DataClassJsonMixin):
         return sorted((each for each in self.columns if each.moved), key=lambda each: -each.effect)
 
     def __repr__(self) -> str:
-        """Return what was found in a line, as pyflyte prints it: all columns would be thousands of characters."""
+        """Return the verdict in a line for the output of pyflyte. All columns would be thousands of characters."""
         return f"<window {self.number}, {self.describe()}>"
 
     def describe(self) -> str:
@@ -74,9 +74,10 @@ class Window(DataClassJsonMixin):
 
 
 def is_alarm(windows: Sequence[Window]) -> bool:
-    """Return whether the last window and another of the last three have moved columns, or both have a worse score.
+    """Return whether the last of the ``windows`` is an alarm.
 
-    The last three are those with a verdict on columns, or on the score.
+    A window with moved columns is an alarm if another of the last three windows has moved columns, too. The same rule
+    holds for worse scores. The three windows are the last windows with a verdict on columns, or on the score.
     """
     last = windows[-1]
     moved = [bool(window.moved) for window in windows if window.columns][-LOOKED_AT:]

@@ -1,4 +1,4 @@
-"""Make inputs of rows by the object that was fitted for a model, and by the user's code. Needs no torch."""
+"""Makes inputs of new rows by a model's fitted object and the user's code. Needs no torch."""
 
 import base64
 import hashlib
@@ -28,7 +28,7 @@ from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 
 class StoredUnpickler(pickle.Unpickler):
-    """Loads classes from the modules that ``spec`` holds if it is a :class:`StoredSpec`, and others by import."""
+    """Loads classes from the modules in ``spec`` if ``spec`` is a :class:`StoredSpec`, and other classes by import."""
 
     def __init__(self, spec: str, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -44,17 +44,17 @@ class StoredUnpickler(pickle.Unpickler):
 class NewRows(NamedTuple):
     """The usable rows of a new source."""
 
-    inputs: Leaves  # [n, ...] of the usable rows, with the types that the model takes
+    inputs: Leaves  # [n, ...] of the usable rows, with the types that the model accepts
     places: NDArray[np.int64]  # [n], ascending, among all N rows
     bad: dict[int, str]  # why the other rows cannot be used, by their places
     ids: NDArray[np.str_] | None  # [N]
-    rows: Any  # the usable rows as they were read; None where a model's own ``prepare`` reads them
-    targets: Any  # of the usable rows; None where the source has none
+    rows: Any  # the usable rows as they were read; None if the user's ``prepare`` function reads them
+    targets: Any  # of the usable rows; None if the source has no targets
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The object that was fitted for a model, with the user's code that makes inputs of rows."""
+    """A model's fitted object, with the user's code that makes inputs of rows."""
 
     fitted: Any
     packed: Mapping[str, Any]  # as in model.json
@@ -62,7 +62,7 @@ class Preprocessing:
 
     @property
     def where(self) -> str:
-        """The beginning of messages."""
+        """The beginning of error messages."""
         is_table = TABLE in self.packed
         return f"dataset={self.packed[TABLE]!r}: prepare" if is_table else f"prepare={self.packed['prepare']!r}"
 
@@ -76,14 +76,14 @@ class Preprocessing:
         return prepare
 
     def prepare(self, rows: Any) -> Leaves:
-        """Return the model's inputs of rows: NumPy arrays of the types that the model takes.
+        """Return the model's inputs of rows: NumPy arrays of the types that the model accepts.
 
         Args:
-            rows: a frame, an array, a dict of columns or a list, as ``read`` of the user's Table returns them. Columns
-                are found by name. Their order, and further columns, make no difference.
+            rows: A frame, an array, a dict of columns or a list, as returned by ``read`` of the user's Table. Columns
+                are found by name, in any order. Further columns are ignored.
 
         Raises:
-            UserError: A column is missing, an input is NaN or infinite, or the data set is no Table.
+            UserError: A column is missing, an input is NaN or infinite, or the data set is not a Table.
         """
         inputs, _ = convert_inputs(f"{self.where}: ", self._call_prepare(rows), None)
         return self._cast(inputs)
@@ -91,7 +91,7 @@ class Preprocessing:
     def read(self, source: Any) -> NewRows:
         """Read and prepare the rows of a new source.
 
-        Rows whose inputs are NaN or infinite are bad.
+        Rows with NaN or infinite inputs are listed in ``bad``, and have no inputs.
         """
         rows = targets = None
         if isinstance(self.call, Table):
@@ -136,13 +136,13 @@ class Preprocessing:
 
 
 def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocessing:
-    """Return what was fitted for a model, with the user's code that makes inputs of rows.
+    """Return a model's fitted object, with the user's code that makes inputs of rows.
 
     Unpickles the object, and imports the user's code at the first use, so trust ``model.json`` as you trust code. Needs
-    no torch, unless the module of the user's Table imports it.
+    no torch, unless the module of the user's Table imports torch.
 
     Args:
-        model_json: the path of the file, or its content, which ``load_model`` and ``load_champion`` return.
+        model_json: The path of the file, or its content, as ``load_model`` and ``load_champion`` return it.
 
     Raises:
         UserError: The model has no preprocessing, or the object cannot be unpickled here.
@@ -162,7 +162,7 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
         raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
     try:
         fitted = StoredUnpickler(packed.get(TABLE) or packed["prepare"], content).load()
-    except Exception as error:  # whatever the user's own objects raise
+    except Exception as error:  # user-defined objects may raise anything
         raise UserError(
             f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was made with "
             f"{packed['releases']}, and needs the modules that its objects come from"
@@ -171,14 +171,14 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
 
 
 def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return the inputs [N, ...] of new rows as the model takes them, and the ids of the rows (None: none).
+    """Return the inputs [N, ...] of new rows in the model's types, and the rows' ids, or None without ids.
 
     Unpickles the model's preprocessing and calls the user's code, so trust ``model.json`` as you trust code. ``source``
-    is a path, or whatever else the user's code reads.
+    is a path, or another object that the user's code reads.
 
     Raises:
-        UserError: The model has no preprocessing, the object cannot be unpickled here, the user's code raises, or
-            :func:`flyte_ddp.arrays` would refuse the inputs.
+        UserError: The model has no preprocessing, or the object cannot be unpickled here. The user's code raises. A row
+            has NaN or infinite inputs, or :func:`flyte_ddp.arrays` would reject the inputs.
     """
     preprocessing = load_preprocessing(sidecar)
     new = preprocessing.read(source)
@@ -190,12 +190,12 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
 
 
 def make_own_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArrays:
-    """Return a data set whose test inputs are made by the model's own preprocessing.
+    """Return a data set with test inputs made by the model's preprocessing.
 
-    The set itself is returned if its inputs were made so, or if neither has a preprocessing.
+    Returns ``data`` if the same preprocessing made the inputs, or if neither model nor data have a preprocessing.
 
     Raises:
-        UserError: The inputs were made by another fit, and the rows are not kept.
+        UserError: Another fit made the inputs, and the data set has no rows.
     """
     mine, theirs = sidecar.get(PREPROCESSING) or {}, data.preprocessing
     by_table = TABLE in mine and bool(data.rows)
@@ -214,7 +214,7 @@ def make_own_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArr
 
 
 def cast_leaf(leaf: Any, dtype: str) -> Any:
-    """Return a leaf as "float", "int64" or "bool" if no value changes thereby, and else unchanged."""
+    """Return a leaf converted to ``dtype`` "float", "int64" or "bool", or unchanged if a value would change."""
     values = leaf.values if isinstance(leaf, Ragged) else leaf
     kind, new = values.dtype.kind, values
     if dtype == "float" and kind in "biu":

@@ -1,4 +1,4 @@
-"""Predicting samples with a saved model: a CSV table, and an HTML page of the first predictions."""
+"""Predicts samples with a saved model, and writes a CSV table and an HTML page of the first predictions."""
 
 import codecs
 import csv
@@ -52,8 +52,8 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent, join_first
 from flyte_ddp.user_code.source import explain_own_errors
 
-MANY_CLASSES = 100  # or labels; of more, the table lists the likeliest of each sample
-TOP_CLASSES = 5  # that it lists, unless the caller says how many
+MANY_CLASSES = 100  # or labels; with more, the table lists the likeliest of each sample
+TOP_CLASSES = 5  # that the table then lists by default
 PICTURES = 24  # on the page
 PALETTE = 256  # colours that a PNG with a palette can have
 
@@ -73,16 +73,28 @@ def write_prediction_table(
 ) -> Path:
     """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
 
-    Predicts one of three: the image files below the folder ``images``, the test split of the prepared data set in
-    ``dataset``, or the new rows in the file ``table``. Also writes an HTML page of the first predictions, and a PNG of
-    each predicted mask into the folder ``<output>.masks``. Columns are ``id``, ``prediction``, those of the truth (for
-    a data set), and the other answers of the model's objective; docs/model.md lists them. Of more than 100 classes
-    or labels the answers are the ``top_classes`` likeliest of each sample; with 0 there is a column for each class, as
-    there is of fewer classes. An image that cannot be decoded has an id and no answers; ``bad_samples`` of them are
-    allowed, None: as many as in the model's training.
+    Also writes an HTML page of the first predictions, and a PNG of each predicted mask into the folder
+    ``<output>.masks``. Replaces existing files, and creates missing folders. Runs the code that the sidecar names, on a
+    GPU if available.
 
-    Replaces older files; makes missing folders. Runs the code that the sidecar names, on a GPU if there is one. Raises
-    UserError for arguments that do not fit, a model or samples that cannot be used, and unwritable output.
+    The columns are ``id``, ``prediction``, the truth (for a data set), and further answers of the model's objective,
+    listed in docs/model.md. An image that cannot be decoded has an id and no answers.
+
+    Args:
+        model_path: The path of ``model.pt``.
+        sidecar_path: The path of ``model.json``.
+        images: A folder of images to predict. Give exactly one of ``images``, ``dataset`` and ``table``.
+        dataset: The folder of a prepared data set, whose test split is predicted.
+        table: A file of new rows to predict.
+        output: The path of the CSV table.
+        batch_size: Samples in a batch, by default the model's.
+        bad_samples: Most samples that may fail to decode, by default the limit of the model's training.
+        top_classes: With more than 100 classes or labels, the table lists this many likeliest answers of each sample.
+            0: a column for each class, as with fewer classes.
+        settings: Settings for loading data, by default ``Settings()``.
+
+    Raises:
+        UserError: The arguments do not fit, the model or the samples cannot be used, or the output cannot be written.
     """
     if [images, dataset, table].count(None) != 2:
         raise UserError(f"images={images}, dataset={dataset}, table={table}: give exactly one of the three")
@@ -101,7 +113,7 @@ def write_prediction_table(
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     predictor = Predictor(model, top_classes)
     with replace_file(output) as file, replace_folder(mask_folder(output)) as masks:
-        # surrogateescape: file names that are not UTF-8 go through as they are.
+        # surrogateescape: file names that are not UTF-8 are written unchanged.
         write_predictions(codecs.getwriter("utf-8")(file, "surrogateescape"), batches, predictor, masks)
     write_html(output.with_suffix(".html"), predictor.render_page(output.stem))
     print_samples_without_prediction(Progress(settings.progress), predictor.undefined, bad)
@@ -109,12 +121,12 @@ def write_prediction_table(
 
 
 def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor", masks: Path) -> None:
-    """Predict batches; write a CSV row for each sample, and files of masks into ``masks``.
+    """Predict batches, and write a CSV row for each sample to ``file``, and masks as files into ``masks``.
 
-    Raises UserError if no sample can be decoded, or the columns change.
+    Raises UserError if no sample can be decoded, or if the columns change between batches.
     """
     writer: csv.DictWriter[str] | None = None
-    waiting = list[dict[str, str]]()  # rows before the first sample that was decoded
+    waiting = list[dict[str, str]]()  # rows before the first decoded sample
     for batch in batches:
         columns = {"id": batch.ids, **predictor.answer_batch(batch, masks)}
         cells = [[format_csv_cell(name, value) for value in values] for name, values in columns.items()]
@@ -135,9 +147,9 @@ def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor
 
 
 class Predictor:
-    """Predicts batches; counts predictions, and keeps PICTURES (24) samples with their images for the page.
+    """Predicts batches, counts predictions, and keeps PICTURES (24) samples with images for the page.
 
-    These are the first samples, or with two classes those with the highest scores of the second class.
+    The first samples are kept. With two classes, the samples with the highest scores of the second class are kept.
     """
 
     def __init__(self, model: SavedModel, top_classes: int = TOP_CLASSES) -> None:
@@ -150,12 +162,13 @@ class Predictor:
         self.predictions = Counter[str]()  # of classes
         self.pictures: list[Picture] = []
         self.samples = self.known = self.correct = 0
-        self.undefined: list[str] = []  # ids of the samples with NaN among their outputs; they have no prediction
+        self.undefined: list[str] = []  # ids of samples with NaN among the outputs, which have no prediction
 
     def answer_batch(self, batch: Batch, masks: Path) -> TableColumns:
-        """Return the table's columns except the id; without a decoded sample only those of the truth.
+        """Return the columns of a batch's table, except the id.
 
-        Runs the model, writes its masks as files, counts the batch, and keeps what the page shows.
+        Runs the model, writes masks as files, counts the batch, and keeps samples for the page. If no sample was
+        decoded, returns only the columns of the truth.
         """
         objective, truths, samples = self.model.objective, TableColumns(), len(batch.ids)
         if batch.truths is not None:
@@ -198,7 +211,7 @@ class Predictor:
     def keep_pictures(
         self, batch: Batch, facts: Mapping[int, tuple[str, str, Any]], masks: Mapping[int, Sequence[NDArray[Any]]]
     ) -> None:
-        """Keep the batch's samples for the page; ``facts`` are prediction, truth and score of the decoded samples."""
+        """Keep the batch's samples for the page. ``facts`` are prediction, truth and score of the decoded samples."""
         spec, chosen = self.model.spec, np.arange(len(facts))[: PICTURES - len(self.pictures)]
         if self.ranking:
             chosen = np.argsort([-score for _, _, score in facts.values()], kind="stable")[:PICTURES]  # NaN last
@@ -243,7 +256,7 @@ def print_samples_without_prediction(progress: Progress, undefined: Sequence[str
 
 
 def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
-    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C], on the CPU."""
+    """Yield a model's normalised inputs [n, C, H, W] as images on the CPU, uint8 [H, W, C] each."""
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
@@ -251,7 +264,7 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
 
 
 def own_decoding(sidecar_path: Path) -> str:
-    """Return the hyperparameter ``sample`` of a model's training, "" if it had none."""
+    """Return the hyperparameter ``sample`` of a model's training, or "" if the training had none."""
     return str(read_model_json(sidecar_path).get("hyperparameters", {}).get("sample", ""))
 
 
@@ -261,7 +274,10 @@ def mask_folder(table: Path) -> Path:
 
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces that at ``path`` after a block without an error; left empty, removes it."""
+    """Yield a new folder, which replaces the folder at ``path`` if the block raises no error.
+
+    If the new folder is empty, the old folder is only removed.
+    """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
         new = Path(temporary, path.name)
         new.mkdir()
@@ -272,9 +288,9 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str:
-    """Write a mask [H, W] of class numbers as a PNG; return its path relative to the folder's parent.
+    """Write a mask [H, W] of class numbers as a PNG, and return the path relative to the folder's parent.
 
-    ``name`` may have folders, which are made; a name that is taken gets a number at its end.
+    Creates the folders in ``name``. If the file exists, appends a number to the name.
     """
     path = Path(folder, *[part for part in PurePosixPath(name).parts if part not in ("/", "..")] or ["mask"])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,9 +308,9 @@ def write_mask(folder: Path, name: str, mask: NDArray[Any], classes: int) -> str
 def find_answers(
     model: SavedModel, outputs: Any, targets: Leaves, undefined: NDArray[np.bool_], top_classes: int = 0
 ) -> TableColumns:
-    """Return the objective's answers by column, with texts "" where ``undefined`` [n].
+    """Return the objective's answers by column, with texts replaced by "" where ``undefined`` [n].
 
-    Raises UserError if there are no columns. With ``top_classes`` the answers are those of ``top_answers``.
+    With ``top_classes`` calls the objective's ``top_answers``, otherwise ``answers``. Raises UserError without columns.
     """
     objective, where = model.objective, model.sidecar.get("objective", "classification")
     shown = outputs if targets is None else objective.hide_padding(outputs, targets)
@@ -302,13 +318,13 @@ def find_answers(
     if not given:
         raise UserError(f"objective={where!r}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():
-        if undefined.any() and isinstance(values[0], str):  # the likeliest class of NaN is the first: nobody said so
+        if undefined.any() and isinstance(values[0], str):  # the first class is no prediction of NaN
             given[name] = ["" if bad else value for bad, value in zip(undefined, values, strict=True)]
     return given
 
 
 def is_listed_by_rank(objective: Objective, method: str) -> bool:
-    """Return whether there are more than 100 classes or labels, and ``method`` is not of the user's own."""
+    """Return whether the objective has more than 100 classes or labels, and ``method`` is not user-defined."""
     kinds = Classification, Multilabel, Segmentation
     ours = any(isinstance(objective, kind) and not overrides(objective, kind, method) for kind in kinds)
     return ours and objective.outputs > MANY_CLASSES
@@ -323,7 +339,10 @@ def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
 
 
 def format_csv_cell(column: str, value: Any) -> str:
-    """Format a value: six digits in columns score, probability and share, all digits of other numbers, "" for NaN."""
+    """Return a number or text as a cell, with "" for NaN.
+
+    Numbers have six digits in the columns score, probability and share, and all digits in other columns.
+    """
     if isinstance(value, (str, int, np.integer)):
         return str(value)
     if math.isnan(value):

@@ -1,4 +1,4 @@
-"""A saved model, and what it predicts, in batches: a folder of images, or the test split of a data set."""
+"""A saved model, and batches of samples to predict: images of a folder, or a data set's test split."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -37,13 +37,14 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import describe_input
 
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
+BATCH_SIZE = 500  # images in memory at a time, by default
 
 
 class SavedModel:
-    """``model.pt`` and ``model.json`` of one run, loaded for evaluation to the GPU, if any, with the sidecar's code.
+    """A run's ``model.pt`` and ``model.json``, loaded for evaluation with the sidecar's code.
 
-    ``bad_samples`` is how many images may be impossible to decode; None: as many as the model's training allowed.
+    The model is on the GPU if available. ``bad_samples`` is how many images may fail to decode. By default the limit of
+    the model's training holds.
     """
 
     def __init__(self, weights: Path, sidecar: Path, settings: Settings, bad_samples: int | None = None) -> None:
@@ -53,13 +54,13 @@ class SavedModel:
         self.settings, self.threads = settings, settings.loaders or count_cores()
         self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
         self.classes = [str(name) for name in self.sidecar["classes"]]
-        self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same
+        self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same order
         self.objective = objective_of_sidecar(self.sidecar)
         self.spec = artifacts.parse_input_spec(self.sidecar)
-        self.trained: dict[str, Any] = self.sidecar.get("hyperparameters", {})  # with which hyperparameters
+        self.trained: dict[str, Any] = self.sidecar.get("hyperparameters", {})  # the hyperparameters of the training
         self.collate, self.seed = str(self.trained.get("collate", STACKED)), int(self.trained.get("seed", 0))
         self.bad_samples = int(self.trained.get("bad_samples", 0)) if bad_samples is None else bad_samples
-        # Samples at a time: 500 images; of other inputs, which may be large, as many as in the training.
+        # Samples at a time: 500 images. Other inputs may be large, so the training's test batch size is used.
         evaluated = int(self.trained.get("test_batch_size", BATCH_SIZE))
         self.batch_size = evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
@@ -73,12 +74,12 @@ class SavedModel:
         return not isinstance(found, InputSpec) and self.spec.takes(found)
 
     def reorder_classes(self, names: Sequence[str]) -> None:
-        """Make ``names``, which are the model's classes in another order, the order of classes and outputs."""
+        """Set the order of classes and outputs to ``names``, which are the model's classes in another order."""
         self.order = None if [*names] == self.classes else [self.classes.index(name) for name in names]
         self.classes = [*names]
 
     def compute_outputs(self, inputs: Leaves) -> Any:
-        """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
+        """Run the model without gradients on a batch of at least one sample, and return outputs in fp32 or more."""
         with torch.no_grad(), explain_model_errors(str(self.sidecar["model"]), self.module, inputs):
             outputs = convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
         if self.order is None:
@@ -87,18 +88,21 @@ class SavedModel:
 
 
 class Batch(NamedTuple):
-    """Samples to predict. Those that cannot be decoded have an id, but no input."""
+    """Samples to predict. Samples that cannot be decoded have an id, but no input."""
 
     ids: Sequence[str]
-    truths: Sequence[str] | None  # the classes of all samples, if they have one each, and it is known
+    truths: Sequence[str] | None  # the classes of all samples, if each sample has a class
     decoded: Sequence[bool]  # whether each sample could be decoded
-    inputs: Leaves  # of the decoded samples, as the model gets them: images float32 [n, C, H, W] on the device
-    targets: Leaves = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
+    inputs: Leaves  # of the decoded samples, in the model's form: images float32 [n, C, H, W] on the device
+    targets: Leaves = None  # of all samples, unless unknown or class numbers: [N, ...] on the device
     rows: Mapping[str, NDArray[Any]] = {}  # of the decoded samples, as they were read: numbers or texts [n] by column
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Return a folder's image files at all depths, sorted, none hidden; UserError if there are none."""
+    """Return a folder's image files at all depths, sorted and without hidden files.
+
+    Raises UserError if the folder does not exist, or has no images.
+    """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
@@ -111,11 +115,11 @@ def find_images(folder: Path) -> list[Path]:
 def read_folder_batches(
     model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
 ) -> Iterator[Batch]:
-    """Yield batches of ``batch_size`` of the image files at ``paths``, with ids relative to ``folder``.
+    """Yield the image files at ``paths`` in batches of ``batch_size``, with ids relative to ``folder``.
 
-    Threads decode the images and scale them to the model's size, so that each holds one large image at a time. Images
-    that cannot be decoded count for the size of a batch, and are recorded in ``bad``. The first batch raises UserError
-    if the model takes no images of 1 or 3 channels.
+    Threads decode images and scale them to the model's size. Each thread holds one large image at a time. Images that
+    cannot be decoded count for the size of a batch, and are recorded in ``bad``. The first batch raises UserError if
+    the model does not accept images of 1 or 3 channels.
     """
     spec = model.spec
     if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
@@ -141,7 +145,10 @@ def read_folder_batches(
 
 
 def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
-    """Return an image's pixels uint8 [H, W, C]; with ``middle`` only the middle square, resized to the model's size."""
+    """Return an image's pixels, uint8 [H, W, C].
+
+    With ``middle`` returns only the middle square, resized to the model's size.
+    """
     content = path.read_bytes()
     if middle:
         return torch.from_numpy(cropping.crop_to_square(decode_image(content), spec.height, share=spec.crop_share))
@@ -154,12 +161,12 @@ def read_test_split(
 ) -> Generator[Batch, None, None]:
     """Yield the test split of a prepared data set in batches of the model's inputs.
 
-    The model's own preprocessing makes the inputs of rows. Ids are the keys of encoded images, the ids that the user
-    has given, or the numbers of samples. Images that cannot be decoded count for the size of a batch, and are recorded
-    in ``bad`` (None: up to ``model.bad_samples``).
+    The model's preprocessing makes the inputs of rows. Ids are the keys of encoded images, the user's ids, or the
+    numbers of samples. Images that cannot be decoded count for the size of a batch, and are recorded in ``bad``. By
+    default up to ``model.bad_samples`` images may fail.
 
     Raises:
-        UserError: The model does not take the inputs, another fit has made the inputs, or the targets have other names
+        UserError: The model does not accept the inputs, another fit made the inputs, or the targets have other names
             than the model's.
     """
     if isinstance(data, SampleArrays) and not data.pictures:
@@ -170,7 +177,7 @@ def read_test_split(
 def read_prepared_split(
     model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Yield what :func:`read_test_split` does, of inputs that the model's own preprocessing has made, if it has one."""
+    """Yield batches as :func:`read_test_split` does, from inputs that the model's preprocessing already made."""
     names, spec = [*data.classes], model.spec
     images: EncodedSamples | None = None
     bad = BadSamples(model.bad_samples) if bad is None else bad
@@ -192,13 +199,13 @@ def read_prepared_split(
             truths, others = list[str](), targets
             if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
                 truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
-            elif not isinstance(data, EncodedSet):  # that set's classes may be folders, not own code's names
+            elif not isinstance(data, EncodedSet):  # classes of encoded images may be folders, not the user's names
                 others = order_targets(model, data.name, names, targets)
             if not all(decoded):
                 loaded = loaded[torch.tensor(decoded)]  # noqa: PLW2901
                 others = None if truths else hide_targets(others, decoded)
             for at, sample in enumerate(samples if truths else ()):
-                if not decoded[at]:  # truths[at] is a substitute's class; the true one may need the user's code
+                if not decoded[at]:  # truths[at] is a substitute's class; the true class may need the user's code
                     label = images.read_label(sample) if images else None
                     truths[at] = "" if label is None else names[label]
             ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, spec)
@@ -207,7 +214,10 @@ def read_prepared_split(
 
 
 def open_item_batches(model: SavedModel, data: ItemSet) -> Split:
-    """Open the test split of arrays or of a set on demand; UserError for inputs that the model does not take."""
+    """Open the test split of arrays or of a set on demand.
+
+    Raises UserError if the model does not accept the inputs.
+    """
     like = model.spec if isinstance(model.spec, LeavesSpec) else None
     if like is not None and isinstance(data, SampleArrays):
         data = cast_inputs(data, like)
@@ -224,7 +234,7 @@ def describe_rows(data: PreparedSet) -> dict[str, NDArray[Any]]:
 
 
 def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
-    """Return a data set whose inputs have the model's types where no value changes, such as floats of whole numbers."""
+    """Return a data set with inputs of the model's types. A leaf is not converted if a value would change."""
     types = {name: leaf.dtype for name, leaf in spec.leaves}
     sides = {
         side: restore_leaves(
@@ -237,10 +247,10 @@ def cast_inputs(data: SampleArrays, spec: LeavesSpec) -> SampleArrays:
 
 
 def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets: Leaves) -> Leaves:
-    """Return labels [n, K] or masks of class numbers in the order of the model's classes, which are found by name.
+    """Return labels [n, K] or masks of class numbers in the order of the model's classes. Classes are found by name.
 
     Raises:
-        UserError: The data set's classes or labels are others than the model's.
+        UserError: The data set's classes or labels are not the model's.
     """
     if not names or [*names] == model.classes:
         return targets
@@ -265,7 +275,10 @@ def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
 
 
 def hide_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
-    """Return targets [n, ...], unknown for samples that are not ``decoded``: those are another sample's targets."""
+    """Return targets [n, ...] with unknown values for samples that are not ``decoded``.
+
+    The targets of such samples belong to a substitute sample.
+    """
     unknown = torch.nan if targets.is_floating_point() else IGNORED
     hidden = ~torch.tensor(decoded, device=targets.device)
     return targets.masked_fill(hidden.view(-1, *[1] * (targets.dim() - 1)), unknown)

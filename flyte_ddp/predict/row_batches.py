@@ -1,4 +1,4 @@
-"""The rows of a new file in batches, with those rows left out that cannot be used."""
+"""The rows of a new file in batches. Unusable rows count as samples that cannot be decoded."""
 
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -23,7 +23,8 @@ def read_row_batches(
 ) -> Generator[Batch, None, None]:
     """Yield the rows of a new file in batches of the model's inputs, with truths if the file has targets.
 
-    Rows that cannot be used are recorded in ``bad``, and count as samples that cannot be decoded.
+    Unusable rows are recorded in ``bad``, and count as samples that cannot be decoded. Raises UserError if ``bad``
+    allows fewer unusable rows, or no row is usable.
     """
     new = load_preprocessing(model.sidecar).read(table)
     every = new.ids if new.ids is not None else np.arange(len(new.places) + len(new.bad)).astype(str)
@@ -41,13 +42,13 @@ def read_row_batches(
     start = done = 0
     for batch in read_prepared_split(model, data, batch_size):
         done += len(batch.ids)
-        end = int(new.places[done]) if done < len(new.places) else len(every)  # with the bad rows after the last one
+        end = int(new.places[done]) if done < len(new.places) else len(every)  # with the bad rows at the end
         yield insert_bad_rows(batch, every[start:end].tolist(), [place not in new.bad for place in range(start, end)])
         start = end
 
 
 def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) -> Batch:
-    """Return a batch with the unusable rows put in at their places, as rows that are not decoded."""
+    """Return a batch with the unusable rows at their places, as samples that cannot be decoded."""
     if all(usable):
         return batch
     truths, targets = None, batch.targets
@@ -61,7 +62,11 @@ def insert_bad_rows(batch: Batch, ids: Sequence[str], usable: Sequence[bool]) ->
 
 
 def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, tuple[str, ...]]:
-    """Return new rows' targets by the model's numbers (-1: unknown class), and the names of the model's classes."""
+    """Return new rows' targets as the model's class numbers, and the names of the model's classes.
+
+    An unknown class is -1. Targets other than classes are float32, and missing targets are None. Raises UserError if a
+    class is not the model's.
+    """
     if targets is None:
         return None, ()
     values, classes = np.asarray(targets), tuple(model.classes)

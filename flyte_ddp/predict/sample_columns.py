@@ -1,4 +1,4 @@
-"""Columns of samples, by which windows of data are compared: of the inputs as a model gets them, and of its outputs."""
+"""Columns of samples, by which windows of data are compared: columns of a model's inputs and of the outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ from flyte_ddp.samples.leaves import Leaves, name_leaves
 REFERENCE_SAMPLES = 5000
 REFERENCE_BYTES = 2**30  # most of a reference in memory: 5,000 samples with some hundred texts
 SHORT = "U100"  # type of a row's texts, which may be long
-MEASURED_NUMBERS = 250_000  # of the objective's columns, which are kept beside
-COLUMNS = 64  # of rows with more numbers, the mean and the deviation are the columns
+MEASURED_NUMBERS = 250_000  # of the objective's columns in a reference
+COLUMNS = 64  # rows with more numbers have only the columns mean and deviation
 
 SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts, which are categories
 
@@ -34,15 +34,16 @@ SampleColumns = dict[str, NDArray[Any]]  # by name [n]: float64, int64, or texts
 def describe_batch(
     model: SavedModel, inputs: Leaves, outputs: Any, rows: Mapping[str, NDArray[Any]] | None = None
 ) -> SampleColumns:
-    """Return columns of n samples; raise whatever the objective's own ``answers`` raises.
+    """Return columns of n samples, from the model's inputs and outputs.
 
-    ``rows`` are columns of the samples as they were read, up to 64 of which become columns by their names.
+    ``rows`` are columns of the samples as they were read. Up to COLUMNS (64) of ``rows`` are included by name. Errors
+    of user-defined ``answers`` are not caught.
     """
     spec, leaves = model.spec, dict[str, Tensor]()
     if isinstance(spec, InputSpec):
         found: dict[str, Any] = describe_pictures(inputs, spec)
     else:
-        # Of the inputs' leaves alone: collate="padded" adds a mask, as wide as the batch's longest sample.
+        # Only the inputs' leaves, because collate="padded" adds a mask as wide as the batch's longest sample.
         without_mask = inputs[0] if spec.form == "leaf" and isinstance(inputs, tuple) else inputs
         given = name_leaves(without_mask)
         leaves = {name: given[name].cpu() for name, _ in spec.leaves if isinstance(given[name], Tensor)}
@@ -80,17 +81,17 @@ def describe_pictures(images: Tensor, spec: InputSpec) -> dict[str, Any]:
 
 
 def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bool) -> dict[str, Any]:
-    """Return columns of a leaf [n, ...]; of one whose length ``varies``, and of long texts, by the length.
+    """Return columns of a leaf [n, ...]. If the length ``varies``, or for long texts, the length is a column.
 
-    Of a text one token, which its own sum chooses, stands for all: so samples stay independent, as the tests need
-    them, whatever batch they are in.
+    A text has the column of a single token, chosen by the sum of the text's tokens. The choice does not depend on the
+    batch, so samples stay independent for the tests. A leaf of booleans whose length varies has no columns.
     """
     leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     leaf = leaf.double() if leaf.is_floating_point() else leaf  # NumPy has no bfloat16
     is_text = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.dim() == 2
     if not varies and not (is_text and leaf.shape[1] > COLUMNS):
         return split_rows(name, leaf.reshape(len(leaf), -1).numpy(), columns)
-    if leaf.dtype == torch.bool:  # a mask, which says no more than the lengths of what it masks
+    if leaf.dtype == torch.bool:  # a mask has the same lengths as the masked leaf
         return {}
     lengths = measure_lengths(leaf)
     if is_text:
@@ -101,7 +102,7 @@ def describe_leaf(name: str, leaf: Tensor, columns: Sequence[str], *, varies: bo
 
 
 def measure_lengths(leaf: Tensor) -> Tensor:
-    """Return the lengths [n] of samples [n, longest, ...]; zeros at the end of a sample count as padding."""
+    """Return the lengths [n] of samples [n, longest, ...]. Zeros at the end of a sample count as padding."""
     there = (leaf != 0).reshape(*leaf.shape[:2], -1).any(2)
     return (there * torch.arange(1, leaf.shape[1] + 1)).amax(1)
 
@@ -118,7 +119,10 @@ def describe_classes(logits: Tensor, objective: Objective) -> dict[str, Any]:
 
 
 def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the mean probability and entropy of texts' tokens [n, longest, k], without places after a text's end."""
+    """Return the mean confidence and entropy of each text's tokens, from ``logits`` [n, longest, k].
+
+    Places after the end of a text are skipped.
+    """
     tokens = [leaf for leaf in leaves.values() if leaf.shape == logits.shape[:2]] or [torch.ones(logits.shape[:2])]
     found = []
     for text, length in zip(logits, measure_lengths(tokens[0]).tolist(), strict=True):  # each is large
@@ -128,7 +132,10 @@ def describe_texts(logits: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, An
 
 
 def split_rows(name: str, rows: NDArray[Any], names: Sequence[str]) -> SampleColumns:
-    """Return the columns of rows [n, k] by ``names``, if those are k; of more than COLUMNS (64) mean and deviation."""
+    """Return the columns of rows [n, k] by name, or mean and deviation if k is more than COLUMNS (64).
+
+    Columns have numbers instead of ``names`` unless k names are given.
+    """
     width = rows.shape[1]
     if width > COLUMNS:
         return {f"{name} mean": rows.mean(1, np.float64), f"{name} deviation": rows.std(1, np.float64)}
@@ -142,7 +149,7 @@ def convert_column(values: Any) -> NDArray[Any]:
 
 
 def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
-    """Return the columns of all parts, which have the same names; {} without any part."""
+    """Return the columns of all parts, which have the same names, or {} without any part."""
     return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
@@ -154,20 +161,20 @@ def draw_samples(columns: SampleColumns, most: int, seed: int) -> SampleColumns:
 
 
 def draw_measured(columns: Mapping[str, Tensor], seed: int) -> SampleColumns:
-    """Return the objective's columns [n] or [n, k] of samples that ``seed`` draws, at most 250,000 numbers."""
+    """Return the objective's columns [n] or [n, k] of samples drawn by ``seed``, at most 250,000 numbers."""
     arrays = {name: column.numpy() for name, column in columns.items()}
     return draw_samples(arrays, max(1, MEASURED_NUMBERS // sum(array[0].size for array in arrays.values())), seed)
 
 
 def write_reference(path: Path, columns: SampleColumns, measured: Mapping[str, Tensor]) -> None:
-    """Write up to 5,000 of the samples, and up to 250,000 numbers of the objective's columns ``measured``."""
+    """Write columns of up to 5,000 samples, and up to 250,000 numbers of the objective's columns ``measured``."""
     drawn, kept = draw_samples(columns, REFERENCE_SAMPLES, 0), draw_measured(measured, 0)
-    with replace_file(path) as file:  # names as an array, as a name may be one that NumPy's function has itself
+    with replace_file(path) as file:  # names in an array, because a name may equal a parameter of NumPy's function
         np.savez_compressed(file, np.array([*drawn]), *drawn.values(), np.array([*kept]), *kept.values())
 
 
 def read_reference(content: bytes) -> SampleColumns:
-    """Return the columns of the samples in a reference. Raise UserError if the reference is damaged."""
+    """Return the columns of the samples in a reference. Raises UserError if the reference is damaged."""
     arrays, names = open_reference(content)
     return {name: arrays[f"arr_{place}"] for place, name in enumerate(names, 1)}
 
@@ -182,7 +189,10 @@ def read_measured(content: bytes) -> dict[str, Tensor]:
 
 
 def open_reference(content: bytes) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """Return all arrays of a reference, and the names of its columns of samples, which are there and equally long."""
+    """Return all arrays of a reference, and the names of the columns of samples.
+
+    Raises UserError unless all columns exist and have the same length.
+    """
     with explain_damage():
         arrays = read_arrays(content, REFERENCE_BYTES)
         names = [str(name) for name in arrays["arr_0"].tolist()]

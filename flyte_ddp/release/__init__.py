@@ -1,1 +1,1 @@
-"""From trained to released: judging a model against the champion, and the registry of versions and champions."""
+"""Judgement of trained models against the champion, and the registry of versions and champions."""

@@ -1,4 +1,4 @@
-"""The commands that read a registry: ``python -m flyte_ddp.release --help``."""
+"""Commands that read a registry: ``python -m flyte_ddp.release --help``."""
 
 from collections.abc import Iterable
 
@@ -18,13 +18,13 @@ ADDRESS = click.option(
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def release() -> None:
-    """Read a registry of models. Nothing is changed."""
+    """Read a registry of models. No command changes the registry."""
 
 
 @release.command("list")
 @ADDRESS
 def list_models(address: str | None) -> None:
-    """List the models of the registry, with champion, score, and since when it is the champion."""
+    """List the models of the registry with champion, score, and the time of the last promotion or rollback."""
     print_lines(listing.describe_models(address or registry_address()))
 
 
@@ -35,7 +35,7 @@ def list_models(address: str | None) -> None:
 def show(name: str, version: str, address: str | None) -> None:
     """Show a version of the model NAME: verdict, checks, scores, hyperparameters and files.
 
-    VERSION is the SHA-256 of its weights, or the first 12 digits or more. The default is the champion.
+    VERSION is the SHA-256 of the version's weights, or at least the first 12 digits. The default is the champion.
     """
     print_lines(listing.describe_version(Registry(address or registry_address(), name), version))
 
@@ -44,7 +44,7 @@ def show(name: str, version: str, address: str | None) -> None:
 @click.argument("name")
 @ADDRESS
 def history(name: str, address: str | None) -> None:
-    """Show who promoted which version of the model NAME, when and why, rollbacks, and all versions."""
+    """Show the promotions and rollbacks of the model NAME with author, time and reason, and all versions."""
     print_lines(listing.describe_history(Registry(address or registry_address(), name)))
 
 

@@ -1,4 +1,4 @@
-"""The checks of a judgement: each function returns a Check."""
+"""Checks of a challenger and the champion. Each ``check_*`` function returns a Check, which passes or fails."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ from flyte_ddp.release.task import POSITIVE, is_reordered
 from flyte_ddp.release.verdict import Check
 from flyte_ddp.text.formatting import format_count, format_measure, format_p_value, join_first, name_measure
 
-RANKINGS = ("auroc", "average_precision")  # measures of scores, which need no predictions
+RANKINGS = ("auroc", "average_precision")  # measures that need scores but no predictions
 ABOVE_CONSTANT = "better than the best constant answer"  # name of a Check
-DISTINCT = 0.001  # a smaller p-value is no chance, whatever the policy says
-LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
+DISTINCT = 0.001  # smaller p-values count as a change under every policy
+LEAST_SAMPLES = 30  # of a class or slice that is tested: with fewer, 5 points are a single sample
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
 
 def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
-    """Return the comparison of two models' scores, of all samples or of those at the positions ``part``."""
+    """Return the comparison of two models' scores on all samples, or on the samples at the positions ``part``."""
     names = name_scores(mine.objective)
     is_loss, counted = not is_higher_better(mine.objective), not has_pseudo_values(mine.objective)
     return compare_scores(mine.scores[part], theirs.scores[part], names, is_loss=is_loss, counted=counted)
 
 
 def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) -> Pair:
-    """Return the comparison of two models on a class or a slice.
+    """Return the comparison of two models on the samples of a class or a slice.
 
-    Decisions are compared by what is right, because pseudo-values of a measure of the whole split say nothing of a
-    class. Rankings are compared by scores.
+    Two classifiers that are judged by predictions are compared by correct predictions. Their scores may be
+    pseudo-values of a measure of the whole split, which do not describe a part. Other models are compared by scores.
     """
     if mine.classifies and theirs.classifies and is_decision(mine.objective):
         return compare_scores(mine.correct[part], theirs.correct[part], "accuracy")
@@ -45,14 +45,14 @@ def compare_part(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64]) 
 
 
 def is_decision(objective: Objective) -> bool:
-    """Return whether the model is judged by its predictions, and not by a ranking that has no threshold."""
+    """Return whether the model is judged by its predictions, and not by a ranking without a threshold."""
     return objective.main_measure not in RANKINGS or objective.facts.threshold is not None
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
-    """Return the Check that users of the champion could use the challenger.
+    """Return the Check that users of the champion can use the challenger without a change.
 
-    Classes are compared by name.
+    Compares two results of :func:`read_task`. Classes may be in another order if :func:`is_reordered` returns True.
     """
     same = {"classes", POSITIVE} if is_reordered(challenger, champion) else {POSITIVE}
     changed = next((name for name, value in challenger.items() if name not in same and champion[name] != value), "")
@@ -85,8 +85,8 @@ def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] |
     """Compare a model with the best constant answer on the same samples.
 
     Returns:
-        The comparison, both scores in words, and the constant answer's main measure. The measure is None where only the
-        constant answer's loss is known. None if no constant answer is known.
+        The comparison, a text with both scores, and the constant answer's main measure. The measure is None if only the
+        constant answer's loss is known. Returns None if no constant answer is known.
     """
     objective, columns, constant = found.objective, found.columns, evaluate_constant(found)
     if constant is not None:
@@ -104,7 +104,10 @@ def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] |
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
-    """Return the Check that the challenger is better than the best constant answer; pass if no such answer is known."""
+    """Return the Check that the challenger is better than the best constant answer.
+
+    The Check passes if no constant answer is known.
+    """
     name = ABOVE_CONSTANT
     if (compared := compare_with_constant(challenger)) is None:
         reason = "the best constant answer is not known, so that it was not compared with it"
@@ -114,9 +117,10 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
 
 
 def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> Check | None:
-    """Return the Check that the champion is not worse than the best constant answer, or None if none is known.
+    """Return the Check that the champion is not worse than the best constant answer.
 
-    Without ``was_above`` the champion passes: the champion was no better at its release, as a person may have wished.
+    Returns None if no constant answer is known. Without ``was_above`` the Check passes: the champion was no better at
+    the release, and a person may have promoted it on purpose.
     """
     if (compared := compare_with_constant(champion)) is None:
         return None
@@ -131,7 +135,7 @@ def check_champion_above_constant(champion: Evaluation, *, was_above: bool) -> C
 def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Check:
     """Return the Check that the champion's answers on samples of its release have not changed beyond chance.
 
-    ``then`` and ``now`` [n] are results of ``list_answers`` for the same samples.
+    ``then`` and ``now`` [n] are results of ``list_answers`` for the same samples, at the release and today.
     """
     name, rule = "champion's answers on samples of its release", f"no change with p below {DISTINCT:g}"
     if not len(then):
@@ -150,7 +154,7 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
 
 
 def check_superior(pair: Pair, alpha: float) -> Check:
-    """Return the Check, by McNemar's exact test or a sign-flip test, that the challenger beats the champion."""
+    """Return the Check that the challenger beats the champion, by McNemar's exact test or a sign-flip test."""
     p = pair.p_value()
     return check_p_value("superior", p, alpha, f"{pair.describe()} (p {format_p_value(p)}, {alpha:.3g} is needed)")
 
@@ -160,7 +164,10 @@ def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
 
 
 def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
-    """Return the Check, by a lower confidence bound, that the challenger loses less than ``margin`` to ``name``."""
+    """Return the Check that the challenger loses less than ``margin`` to the model ``name``.
+
+    The test is a lower confidence bound of the difference.
+    """
     bound = pair.lower_bound(alpha)
     least, needed = pair.format_difference(bound), pair.format_difference(-margin)
     reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
@@ -169,7 +176,10 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
 
 
 def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Evaluation) -> dict[str, Pair]:
-    """Return the comparison of each label's scores, where its measure is defined; {} without scores of labels."""
+    """Return the comparison of each label's scores, by the label's name.
+
+    Skips labels whose measure is undefined. Returns {} if the objective has no scores of labels.
+    """
     objective = challenger.objective
     if not isinstance(objective, (Multilabel, Segmentation)) or not has_formula(objective):
         return {}
@@ -183,10 +193,10 @@ def compare_labels(classes: Sequence[str], challenger: Evaluation, champion: Eva
 
 
 def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
-    """Return the Check that the challenger loses no part of this ``kind`` to the champion, and a Check for each part.
+    """Return the Check that the challenger loses no part of this ``kind`` to the champion, and each part's Check.
 
-    A part fails if the challenger loses more than the policy's ``class_loss`` on it, and the p-value, after Holm's
-    correction, is at most ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
+    A part is a class, a label or a slice. A part fails if the loss is more than the policy's ``class_loss``, and the
+    p-value after Holm's correction is at most ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass.
     """
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
     corrected = correct_p_values([pair.p_value_of_loss() for pair in tested.values()])

@@ -1,4 +1,4 @@
-"""How a saved model, and the best answer that is the same for all samples, does on a test split."""
+"""Evaluation of a saved model, and of the best constant answer, on a test split."""
 
 import math
 from collections import defaultdict
@@ -28,36 +28,39 @@ from flyte_ddp.text.formatting import name_measure
 from flyte_ddp.training.evaluate import compute_columns, measure_columns, split_batch
 
 SURE = 50.0  # a logit whose probability is 1
-TRIED = 10  # classes that are tried for all samples: the commonest
-ROWS = 4096  # of a batch
+TRIED = 10  # most frequent classes that are tried as constant answers
+ROWS = 4096  # samples in a batch of constant answers
 
 
 @dataclass
 class Evaluation:
-    """A model's measures, and its numbers for each of N samples.
+    """The measures of a model on a test split, and the objective's columns for each of N samples.
 
-    The outputs are not kept: with thousands of classes they would fill the memory.
+    The outputs are not kept, because outputs of thousands of classes would fill the memory.
     """
 
     objective: Objective
     # By name [N] or [N, k], on the CPU: the objective's, and for classification "nll", the negative log-likelihood of
     # the label in nats, and "confidence", the probability of the prediction.
     columns: dict[str, Tensor]
-    finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
+    finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are finite
     measures: dict[str, float]  # by name; empty if an output is not finite, except in classification
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
-    described: SampleColumns = field(default_factory=dict)  # empty: not asked for, or not to be had
-    undescribed: Exception | None = None  # why not, such as what own answers have raised
+    described: SampleColumns = field(default_factory=dict)  # empty: not requested, or not available
+    undescribed: Exception | None = None  # why ``described`` is empty, such as an error of user-defined answers
     places: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # [N], among the decodable samples
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
-        """Evaluate one or more batches (outputs, targets, samples); UserError if the main measure is undefined."""
-        # The values of each column, by its name and shape. Small pieces, and no tensors and no buffers that grow: those
-        # would lie between the large tensors of the batches in the memory, and keep the allocator from using it again.
+        """Evaluate batches of (outputs, targets, number of samples).
+
+        Raises UserError if the main measure is undefined.
+        """
+        # The values of each column by name and shape, as small byte strings. Tensors or growing buffers would lie in
+        # memory between the large tensors of the batches, and the allocator could not use that memory again.
         values, finite = defaultdict[tuple[str, tuple[int, ...]], list[bytes]](list), bytearray()
-        with torch.no_grad():  # else losses are those of training
+        with torch.no_grad():  # otherwise losses are computed as in training
             for batch in batches:
                 for part in split_batch(objective, *batch):
                     columns, are_finite = compute_part(objective, *part)
@@ -65,7 +68,7 @@ class Evaluation:
                         values[name, column.shape[1:]].append(column.double().cpu().numpy().tobytes())
                     finite += are_finite.numpy().tobytes()
                     del columns, are_finite
-                del batch, part  # or the next batch's outputs would be computed beside these
+                del batch, part  # frees memory before the next batch is computed
         found = {
             name: torch.from_numpy(np.frombuffer(bytearray().join(buffer)).reshape(len(finite), *shape))
             for (name, shape), buffer in values.items()
@@ -74,7 +77,7 @@ class Evaluation:
 
     @classmethod
     def from_columns(cls, objective: Objective, columns: dict[str, Tensor], finite: NDArray[np.bool_]) -> Self:
-        """Measure the columns of all samples; UserError if the main measure is undefined."""
+        """Measure the columns of all samples. Raises UserError if the main measure is undefined."""
         found = cls(objective, columns, finite, {}, places=np.arange(len(finite)))
         if finite.all() or isinstance(objective, Classification):
             found.measures = measure_columns(objective, columns)
@@ -86,7 +89,7 @@ class Evaluation:
         return found
 
     def select(self, chosen: NDArray[np.bool_]) -> Self:
-        """Return the evaluation on the ``chosen`` samples, [N]; UserError if the main measure is undefined on these."""
+        """Return the evaluation of the ``chosen`` samples, [N]. Raises UserError if their main measure is undefined."""
         columns = {name: column[torch.from_numpy(chosen)] for name, column in self.columns.items()}
         found = self.from_columns(self.objective, columns, self.finite[chosen])
         found.ids, found.undecoded, found.places = [*compress(self.ids, chosen)], self.undecoded, self.places[chosen]
@@ -98,12 +101,12 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """The main measure; 0 if it was not measured, because an output is not finite."""
+        """The main measure, or 0 if an output is not finite and nothing was measured."""
         return self.measures.get(self.objective.main_measure, 0.0)
 
     @cached_property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each sample, [N], more is better; empty where ``measures`` is."""
+        """The score of each sample [N], where higher is better. Empty if ``measures`` is empty."""
         return score_samples(self.objective, self.columns) if self.measures else np.empty(0)
 
     @property
@@ -116,9 +119,12 @@ class Evaluation:
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = False) -> Evaluation:
-    """Run the model on the test split, and return its evaluation on decodable samples; UserError for an unfit split.
+    """Run the model on the test split, and return the evaluation of the decodable samples.
 
-    ``describe`` adds the samples' columns, or the error that ended their description.
+    With ``describe`` the evaluation also has the samples' columns, or the error that ended the description.
+
+    Raises:
+        UserError: The split does not fit the model, no sample can be decoded, or the main measure is undefined.
     """
     ids, undecoded, described, failures = list[str](), list[str](), list[SampleColumns](), list[Exception]()
 
@@ -136,9 +142,9 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
                 try:
                     described.append(describe_batch(model, batch.inputs, outputs, batch.rows))
                     require_same_columns(described, sum(batch.decoded))
-                except Exception as error:  # of own answers; after the evaluation, as no verdict may depend on them
+                except Exception as error:  # of user-defined answers: the verdict must not depend on them
                     failures.append(error)
-            del outputs  # before the next ones are computed
+            del outputs  # frees memory before the next outputs are computed
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 
@@ -152,7 +158,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
 
 
 def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the columns of samples, and for each whether all outputs are finite."""
+    """Return the columns of a batch's samples, and whether all outputs of each sample are finite."""
     columns = compute_columns(objective, outputs, targets, samples)
     if isinstance(objective, Classification) and isinstance(outputs, Tensor):
         logs = torch.log_softmax(outputs, dim=1, dtype=torch.float64)
@@ -161,14 +167,14 @@ def compute_part(objective: Objective, outputs: Any, targets: Leaves, samples: i
         columns |= {"confidence": of_prediction.exp(), "nll": -of_label}
     finite = torch.ones(samples, dtype=torch.bool)
     for tensor in list_floats(outputs):
-        # Of a tensor that has no row for each sample, all numbers count for all samples.
+        # If a tensor has no row for each sample, all its numbers count for every sample.
         rows = tensor.shape[:1] == (samples,)
         finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
     return columns, finite
 
 
 def require_same_columns(described: Sequence[SampleColumns], samples: int) -> None:
-    """Raise UserError unless the last batch's columns have its ``samples``, and the names of the first batch's."""
+    """Raise UserError unless the last batch's columns have the first batch's names, and a value per sample."""
     if described[-1].keys() != described[0].keys() or {*map(len, described[-1].values())} != {samples}:
         raise UserError(
             "the objective's answers: must have the same columns in each batch, and a value for each sample"
@@ -176,7 +182,10 @@ def require_same_columns(described: Sequence[SampleColumns], samples: int) -> No
 
 
 def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Leaves:
-    """Return the targets of a batch's ``chosen`` samples as the objective takes them; UserError for unfit ones."""
+    """Return the targets of a batch's ``chosen`` samples in the objective's form.
+
+    Raises UserError for targets that do not fit the model.
+    """
     if batch.truths is not None:
         places = {name: place for place, name in enumerate(model.classes)}
         truths = [*compress(batch.truths, chosen)]
@@ -191,11 +200,11 @@ def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Lea
 
 
 def evaluate_constant(found: Evaluation) -> Evaluation | None:
-    """Return the evaluation of the constant answer that is best by the main measure; None if none is known."""
+    """Return the evaluation of the constant answer with the best main measure, or None if no answer is known."""
     objective, truth = with_threshold(found.objective, None), found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None
-    # With columns of its own and no likelihood the outputs are no logits, so a constant answer cannot be made.
+    # If the objective defines its columns without a likelihood, outputs are not logits, and no answer can be made.
     base = Multilabel if isinstance(objective, Multilabel) else Classification
     if overrides(objective, base, "columns") and "nll" not in found.columns:
         return None
@@ -207,7 +216,7 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
         truth = truth.long()
         counts = truth.bincount(minlength=objective.outputs)
         answers = [(counts / len(truth)).log().clamp(min=-SURE)]
-        if objective.main_measure != "accuracy":  # which depends on the first class alone: the commonest, as above
+        if objective.main_measure != "accuracy":  # accuracy is best for the most frequent class, as above
             commonest = counts.topk(min(TRIED, len(counts))).indices
             answers += [*(functional.one_hot(commonest, len(counts)) * SURE)]
 

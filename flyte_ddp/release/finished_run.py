@@ -1,4 +1,4 @@
-"""A finished run, in a folder or at an address, whose model is released as it is."""
+"""A finished run, in a folder or at an address, whose model is released without training again."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from flyte_ddp.release.registry import DAMAGED
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What the sidecar of a finished run says of the run."""
+    """The address of a finished run, with hyperparameters and digests from the run's sidecar."""
 
     address: str  # of the run's folder
     hp: Hyperparameters
@@ -25,7 +25,11 @@ class FinishedRun:
 
     @classmethod
     def read(cls, address: str) -> Self:
-        """Read the sidecar of a finished run. Raises a UserError if the folder has none of this release."""
+        """Read the sidecar of a finished run.
+
+        Raises:
+            UserError: The folder has no sidecar that this release accepts, or this pod cannot reach the folder.
+        """
         if is_in_pod() and "://" not in address:
             fix = "copy the folder to object storage, and give its address, such as s3://bucket/runs/NAME"
             raise UserError(f"run={address!r}: is a folder of your machine, which pods do not reach; {fix}")
@@ -41,7 +45,7 @@ class FinishedRun:
         raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again")
 
     def check_weights(self) -> None:
-        """Raise a UserError if model.pt is missing, or has not the SHA-256 in the sidecar. Reads the whole file."""
+        """Raise UserError if model.pt is missing, or the SHA-256 is not the sidecar's. Reads the whole file."""
         digest = read_run_file(self.address, WEIGHTS, storage.hash_file)
         if digest != self.weights:
             raise UserError(
@@ -50,7 +54,7 @@ class FinishedRun:
             )
 
     def check_hyperparameters(self, given: Hyperparameters) -> None:
-        """Raise a UserError if a field of ``given`` has another value than its default, and than the run's."""
+        """Raise UserError if a field of ``given`` differs from the default and from the run's value."""
         for name, value in json.loads(given.json()).items():
             if (trained := getattr(self.hp, name)) != value:
                 raise UserError(
@@ -59,7 +63,7 @@ class FinishedRun:
                 )
 
     def check_data(self, description: Path) -> None:
-        """Raise a UserError unless a prepared data set's dataset.json describes the data of the run."""
+        """Raise UserError unless ``description``, a prepared set's dataset.json, has the digest of the run's data."""
         today = str(json.loads(description.read_bytes())["digest"])
         if today != self.data:
             named = f"dataset={self.hp.dataset!r}"
@@ -78,7 +82,7 @@ class FinishedRun:
 
 
 def read_run_file(run: str, name: str, read: Any) -> Any:
-    """Call ``read`` with the address of a run's file, with retries. Raises a UserError if the file cannot be read."""
+    """Return ``read(address)`` for a file of a run, with retries. Raises UserError if the file cannot be read."""
     try:
         return storage.retry(storage.join(run, name), read)
     except storage.MissingError:

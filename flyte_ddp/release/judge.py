@@ -45,16 +45,16 @@ from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verd
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
-NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
+NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # another try may succeed
 
 BEST = "best version ever"
 
-Decision = tuple[str, str]  # PROMOTED (KEPT if a Check fails, also an export's), KEPT or NO_COMPARISON; the reason
+Decision = tuple[str, str]  # PROMOTED, KEPT or NO_COMPARISON, and the reason; a failed Check makes PROMOTED KEPT
 
 
 @dataclass
 class Judgement:
-    """What is judged, what has been found so far, and the verdict, which is filled in meanwhile."""
+    """The models and data of a judgement, the evaluations so far, and the verdict."""
 
     registry: Registry
     policy: Policy
@@ -63,19 +63,19 @@ class Judgement:
     split: PreparedSet
     may_promote: bool  # whether the verdict may lead to a promotion
     verdict: Verdict
-    whole: Evaluation | None = None  # the challenger on all test samples; None where the verdict did not need it
+    whole: Evaluation | None = None  # the challenger on all test samples; None if the verdict did not need it
     challenger: Evaluation | None = None  # the same, without samples that the champion was trained on
-    champion: Evaluation | None = None  # None where nothing was compared
-    parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class", "label", "slice": a check for each
+    champion: Evaluation | None = None  # None if nothing was compared
+    parts: dict[str, list[Check]] = field(default_factory=dict)  # by "class", "label" or "slice": a Check for each part
 
     @cached_property
     def tested(self) -> Digests:
-        """A number for each sample of the test split that was evaluated (empty: not known)."""
+        """An identifying number for each evaluated test sample. Empty if the samples are not identified."""
         assert self.whole is not None
         return identify_tested(self.split, self.whole)
 
     def identify_samples(self) -> JudgedSamples:
-        """Return the samples of the challenger's training and of this judgement."""
+        """Return the samples of the challenger's training and of this judgement, with the challenger's answers."""
         assert self.whole is not None
         return JudgedSamples(identify_samples(self.split, "train"), self.tested, list_answers(self.whole))
 
@@ -83,7 +83,10 @@ class Judgement:
         Progress(self.model.settings.progress).print_note(f"judging: {text}")
 
     def claim_alpha(self) -> float:
-        """Count this judgement in the registry if it may promote; return its share of the policy's alpha."""
+        """Return this judgement's significance level, a share of the policy's alpha.
+
+        If the judgement may promote, the registry counts the judgement as a look at the test split.
+        """
         verdict, policy = self.verdict, self.policy
         if self.may_promote:
             margin = f" {policy.margin!r}" if policy.rule == NOT_WORSE else ""
@@ -94,7 +97,11 @@ class Judgement:
         return verdict.alpha
 
     def export(self, folder: Path) -> None:
-        """Export the challenger into a folder, and add the Check of its ONNX; do nothing if the policy wants none."""
+        """Export the challenger into a folder, and add the Check of the ONNX to the verdict.
+
+        Does nothing if the policy turns exports off, or if the challenger was not evaluated or has outputs that are not
+        finite.
+        """
         if self.challenger is None or not self.challenger.finite.all() or self.policy.export == OFF:
             return
         self.tell(f"exports it, and compares the ONNX with torch on {self.challenger.samples:,} samples")
@@ -117,14 +124,25 @@ def judge_challenger(
     exports: Path | None = None,
     changes: Sequence[str] = (),
 ) -> Judgement:
-    """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
+    """Compare a model with the champion, and return the judgement. Without a champion, judges the model alone.
 
-    ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
-    folder, ``exports`` the folder for an ONNX (None: none), and ``changes`` are notes on the data for the verdict. A
-    check that fails, also that of the ONNX, keeps the champion. With ``may_promote`` the registry counts the look at
-    the test split. An error of the comparison, except NOT_THE_MODELS, then gives the decision NO_COMPARISON, so that
-    the model can be stored. Runs the code that sidecars name; prints notes to stderr. Raises a UserError if challenger,
-    data or registry cannot be opened.
+    If a check fails, including the check of the ONNX, the champion is kept. Runs the code that sidecars name. Prints
+    notes to stderr.
+
+    Args:
+        weights: The challenger's ``model.pt``.
+        sidecar: The challenger's ``model.json``.
+        data: The folder of a prepared data set.
+        registry: The registry of the model.
+        policy: The conditions for a promotion.
+        settings: Settings for loading data, by default ``Settings()``.
+        may_promote: Whether the registry counts the look at the test split. An error of the comparison, except
+            NOT_THE_MODELS, then gives the decision NO_COMPARISON, and the model can be stored.
+        exports: The folder for an ONNX, or None for no export.
+        changes: Notes on the data for the verdict.
+
+    Raises:
+        UserError: The challenger, the data or the registry cannot be opened.
     """
     before, split = registry.read_champion(), open_prepared(data)
     model = SavedModel(weights, sidecar, settings or Settings())
@@ -164,7 +182,7 @@ def decide_promotion(judgement: Judgement) -> Decision:
         same = has_same_fit(model.sidecar, read_sidecar(registry, before))
         other = NO_COMPARISON, "it has the champion's weights, and another preprocessing; train with another seed"
         return unchanged if same else other
-    # Only a stored version can have been rolled back: only for such a one the whole log is read.
+    # Only a stored version can have been rolled back, so the whole log is read only for stored versions.
     if judgement.may_promote and before is not None and registry.find_version(model.digest):
         _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
@@ -201,7 +219,10 @@ def note_scores(verdict: Verdict, ours: Evaluation) -> None:
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry) -> Decision:
-    """Compare the challenger with the champion, under NOT_WORSE also with the best version; add the Checks."""
+    """Compare the challenger with the champion, add the Checks to the verdict, and return the decision.
+
+    Under NOT_WORSE the challenger is also compared with the best version.
+    """
     policy, model, verdict = judgement.policy, judgement.model, judgement.verdict
     champion, theirs = evaluate_stored(judgement, before.version, before.manifest)
     same = checks.check_same_task(read_task(model.sidecar), read_task(champion.sidecar))
@@ -238,7 +259,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
     verdict.checks += decisive
     add_vetoes(judgement, ours, theirs, slices)
     sign = 1 if is_higher_better(model.objective) else -1
-    # A best version that was not evaluated stays the best, or small losses would add up.
+    # A best version that was not evaluated stays the best, because otherwise small losses would add up.
     compared = policy.rule == NOT_WORSE or verdict.best in (champion.digest, model.digest)
     if compared and all(sign * ours.score > sign * other.score for other in others.values()):
         verdict.best = model.digest
@@ -246,7 +267,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
 
 
 def read_judged(registry: Registry, name: str, manifest: str = "") -> JudgedSamples | None:
-    """Read the samples that a version was trained and judged on. Returns None if the version does not keep them."""
+    """Return the samples that a version was trained and judged on, or None if the version does not store samples."""
     version = registry.read_version(name, manifest)
     kept = SAMPLES in version.files
     return JudgedSamples.read(registry.read_version_file(version, SAMPLES)) if kept else None
@@ -255,9 +276,10 @@ def read_judged(registry: Registry, name: str, manifest: str = "") -> JudgedSamp
 def question_champion(
     judgement: Judgement, champion: SavedModel, theirs: Evaluation, before: Entry, judged: JudgedSamples | None
 ) -> str:
-    """Return why the champion's answers today cannot be those of the released model, or "" if nothing is wrong.
+    """Return why the champion's answers today cannot be the released model's, or "" if nothing is wrong.
 
-    Adds the Checks of this to the verdict, and the champion's score at its release.
+    Adds the Checks, and the champion's score at the release, to the verdict. If the judgement may not promote, the
+    Checks always pass.
     """
     registry, verdict = judgement.registry, judgement.verdict
     version = registry.read_version(before.version, before.manifest)
@@ -276,7 +298,7 @@ def question_champion(
     was_above = any(above) if constant is None else sign * released.challenger_score > sign * constant
     added.append(checks.check_champion_above_constant(theirs, was_above=was_above))
     shown = [check for check in added if check is not None]
-    if not judgement.may_promote:  # other data may have the ids of these by chance
+    if not judgement.may_promote:  # other data may have the same ids by chance
         shown = [replace(check, passed=True, rule="") for check in shown]
     verdict.checks += shown
     reasons = [check.reason for check in shown if not check.passed]
@@ -287,13 +309,16 @@ def question_champion(
 def leave_out_seen(
     judgement: Judgement, ours: Evaluation, others: Mapping[str, Evaluation], judged: Sequence[JudgedSamples]
 ) -> tuple[Evaluation, Mapping[str, Evaluation]]:
-    """Return the evaluations without samples that one of the other models was trained on, if the policy says so.
+    """Return the evaluations without the test samples that another model was trained on.
 
-    ``judged`` are the samples of the other models. Adds a Check that names the share of samples left out.
+    ``judged`` are the samples of the other models. Adds a Check with the share of such samples to the verdict. If the
+    policy's ``seen_samples`` is ``compare``, or the judgement may not promote, all samples are kept.
+
+    Raises UserError if fewer than LEAST_SAMPLES (30) samples are left.
     """
     verdict, tested, seen = judgement.verdict, judgement.tested, np.zeros(ours.samples, dtype=np.bool_)
     for each in judged if len(tested) else ():
-        # A number that was on both sides names no sample, such as a customer's whose last month was a test.
+        # A number on both sides identifies no sample, such as a customer whose last month is in the test.
         seen |= np.isin(tested, np.setdiff1d(each.trained, each.tested))
     count = int(seen.sum())
     if not count:
@@ -321,7 +346,10 @@ def leave_out_seen(
 def add_vetoes(
     judgement: Judgement, ours: Evaluation, theirs: Evaluation, slices: Mapping[str, NDArray[np.int64]]
 ) -> None:
-    """Add the Checks of classes, ``slices`` (positions of their samples), labels and likelihoods to the judgement."""
+    """Add the Checks of classes, slices, labels and likelihoods to the verdict, and of each part to the judgement.
+
+    ``slices`` are the positions of each slice's samples.
+    """
     model, policy = judgement.model, judgement.policy
     kinds = {"slice": slices}
     if ours.classifies and not checks.is_decision(ours.objective):
@@ -345,10 +373,13 @@ def add_vetoes(
 
 
 def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> tuple[SavedModel, Evaluation | None]:
-    """Download a version, run its code, and evaluate it by the challenger's objective; None if its task is another.
+    """Download a version, run the version's code, and return model and evaluation by the challenger's objective.
 
-    The version keeps its own threshold. Raises NOT_THE_MODELS as they are, and a UserError for any other failure or an
-    output that is not finite.
+    The version keeps its threshold. If the version's task differs from the challenger's, the evaluation is None.
+
+    Raises:
+        UserError: The version cannot be evaluated, or an output is not finite. Errors in NOT_THE_MODELS are not
+            converted.
     """
     challenger = judgement.model
     try:
@@ -363,7 +394,7 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
             threshold = None if threshold is None else 1 - threshold  # of the other class's probability
         model.objective = with_threshold(challenger.objective, threshold)
         found = evaluate_split(model, judgement.split)
-        found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
+        found.scores  # noqa: B018  (computed here, where errors of user-defined code are caught)
     except NOT_THE_MODELS:
         raise
     except Exception as error:
@@ -379,7 +410,7 @@ def read_sidecar(registry: Registry, entry: Entry) -> dict[str, Any]:
 
 
 def describe_model_error(error: Exception) -> str:
-    """Return an error as text; print the traceback to stderr unless it is a UserError."""
+    """Return an error as text. Prints the traceback to stderr unless the error is a UserError."""
     if isinstance(error, UserError):
         return str(error)
     traceback.print_exception(error)

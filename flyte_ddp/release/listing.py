@@ -1,4 +1,4 @@
-"""Describes models, versions and histories of a registry, as lines of text for a terminal."""
+"""Describes models, versions and histories of a registry as lines of text for a terminal."""
 
 import json
 import textwrap
@@ -26,21 +26,21 @@ from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, Check, Verdict
 from flyte_ddp.text.formatting import format_count, format_measure, name_measure
 
 WIDTH = 100  # characters of a line
-NARROWEST = 30  # characters that the last column has at least
-DIGITS = 12  # of a SHA-256 that are shown
+NARROWEST = 30  # least characters of the last column
+DIGITS = 12  # digits of a SHA-256 that are shown
 NONE = "-"
 LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom, and why")
 
 
 def describe_models(address: str) -> list[str]:
-    """Return a table of all models with their champions. Raises a UserError if the registry has no models."""
+    """Return a table of all models with their champions. Raises UserError if the registry has no models."""
     with ThreadPoolExecutor(READERS) as pool:
         rows = [*pool.map(partial(describe_model, address), list_models(address))]
     return [f"registry {address}", "", *format_table(("model", "champion", "score", "since (UTC)", "versions"), rows)]
 
 
 def describe_model(address: str, name: str) -> tuple[str, ...]:
-    """Return the row of a model. If the model cannot be read, the row has the error."""
+    """Return a model's row of the table. If the model cannot be read, the row shows the error."""
     registry = Registry(address, name)
     try:
         versions, entry = len(registry.list_versions()), registry.read_champion()
@@ -53,7 +53,7 @@ def describe_model(address: str, name: str) -> tuple[str, ...]:
 
 
 def describe_version(registry: Registry, version: str = "") -> list[str]:
-    """Return verdict, checks, scores, hyperparameters and files of a version, by default of the champion."""
+    """Return verdict, checks, scores, hyperparameters and files of a version as lines. The default is the champion."""
     name = registry.complete_version(version) if version else find_champion(registry).version
     history = registry.read_log()
     entries = [entry for entry in history if entry.version == name]
@@ -80,7 +80,7 @@ def describe_version(registry: Registry, version: str = "") -> list[str]:
 
 
 def describe_history(registry: Registry) -> list[str]:
-    """Return the entries of a model's log, oldest first, and then all versions in the order of their judgements."""
+    """Return a model's log as lines, oldest entry first, and then all versions in the order of their judgements."""
     names, history = registry.list_versions(), registry.read_log()
     with ThreadPoolExecutor(READERS) as pool:
         log = [*pool.map(partial(describe_log_entry, registry, history), history)]
@@ -104,7 +104,10 @@ def describe_log_entry(registry: Registry, history: list[Entry], entry: Entry) -
 
 
 def describe_stored_version(registry: Registry, history: list[Entry], name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the time of a version's judgement, and a row. If a file cannot be read, the row has the error."""
+    """Return the time of a version's judgement, and the version's row.
+
+    If a file cannot be read, the row shows the error.
+    """
     try:
         verdict = read_verdict(registry, registry.read_version(name))
     except UserError as error:
@@ -115,7 +118,7 @@ def describe_stored_version(registry: Registry, history: list[Entry], name: str)
 
 
 def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> str:
-    """Return whether a version is the champion, was it, was taken back, or was kept back, and why."""
+    """Return a version's state as text: champion, former champion, rolled back or not promoted, with the reason."""
     _, taken_back = replay_promotions(history)
     if history and history[-1].version == name:
         return "champion"
@@ -134,13 +137,13 @@ def describe_entry(entry: Entry, history: list[Entry]) -> str:
 
 
 def describe_reason(entry: Entry, history: list[Entry]) -> str:
-    """Return who has written an entry, and why. A rollback also names the version that was taken back."""
+    """Return author and reason of an entry as text. For a rollback, the text also names the version rolled back."""
     undone = f" takes {history[entry.number - 2].version[:DIGITS]} back" if entry.action == ROLLBACK else ""
     return f"{entry.by}{undone}: {entry.reason}"
 
 
 def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
-    """Yield the facts of a verdict, each with its name."""
+    """Yield the facts of a verdict as pairs of name and text."""
     if verdict is None:
         return
     yield "verdict", verdict.describe()
@@ -161,7 +164,7 @@ def describe_check(check: Check) -> tuple[str, str, str]:
 
 
 def read_verdict(registry: Registry, version: Version) -> Verdict | None:
-    """Return the verdict that is stored with a version, or None."""
+    """Return the verdict that is stored with a version, or None. Raises UserError if the file is damaged."""
     if VERDICT not in version.files:
         return None
     content = registry.read_version_file(version, VERDICT)
@@ -178,12 +181,15 @@ def format_score(verdict: Verdict | None) -> str:
 
 
 def format_time(time: str) -> str:
-    """Return an ISO time to the minute, with a blank in it."""
+    """Return an ISO time up to the minute, with a blank instead of the T."""
     return time[:16].replace("T", " ")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield aligned lines of up to WIDTH characters. The last column is wrapped, to NARROWEST characters or more."""
+    """Yield aligned lines of up to WIDTH (100) characters.
+
+    Wraps the last column, at NARROWEST (30) characters or more.
+    """
     table = [row for row in (header, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
     indent = " " * sum(width + 2 for width in widths)

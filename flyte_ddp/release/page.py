@@ -1,4 +1,4 @@
-"""The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
+"""The HTML page of a verdict: checks, confusions, and samples that only one of the two models gets right."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +27,10 @@ PICTURED = 12  # samples of each kind
 
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Write a judgement's HTML page, replacing a file; read pictures from the test split, perhaps over the network."""
+    """Write a judgement's HTML page, replacing an existing file, and return the path.
+
+    Reads pictures from the test split, perhaps over the network.
+    """
     evaluations, verdict = {"Challenger": judgement.challenger, "Champion": judgement.champion}, judgement.verdict
     models = {title: model for title, model in evaluations.items() if model is not None}
     page = render_template(
@@ -55,7 +58,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 
 
 def describe_decisions(model: Evaluation) -> Iterator[str]:
-    """Yield sentences on a classifier's threshold, and on a single class that it predicts for all samples."""
+    """Yield sentences about a classifier's threshold, and about predictions that all name the same class."""
     if not model.classifies:
         return
     assert isinstance(model.objective, Classification)
@@ -67,9 +70,9 @@ def describe_decisions(model: Evaluation) -> Iterator[str]:
 
 
 def draw_deciding_curves(models: Mapping[str, Evaluation], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield title and SVG of each label's ROC or precision-recall curves, with the curves of all models in one chart.
+    """Yield name and SVG of each label's ROC or precision-recall chart, with a curve for each model.
 
-    Yields nothing unless the main measure is the area below such a curve.
+    Yields nothing unless the main measure is AUROC or average precision.
     """
     measure = next((model.objective.main_measure for model in models.values()), "")
     place = {"auroc": 0, "average_precision": 1}.get(measure)  # in a label's pair of curves
@@ -93,7 +96,10 @@ def describe_reason(reason: str) -> str:
 
 
 def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Picture]]:
-    """Return the first PICTURED (12) samples that only one model gets right, by that model's name and the other's."""
+    """Return the first PICTURED (12) samples that only one of the two models predicts correctly.
+
+    Keys are the names of the correct model and of the wrong model. Returns {} unless both models classify.
+    """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found = dict[tuple[str, str], list[Picture]]()
     if mine is None or theirs is None or not (mine.classifies and theirs.classifies):
@@ -118,9 +124,9 @@ def picture_differences(judgement: Judgement) -> dict[tuple[str, str], list[Pict
 def read_test_samples(
     judgement: Judgement, wanted: Collection[int]
 ) -> dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]]:
-    """Return image [H, W, C] (None: no image) and named inputs of the samples at the ``wanted`` places.
+    """Return the images and named inputs of the test samples at the ``wanted`` places.
 
-    Places count the decodable samples of the test split.
+    Places count decodable samples only. Images are uint8 [H, W, C], or None if the samples are not images.
     """
     model, found, start = judgement.model, dict[int, tuple[NDArray[np.uint8] | None, dict[str, str]]](), 0
     columns = model.sidecar.get(PREPROCESSING, {}).get("columns", {})

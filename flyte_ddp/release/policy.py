@@ -1,4 +1,4 @@
-"""What data may be trained on, and when a model takes the champion's place: one flat, frozen, validated dataclass."""
+"""The policy: requirements on data before training, and on a model before promotion."""
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ IF_POSSIBLE, REQUIRED, OFF = "if_possible", "required", "off"
 
 @dataclass(frozen=True)
 class Policy(CheckedFields, called="policy setting"):
-    """What data must be like, and what a challenger must show on the same samples as the champion."""
+    """Requirements on the data, and on a challenger that is compared with the champion on the same samples."""
 
     rule: str = setting(
         SUPERIOR,

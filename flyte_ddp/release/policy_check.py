@@ -1,4 +1,4 @@
-"""What of a policy is refused before training."""
+"""Checks of a policy before training."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ from flyte_ddp.validation.profile import DataProfile
 
 
 def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test_ids: Sequence[str] = ()) -> None:
-    """Raise a UserError if a model of these hyperparameters and data could not be judged by the policy.
+    """Raise UserError if the policy cannot judge a model with these hyperparameters and data.
 
-    Without ``test_ids`` the test samples go by their numbers. Measures of an own objective that is a function, and the
-    ids of encoded images, are not known here, and not checked.
+    Without ``test_ids`` the numbers of the test samples are the ids. Ids of encoded images and measures of a
+    user-defined objective function are not known before training, and are not checked.
     """
     samples = profile.test.samples
     if policy.slices and encoded_kind(hp.dataset):

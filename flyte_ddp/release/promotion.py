@@ -1,7 +1,7 @@
-"""Storing versions, promoting them by a verdict or a person's word, and reading the champion.
+"""Stores versions, promotes a version by a verdict or a person's decision, and reads the champion.
 
-Every function raises a UserError if the registry cannot be read or written, or if a file that it reads was altered. One
-that appends to the log first reads all of it, and tests the storage by a small file.
+Every function raises UserError if the registry cannot be read or written, or if a file was altered. A function that
+appends to the log first reads the whole log, and tests the storage with a small file.
 """
 
 import json
@@ -35,11 +35,14 @@ PROFILE, REFERENCE, VERDICT = "data_profile.json", "reference.npz", "verdict.jso
 def store_version(
     registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes]
 ) -> Version:
-    """Upload a judged model with its verdict, and return the version; promote nothing.
+    """Upload a judged model with its verdict, and return the version without promoting the version.
 
-    ``beside`` are further files by their names. If the weights are stored already, writes a revision if the
-    verdict promotes, else nothing. Raises a UserError if the verdict is on another model, or the weights are stored
-    with another name or task.
+    ``beside`` are further files by name. If the weights are stored already, a promoting verdict writes a new revision,
+    and any other verdict writes nothing.
+
+    Raises:
+        UserError: The verdict is about another model, or the weights are stored with another name, threshold, task or
+            preprocessing.
     """
     name = file_digest(weights)
     if verdict.challenger != name:
@@ -64,9 +67,10 @@ def store_version(
 
 
 def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by: str) -> Released:
-    """Make a stored version the champion if its verdict promotes it and the log has no entry since the judgement.
+    """Make a stored version the champion if its verdict promotes, and return the outcome.
 
-    An entry that ``by``, the Flyte execution or user, appended in an earlier try counts as this one.
+    If the log has an entry since the judgement, the version is not promoted. An entry that ``by``, the Flyte execution
+    or user, wrote in an earlier try counts as this promotion.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -86,11 +90,14 @@ def apply_verdict(registry: Registry, version: Version, verdict: Verdict, *, by:
 
 
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
-    """Append the log entry that makes a version the champion because a person says so, and return the entry.
+    """Make a version the champion by a person's decision, and return the new log entry.
 
-    ``version`` is a name of a version, or its first 12 or more digits. Verifies all files of the version. The entry
-    also makes the version the best one. With ``once`` returns an earlier such entry of ``by``. Raises a UserError for a
-    missing version, the present champion, a blank reason, or if somebody else was faster.
+    ``version`` is a version's name, or at least the first 12 digits. Verifies all files of the version. The version
+    also becomes the best version. With ``once``, returns an earlier promotion of the version by ``by``, if the log has
+    one.
+
+    Raises:
+        UserError: The version is missing or is the champion, the reason is blank, or another entry was written first.
     """
     version, history = registry.complete_version(version), registry.read_log()
     if once and (earlier := find_earlier_try(history, by, PROMOTE, version)):
@@ -103,10 +110,13 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
 
 
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
-    """Append the log entry that makes the previous champion the champion again, and return the entry.
+    """Make the previous champion the champion again, and return the new log entry.
 
-    Reads all files of its version. ``once``: returns an earlier rollback of ``by``. Raises a UserError without a
-    previous champion, for a blank reason, or if somebody else was faster.
+    Verifies all files of the previous champion. With ``once``, returns an earlier rollback by ``by``, if the log has
+    one.
+
+    Raises:
+        UserError: No previous champion exists, the reason is blank, or another entry was written first.
     """
     history = registry.read_log()
     if once and (earlier := find_earlier_try(history, by, ROLLBACK)):
@@ -131,19 +141,25 @@ def find_earlier_try(log: list[Entry], by: str, action: str, version: str = "") 
 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download a version's model.pt and model.json into a folder, of the revision ``manifest``, or the newest if ""."""
+    """Download a version's model.pt and model.json into a folder, and return both paths.
+
+    ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision.
+    """
     found = registry.read_version(version, manifest)
     return registry.download_file(found, WEIGHTS, folder), registry.download_file(found, SIDECAR, folder)
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Download model.pt and model.json of the champion into an existing folder; UserError if there is no champion."""
+    """Download model.pt and model.json of the champion into an existing folder, and return both paths.
+
+    Raises UserError if the model has no champion.
+    """
     entry = find_champion(registry)
     return download_version(registry, entry.version, folder, entry.manifest)
 
 
 def find_champion(registry: Registry) -> Entry:
-    """Return the log's entry that names the champion; UserError if there is no champion."""
+    """Return the log's entry that names the champion. Raises UserError if the model has no champion."""
     entry = registry.read_champion()
     if entry is None:
         registry.require_model()
@@ -152,7 +168,10 @@ def find_champion(registry: Registry) -> Entry:
 
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Return the profile of the data that trained an entry's version; None without one; UserError if outdated."""
+    """Return the profile of an entry's training data, or None if the version stores no profile.
+
+    Raises UserError if another release of the library wrote the profile.
+    """
     version = registry.read_version(entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
@@ -164,10 +183,10 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> "tuple[nn.Module, dict[str, Any]]":
-    """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
+    """Download the champion, and return the model in evaluation mode on ``device``, and the sidecar.
 
-    Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,
-    Google Cloud Storage or Azure. Raises a UserError if no champion can be read.
+    Runs the code that the sidecar names, so trust the registry as you trust code. ``address`` is a folder, or an
+    address of S3, Google Cloud Storage or Azure. Raises UserError if no champion can be read.
     """
     from flyte_ddp.models.artifacts import load_model
 

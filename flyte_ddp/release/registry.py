@@ -1,18 +1,18 @@
 """A model's registry in a folder or in object storage: a log whose last entry names the champion.
 
-    ADDRESS/NAME/log/00000001.json          an entry: who became champion, why, and the digest of the entry before
-    ADDRESS/NAME/versions/DIGEST/           a version: the files of a model, by the SHA-256 of its weights
-    ADDRESS/NAME/judgements/TEST_DIGEST/    judgements on a test split: they are counted, each is a look at the split
-        looks/00000007.json                 the seventh look: which two models were compared, and by which rule
-        pairs/DIGEST.json                   the look of two models by a rule: by it they may be compared again
+    ADDRESS/NAME/log/00000001.json          an entry: the new champion, the reason, and the digest of the entry before.
+    ADDRESS/NAME/versions/DIGEST/           a version: the files of a model, by the SHA-256 of the weights.
+    ADDRESS/NAME/judgements/TEST_DIGEST/    the judgements on a test split, each counted as a look at the split.
+        looks/00000007.json                 the seventh look: both models, and the rule
+        pairs/DIGEST.json                   the look of two models and a rule, for a repeated comparison.
 
-Every file is written once. So nothing is locked and nothing half done needs a repair: of two
-writers of the next entry one succeeds, and the other gets a LostError.
+Every file is written once. No file is ever locked, and half-written versions need no repair. If two writers append the
+next entry, one writer succeeds, and the other gets a LostError.
 
-A version's manifest, the list of its files, is written last. A folder without it is of a killed writer, and is
-completed when the same files are written again. If the same weights are judged again and promoted, the new files are a
-revision: a folder ``2`` in the version's folder, then ``3``, and so on; the weights are in the version's folder alone.
-An entry of the log names the revision by the SHA-256 of its manifest.
+A version's manifest lists the version's files, and is written last. A folder without a manifest was left by a killed
+writer. Writing the same files again completes the folder. If the same weights are judged again and promoted, the new
+files are a revision in the version's folder: ``2``, then ``3``, and so on. The weights are in the version's folder
+alone. An entry of the log names the revision by the SHA-256 of the manifest.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ LISTED = re.compile(rf"(?:([0-9]+)/)?{re.escape(MANIFEST)}")
 PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
-PROBE = ".creates-once"  # no model's name; a file that shows whether the storage refuses to replace files
+PROBE = ".creates-once"  # a file for testing whether the storage overwrites; no valid name of a model
 DAMAGED = (
     ValueError,
     TypeError,
     KeyError,
     AttributeError,
     RecursionError,
-)  # errors of parsing JSON that is not what was written
+)  # errors of parsing damaged JSON
 
 Value = TypeVar("Value")
 
@@ -64,7 +64,7 @@ class Entry:
     action: str  # promote or rollback
     version: str  # the champion from now on: SHA-256 of its weights
     manifest: str  # SHA-256 of the version's manifest
-    best: str  # the version with the best main measure so far, also when others are champion
+    best: str  # the version with the best main measure so far, perhaps not the champion
     reason: str
     by: str  # a Flyte execution, or user@host
     time: str  # ISO 8601, UTC
@@ -73,7 +73,7 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file; one of DAMAGED if malformed."""
+        """Parse the content of an entry's file. Raises one of DAMAGED if the content is malformed."""
         values = {**json.loads(content), "digest": content_digest(content)}
         entry = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
         if any(type(getattr(entry, field.name)) is not field.type for field in dataclasses.fields(cls)):
@@ -84,7 +84,7 @@ class Entry:
 
 
 class LostError(UserError):
-    """Somebody else has written the next entry of the log; ``winner`` is that entry."""
+    """Another writer has appended the next entry of the log, ``winner``."""
 
     def __init__(self, winner: Entry) -> None:
         super().__init__(
@@ -117,17 +117,17 @@ def explain_failures(address: str, problem: str) -> Iterator[None]:
 
 
 def list_folder(folder: str, list_names: Callable[[str], list[Value]]) -> list[Value]:
-    """Call ``list_names`` with a folder's address, with retries. A missing folder of this machine is empty."""
+    """Return ``list_names(folder)``, with retries. A missing local folder counts as empty."""
     try:
         return storage.retry(folder, list_names)
     except storage.MissingError:
-        if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
+        if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix raises no error
             raise
         return []
 
 
 def list_models(address: str) -> list[str]:
-    """Return the sorted names of all models in a registry. Raises a UserError if there are none."""
+    """Return the sorted names of all models in a registry. Raises UserError if the registry has no models."""
     check_registry_address(address)
     with explain_failures(address, "its models cannot be listed"):
         names = [name for name in list_folder(address, storage.list_folders) if NAME.fullmatch(name)]
@@ -141,7 +141,7 @@ def content_digest(content: Path | bytes) -> str:
 
 
 class Version(NamedTuple):
-    """A complete version, in one of its revisions."""
+    """A complete version, in a specific revision."""
 
     name: str  # the SHA-256 of its weights
     folder: str  # in the registry
@@ -152,8 +152,8 @@ class Version(NamedTuple):
 class Registry:
     """The registry of one model, in a folder or bucket that many models share.
 
-    Repeats a failed request up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. After that
-    every method raises a UserError. So does a new instance for an unfit address or model name.
+    A failed request is retried up to 3 times, after pauses of up to 1, 2 and 4 s, if a retry may help. Then the method
+    raises UserError. The constructor raises UserError for an invalid address or model name.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -162,7 +162,7 @@ class Registry:
         self.address, self.name = address, name
 
     def at(self, *parts: str) -> str:
-        """Return the address of a file or folder of this model; ``parts`` are the names of its path."""
+        """Return the address of a file or folder of this model. ``parts`` are the names of the path."""
         return storage.join(self.address, "/".join((self.name, *parts)))
 
     def entry_address(self, number: int) -> str:
@@ -173,7 +173,10 @@ class Registry:
         return explain_failures(self.address, f"{self.name} cannot be {action}")
 
     def read_file(self, address: str, read: Callable[[str], Value]) -> Value | None:
-        """Return what ``read`` does for a file, with retries; None if it is missing; UserError if it cannot be read."""
+        """Return ``read(address)``, with retries, or None if the file is missing.
+
+        Raises UserError if the file cannot be read.
+        """
         with self.explain_failures("read"):
             try:
                 return storage.retry(address, read)
@@ -181,18 +184,24 @@ class Registry:
                 return None
 
     def list_files(self, folder: str) -> list[str]:
-        """Return the sorted relative paths of all files below a folder, but hidden local ones; [] if it is missing."""
+        """Return the sorted relative paths of all files below a folder, or [] if the folder is missing.
+
+        Skips hidden local files.
+        """
         with self.explain_failures("listed"):
             return [entry.name for entry in list_folder(folder, lambda of: [*storage.list_files(of)])]
 
     def require_model(self) -> None:
-        """Raise a UserError that names the registry's models if this model is not one of them."""
+        """Raise UserError if the registry does not have this model. The error lists the registry's models."""
         if self.name not in (names := list_models(self.address)):
             error = unknown_name_error("model", self.name, names, "the list of `python -m flyte_ddp.release list`")
             raise UserError(f"registry {self.address!r}: {error.message}")
 
     def list_versions(self) -> list[str]:
-        """Return the names of all versions, complete or not. Raises a UserError if there are none."""
+        """Return the names of all versions, also of incomplete versions.
+
+        Raises UserError if the model has no versions.
+        """
         with self.explain_failures("listed"):
             names = list_folder(self.at("versions"), storage.list_folders)
         if not names:
@@ -201,10 +210,10 @@ class Registry:
         return names
 
     def complete_version(self, version: str) -> str:
-        """Return the name of the version that begins with the 12 or more hexadecimal digits of ``version``.
+        """Return the name of the version that begins with ``version``, at least 12 hexadecimal digits.
 
-        The digits may be in upper case, with blanks around them. Raises a UserError that lists the versions unless
-        exactly one begins so.
+        The digits may be in upper case and between blanks. Raises UserError with the list of versions unless exactly
+        one version matches.
         """
         names, digits = self.list_versions(), version.strip().lower()
         listed = f"{self.name} has {join_first((name[:12] for name in names), MOST)}"
@@ -219,17 +228,17 @@ class Registry:
         return found[0]
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
-        """Write a file if the address has none; return whether the address has this content now."""
+        """Write a file unless the address has one, and return whether the address has this content now."""
         with self.explain_failures("written"):
             try:
                 storage.retry(address, lambda to: storage.create_file(to, content))
             except storage.ExistsError:
-                # A try whose response was lost may have written it; so rivals must write different contents.
+                # An earlier try may have written the file and lost the response. Rivals must write other contents.
                 return self.read_file(address, storage.hash_file) == content_digest(content)
         return True
 
     def refuse_storage_that_overwrites(self) -> None:
-        """Raise a UserError if the storage replaces existing files; to find out, write a file, PROBE, which stays."""
+        """Raise UserError if the storage overwrites existing files. The test writes the file PROBE, which remains."""
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
             raise UserError(
@@ -238,9 +247,9 @@ class Registry:
             )
 
     def read_champion(self) -> Entry | None:
-        """Return the last entry of the log, which names the champion; None if nothing was promoted.
+        """Return the last entry of the log, which names the champion, or None if nothing was promoted.
 
-        Older entries may be lost. Raises UserError if the last entry does not follow those that are there.
+        Older entries may be missing. Raises UserError if the last entry does not follow the existing entries.
         """
         numbers = self.list_entry_numbers()
         if not numbers:
@@ -251,14 +260,18 @@ class Registry:
         digests = {other.number: other.digest for other in others}
         if before in (0, *digests):
             follows = entry.previous == digests.get(before, "")
-        else:  # the entry before is lost; a copy of an older entry follows one that is there
+        else:  # the entry before is lost; a stray copy of an older entry would follow an existing entry
             follows = entry.previous not in ("", *digests.values())
         if not follows:
             raise self.altered_error(entry)
         return entry
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
-        """Return all entries, oldest first; UserError if one up to ``at_least`` is missing, or an older one altered."""
+        """Return all entries of the log, oldest first.
+
+        Raises:
+            UserError: An entry before the last entry, or up to ``at_least``, is missing, or an entry was altered.
+        """
         numbers = self.list_entry_numbers()
         present = {*numbers}
         missing = next(number for number in itertools.count(1) if number not in present)
@@ -285,7 +298,7 @@ class Registry:
         return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
 
     def read_entry(self, number: int) -> Entry:
-        """Return the log's entry with that number; UserError if it is missing or damaged."""
+        """Return the log's entry with this number. Raises UserError if the entry is missing or damaged."""
         address = self.entry_address(number)
         if (content := self.read_file(address, storage.read_file)) is None:
             raise UserError(f"{address} is missing; restore it, as no entry may be deleted")
@@ -296,7 +309,14 @@ class Registry:
         raise UserError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
-        """Write the entry after ``before``; ``values`` are action, version, manifest, best; LostError if it exists."""
+        """Write the log entry after ``before``, and return the new entry.
+
+        ``values`` are action, version, manifest and best.
+
+        Raises:
+            LostError: Another writer has written this entry.
+            UserError: The reason is blank, or the storage overwrites files.
+        """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
         self.refuse_storage_that_overwrites()
@@ -310,7 +330,10 @@ class Registry:
         return Entry.from_file(content)
 
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-        """Register a comparison of two models on a test split, unless done before; return its number, from 1."""
+        """Register a comparison of two models on a test split, and return the number of the look, from 1.
+
+        A comparison that was registered before keeps the number.
+        """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
         pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
@@ -320,21 +343,21 @@ class Registry:
             except DAMAGED:
                 raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
         number = 1 + len(self.list_files(storage.join(folder, "looks")))
-        values = {**compared, "nonce": secrets.token_hex(16)}  # unlike any other judge's
+        values = {**compared, "nonce": secrets.token_hex(16)}  # differs between judges
         while not self.create_file(
             storage.join(folder, f"looks/{number:08}.json"), json.dumps({"look": number, **values}, indent=1).encode()
         ):
             number += 1
         # A process killed here loses the number, which makes later comparisons a bit stricter.
-        # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
+        # Two processes that judge the same pair at once get two looks. Later comparisons use the first look.
         self.create_file(pair, json.dumps({"look": number}).encode())
         return number
 
     def write_version(self, files: Mapping[str, Path | bytes]) -> Version:
-        """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
+        """Upload the missing files of a version, the manifest last, and return the version. Replaces no file.
 
-        Weights that are stored with other files get a new revision, which has all files but the weights. The first of
-        ``files`` must differ between judgements, so that its write fails at once in another judgement's folder.
+        If the weights are stored with other files, the new files become a revision without the weights. The first of
+        ``files`` must differ between judgements. In another judgement's folder its upload then fails at once.
         """
         digests = {file: content_digest(content) for file, content in files.items()}
         manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -353,7 +376,7 @@ class Registry:
         return self.at(revision_folder(version.name, 1) if file == WEIGHTS else version.folder, file)
 
     def read_version(self, name: str, manifest: str = "") -> Version:
-        """Return the version as :meth:`find_version` does; raise a UserError if there is none."""
+        """Return the version as :meth:`find_version` does. Raises UserError if no complete version exists."""
         if (found := self.find_version(name, manifest)) is None:
             raise UserError(
                 f"registry {self.address!r}: {self.name} has no complete version {name}: there is no {MANIFEST} "
@@ -362,10 +385,10 @@ class Registry:
         return found
 
     def find_version(self, name: str, manifest: str = "") -> Version | None:
-        """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
+        """Return the version whose weights have the SHA-256 ``name``, or None if no revision is complete.
 
-        ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if no revision has
-        that ``manifest``, or the manifest is damaged.
+        ``manifest`` selects a revision by the SHA-256 of its manifest. The default is the newest revision. Raises
+        UserError if no revision has this manifest, or the manifest is damaged.
         """
         place = self.at("versions", name)
         manifests = map(LISTED.fullmatch, self.list_files(place))
@@ -389,7 +412,10 @@ class Registry:
         )
 
     def download_file(self, version: Version, file: str, folder: Path) -> Path:
-        """Download a version's file into a folder, and return its path; UserError if it is missing or was altered."""
+        """Download a version's file into a folder, and return the path.
+
+        Raises UserError if the file is missing or was altered.
+        """
         address, path = self.file_address(version, file), folder / file
         with self.explain_failures("read"), suppress(storage.MissingError), replace_file(path, durable=False) as target:
             storage.retry(address, partial(storage.download_file, file=target))
@@ -398,14 +424,14 @@ class Registry:
         return path
 
     def verify_files(self, version: Version) -> None:
-        """Read all files of a version whole; UserError for the first that is missing or was altered."""
+        """Read all files of a version completely. Raises UserError for the first file that is missing or altered."""
         for file, digest in version.files.items():
             address = self.file_address(version, file)
             if self.read_file(address, storage.hash_file) != digest:
                 raise damaged_file_error(address)
 
     def read_version_file(self, version: Version, file: str) -> bytes:
-        """Return the content of a version's file; UserError if the file is missing or was altered."""
+        """Return the content of a version's file. Raises UserError if the file is missing or altered."""
         address = self.file_address(version, file)
         content = self.read_file(address, storage.read_file)
         if content is None or content_digest(content) != version.files[file]:
@@ -414,7 +440,11 @@ class Registry:
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions that no rollback has undone, oldest first, and the rollbacks in force by version undone."""
+    """Return the promotions that no rollback has undone, oldest first, and the rollbacks in force.
+
+    Rollbacks are keyed by the version that was rolled back. Making the version champion again ends the rollback. Raises
+    UserError if a rollback has no promotion to undo.
+    """
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:
         if entry.action == PROMOTE:

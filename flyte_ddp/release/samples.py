@@ -1,4 +1,4 @@
-"""Identify the samples that a version was trained and judged on, by numbers that stay the same every night."""
+"""Identifies the samples that a version was trained and judged on, by numbers that stay the same between releases."""
 
 import io
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from flyte_ddp.samples.leaves import name_leaves
 from flyte_ddp.shards.index import ShardIndex
 
 SAMPLES = "samples.npz"  # of a version
-NOISE = 0.01  # share of a loss by which threads and devices may change the loss of a sample
+NOISE = 0.01  # relative change of a sample's loss that threads and devices may cause
 
 Digests = NDArray[np.uint64]
 Floats = NDArray[np.float64]
@@ -27,11 +27,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class JudgedSamples:
-    """The samples of a version's training and judgement."""
+    """The samples of a version's training and judgement, as identifying numbers, with the model's answers."""
 
     trained: Digests  # [N], validation samples included; empty: not known
     tested: Digests  # [n]; empty: not known
-    answers: Floats  # [n], what list_answers() returns
+    answers: Floats  # [n], the result of list_answers()
 
     def write(self, path: Path) -> None:
         with replace_file(path) as file:
@@ -44,7 +44,7 @@ class JudgedSamples:
 
 
 def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
-    """Return a number for each sample of the test split that was evaluated, as :func:`identify_samples` does."""
+    """Return a number for each test sample that was evaluated, as :func:`identify_samples` does."""
     if not isinstance(data, EncodedSet):
         return identify_samples(data, "test")
     sizes = name_sizes(data.test_source)
@@ -52,9 +52,10 @@ def identify_tested(data: PreparedSet, found: Evaluation) -> Digests:
 
 
 def identify_samples(data: PreparedSet, side: str) -> Digests:
-    """Return a number for each sample of a side: by the id, else by the row or the inputs. Empty: not known.
+    """Return an identifying number for each sample of a side, "train" or "test".
 
-    Samples of shards and of sets on demand are not identified, because the samples would have to be read.
+    The number is a digest of the id, or of the row or inputs if the side has no ids. Image files are identified by name
+    and size. Shards and sets on demand give an empty array, because the samples would have to be read.
     """
     if isinstance(data, EncodedSet):
         if not isinstance(data.train, ImageList):
@@ -79,21 +80,24 @@ def identify_samples(data: PreparedSet, side: str) -> Digests:
 
 
 def name_sizes(source: ShardIndex | ImageList) -> dict[str, int]:
-    """Return the sizes of image files by name, as other files may have the names on another night."""
+    """Return the sizes of image files by name, or {} for shards.
+
+    Names alone do not identify files, because a later release may use the same names for other files.
+    """
     return dict(zip(source.names, source.sizes.tolist(), strict=True)) if isinstance(source, ImageList) else {}
 
 
 def list_answers(found: Evaluation) -> Floats:
-    """Return how good the answer to each sample is, [n], by the model and the sample alone.
+    """Return the quality of each sample's answer [n], which depends on the model and the sample alone.
 
-    A class is 1 if it is right and 0 if it is wrong. Of other objectives the number is minus the loss. Scores will not
-    do, because a pseudo-value depends on all samples of the split.
+    For classification, a right class is 1 and a wrong class is 0. For other objectives the quality is minus the loss.
+    Scores are not used, because a pseudo-value depends on all samples of the split.
     """
     return found.correct.astype(np.float64) if found.classifies else -mean_losses(found.columns).numpy()
 
 
 def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places in both of the samples that occur exactly once in each."""
+    """Return the places, in ``then`` and in ``now``, of the samples that occur exactly once in both arrays."""
     found = []
     for digests in (then, now):
         values, first, counts = np.unique(digests, return_index=True, return_counts=True)
@@ -104,7 +108,7 @@ def match_once(then: Digests, now: Digests) -> tuple[NDArray[np.int64], NDArray[
 
 
 def find_changes(then: Floats, now: Floats) -> Floats:
-    """Return ``now`` minus ``then``, [n], without what rounding may have changed."""
+    """Return ``now`` minus ``then`` [n], with 0 for changes that rounding may have caused."""
     changes = now - then
     size = np.maximum(np.abs(then), np.abs(then).mean())
     return np.where(np.abs(changes) <= NOISE * size, 0.0, changes)

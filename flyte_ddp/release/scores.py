@@ -1,10 +1,10 @@
-"""What two models are compared by: a score of each sample, and of each label where there are some; more is better.
+"""Scores of samples and labels, by which two models are compared. A higher score is better.
 
-The mean of the scores is the objective's main measure, or says the same: minus the squared error for RMSE. Of measures
-that are no mean over samples, such as AUROC, the scores are leave-one-out pseudo-values: N times the measure minus
-N - 1 times the measure without the sample (Tukey, "Bias and confidence in not-quite large samples", Annals of
-Mathematical Statistics 29, 1958). Their mean is the measure up to order 1 / N. A sample without which a label's
-measure is not defined counts as one that does not change the measure.
+The mean of the scores is the objective's main measure, or an equivalent: minus the squared error for RMSE. Some
+measures, such as AUROC, are not means over samples. Their scores are leave-one-out pseudo-values: N times the measure
+minus N - 1 times the measure without the sample. The mean of the pseudo-values is the measure up to order 1 / N. If a
+label's measure is undefined without a sample, the sample counts as not changing the measure. Source: Tukey, "Bias and
+confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958.
 """
 
 import warnings
@@ -22,11 +22,11 @@ from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.text.formatting import name_measure
 
-MOST_CALLS = 20_000  # most samples for which a measure is called once without each of them
+MOST_CALLS = 20_000  # most samples of a measure without a formula, which is called once per sample
 
 Floats = NDArray[np.float64]
 
-# The main measures whose scores come from sums or orders, by the method that computes them; others need calls of it.
+# The main measures with a formula for pseudo-values, by the method that computes the measure. Others need calls.
 FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
     Classification.measure: MEASURES["multilabel"],
     Multilabel.measure: MEASURES["multilabel"],
@@ -37,7 +37,7 @@ FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
 
 
 def has_own_scores(objective: Objective) -> bool:
-    """Return whether the objective's method ``scores`` fits its main measure, so that no pseudo-values are needed."""
+    """Return whether the objective's method ``scores`` matches the main measure. Pseudo-values are then not needed."""
     scores, of_accuracy = type(objective).scores, objective.main_measure == "accuracy"
     inherited = scores is Objective.scores or (scores is Classification.scores and not of_accuracy)
     return not inherited or not objective.measures
@@ -53,7 +53,7 @@ def needs_calls(objective: Objective) -> bool:
 
 
 def has_pseudo_values(objective: Objective) -> bool:
-    """Return whether scores are pseudo-values of a measure that is no mean over samples."""
+    """Return whether scores are pseudo-values of a measure that is not a mean over samples."""
     return not has_own_scores(objective) and objective.main_measure not in ("rmse", "perplexity")
 
 
@@ -68,10 +68,13 @@ def is_higher_better(objective: Objective) -> bool:
 
 
 def score_samples(objective: Objective, columns: Columns) -> Floats:
-    """Return each sample's score [N]: the objective's own, or its pseudo-value of the main measure.
+    """Return each sample's score [N]: the objective's score, or a pseudo-value of the main measure.
 
-    A score is the mean over labels or classes, where the measure is one. A measure without a formula is called N + 1
-    times; UserError above 20,000 samples, and for own scores that are not a finite number for each sample.
+    If the measure is a mean over labels or classes, so is the score. A measure without a formula is called N + 1 times.
+
+    Raises:
+        UserError: The objective's scores are not a finite number for each sample. A measure without a formula has more
+            than MOST_CALLS (20,000) samples.
     """
     if has_own_scores(objective):
         scores, samples = np.asarray(objective.scores(columns).double().numpy()), len(columns["loss"])
@@ -83,14 +86,17 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         return scores
     if has_formula(objective):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of a mean of nothing
+            warnings.simplefilter("ignore", RuntimeWarning)  # for the mean of no values
             return np.asarray(np.nanmean(score_parts(objective, columns), axis=1))
     name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
     return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
 
 
 def score_parts(objective: Objective, columns: Columns) -> Floats:
-    """Return pseudo-values [N, K] of a measure with a formula, of K labels, classes of mIoU or numbers; else K is 1."""
+    """Return the pseudo-values [N, K] of a measure with a formula.
+
+    K is the number of labels, of classes for mIoU, or of predicted numbers for RMSE. Otherwise K is 1.
+    """
     name, labels = objective.main_measure, objective.binary_labels(columns)
     if name == "rmse":
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
@@ -118,11 +124,11 @@ def score_binary_labels(name: str, labels: BinaryLabels) -> Floats:
 
 
 def score_classes(measure: str, columns: Columns) -> Floats:
-    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy: the mean over classes of each against the rest."""
+    """Return pseudo-values [N, 1] of macro F1 or balanced accuracy, as means over classes against the rest."""
     truth, predicted = (columns[name].numpy()[:, np.newaxis] for name in ("truth", "prediction"))
     classes = np.unique(truth if measure == "balanced_accuracy" else (truth, predicted))
     total = np.zeros(truth.shape)
-    for each in classes:  # one by one: of all there may be too many for the memory
+    for each in classes:  # one class at a time, because all classes may not fit into memory
         there, named = (truth == each).astype(float), (predicted == each).astype(float)
         denominators = there if measure == "balanced_accuracy" else (there + named) / 2
         total += pseudo_values_of_ratios(there * named, denominators)
@@ -130,15 +136,19 @@ def score_classes(measure: str, columns: Columns) -> Floats:
 
 
 def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:
-    """Return pseudo-values [N, K] from K ``measures`` and those ``without`` each sample [N, K]; NaN: not defined."""
+    """Return pseudo-values [N, K] from K ``measures`` and the measures ``without`` each sample [N, K].
+
+    A NaN in ``without`` means undefined, and counts as an unchanged measure.
+    """
     samples = len(without)
     return np.asarray(samples * measures - (samples - 1) * np.where(np.isnan(without), measures, without))
 
 
 def pseudo_values_of_ratios(numerators: Floats, denominators: Floats, members: Floats | None = None) -> Floats:
-    """Return the pseudo-values [N, K] of K sums of ``numerators`` [N, K] over sums of ``denominators`` [N, K].
+    """Return the jackknife pseudo-values [N, K] of K ratios of sums, such as F1 or IoU.
 
-    A ratio, such as F1 or IoU, is defined where the sum of ``members`` [N, K] (default: the denominators) is not 0.
+    A ratio is the sum of ``numerators`` [N, K] over the sum of ``denominators`` [N, K]. If the sum of ``members`` [N,
+    K] (default: the denominators) is 0, the ratio is undefined, and the pseudo-values are NaN.
     """
     above, below = numerators.sum(axis=0), denominators.sum(axis=0)
     members = denominators if members is None else members
@@ -150,9 +160,10 @@ def pseudo_values_of_ratios(numerators: Floats, denominators: Floats, members: F
 
 
 def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
-    """Return the pseudo-values [N, K] of each label's area under the ROC curve; NaN without samples of both kinds.
+    """Return the pseudo-values [N, K] of each label's area under the ROC curve.
 
-    ``scores`` [N, K] are higher where a label is likelier; ``targets`` [N, K] are 1, 0 or NaN (unknown: no influence).
+    ``scores`` [N, K] are higher for likelier labels. ``targets`` [N, K] are 1 or 0, or NaN if unknown. Unknown targets
+    have no influence. A label without samples of both kinds gives NaN.
     """
     areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
     for label in range(scores.shape[1]):
@@ -170,38 +181,44 @@ def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
 
 
 def pseudo_values_of_average_precision(scores: Floats, targets: Floats) -> Floats:
-    """Return the pseudo-values [N, K] of each label's average precision; arguments as for the AUROC."""
+    """Return the pseudo-values [N, K] of each label's average precision.
+
+    The arguments are those of :func:`pseudo_values_of_auroc`. A label without positive samples gives NaN.
+    """
     areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
     for label in range(scores.shape[1]):
         positive, known = targets[:, label] == 1, ~np.isnan(targets[:, label])
         every, ours = np.sort(scores[known, label]), np.sort(scores[positive, label])
         if not len(ours):
             continue
-        # Of each positive sample, how many positive and how many known samples have at least its score.
+        # For each positive sample, the numbers of positive and of known samples with at least the same score.
         right, above = (len(each) - np.searchsorted(each, ours, "left") for each in (ours, every))
         fewer = np.maximum(above - 1, 1)
         areas[label] = (right / above).mean()
         without[:, label] = areas[label]
-        # Leaving out a sample changes the precisions at its score and below, which are first in the order.
+        # Without a sample, the precisions at its score and below change. They are first in the order.
         sums = [np.append(0.0, np.cumsum(each)) for each in (right / above, (right - 1) / fewer, right / fewer)]
         for members, changed, left in ((positive, sums[1], len(ours) - 1), (known & ~positive, sums[2], len(ours))):
             places = np.searchsorted(ours, scores[members, label], "right")
             total = sums[0][-1] - sums[0][places] + changed[places]
             if left < len(ours):
-                total = total - np.diff(sums[1])[places - 1]  # its own precision
+                total = total - np.diff(sums[1])[places - 1]  # the precision of the sample itself
             without[members, label] = total / left if left else np.nan
     return compute_pseudo_values(areas, without)
 
 
 def share_below(values: Floats, others: Floats) -> Floats:
-    """Return for each of ``values`` [n] the share of ``others`` [m] that are less; equal ones count half."""
+    """Return the share of ``others`` [m] below each of ``values`` [n]. Equal numbers count half."""
     others = np.sort(others)
     places = np.searchsorted(others, values, "left") + np.searchsorted(others, values, "right")
     return np.asarray(places / (2 * len(others)))
 
 
 def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], columns: Mapping[str, Tensor]) -> Floats:
-    """Return the pseudo-values [N] of any measure of columns [N, ...] by N + 1 calls, with copies of N - 1 rows."""
+    """Return the pseudo-values [N] of any measure of columns [N, ...] by N + 1 calls.
+
+    Each call gets copies of N - 1 rows. Raises UserError for more than MOST_CALLS (20,000) samples.
+    """
     samples = len(next(iter(columns.values())))
     refuse_many_calls(samples)
     without = [
@@ -212,7 +229,7 @@ def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], col
 
 
 def refuse_many_calls(samples: int) -> None:
-    """Raise a UserError for more than MOST_CALLS (20,000) samples."""
+    """Raise UserError for more than MOST_CALLS (20,000) samples."""
     if samples > MOST_CALLS:
         raise UserError(
             f"the objective's main measure is no mean of scores, and {samples:,} samples are more than {MOST_CALLS:,} "

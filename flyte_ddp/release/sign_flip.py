@@ -1,9 +1,9 @@
-"""Tests whether paired differences are above 0 by flipping their signs, and bounds their mean from below.
+"""Sign-flip tests that a mean of paired differences is above 0, and lower bounds of the mean.
 
 If two models are equally good, each difference may have either sign. The p-value is the probability that random signs
-give a sum of at least the observed one (Fisher, "The design of experiments", 1935, 21). It is computed from the sum's
-characteristic function under an exponential tilt, which makes the observed sum likely: small p-values are as exact as
-large ones.
+give at least the observed sum (Fisher, "The design of experiments", 1935, 21). The p-value is computed from the sum's
+characteristic function under an exponential tilt. The tilt makes the observed sum likely. Small p-values are therefore
+as exact as large p-values.
 """
 
 import math
@@ -16,7 +16,7 @@ from scipy import optimize, special, stats
 STEPS = 1024  # of the grid, in a root mean square of the differences
 BOUND_STEPS = 256  # the same, for the many tests of a bound
 OUTSIDE = 41.0  # minus the natural logarithm of the probability of sums outside of the transform, 1e-18
-NEGLIGIBLE = 1e-16  # frequencies f are left out where the characteristic function's modulus is at most this times 1 + f
+NEGLIGIBLE = 1e-16  # frequencies f are skipped if the characteristic function's modulus is at most this times 1 + f
 BLOCK = 1 << 20  # complex numbers in memory at a time
 
 Floats = NDArray[np.float64]
@@ -26,9 +26,9 @@ Integers = NDArray[np.integer[Any]]
 def sign_flip_p_value(differences: Floats) -> float:
     """Return the one-sided p-value of the exact sign-flip test that the mean of ``differences`` [N] is above 0.
 
-    Its relative error is about 1e-12 if the differences are multiples of a unit (for 0/1 scores this is McNemar's exact
-    test). Others are rounded to 1 / STEPS of their root mean square: the p-value changes by about 0.03 % times the
-    normal quantile.
+    If the differences are multiples of a unit, the relative error is about 1e-12. For 0/1 scores the test is McNemar's
+    exact test. Other differences are rounded to 1 / STEPS of the root mean square. Rounding changes the p-value by
+    about 0.03 % times the normal quantile.
     """
     differences = differences[differences != 0]
     return p_value_of_integers(np.rint(differences / find_unit(differences, STEPS)).astype(np.int64))
@@ -37,7 +37,8 @@ def sign_flip_p_value(differences: Floats) -> float:
 def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
     """Return the smallest shift of ``differences`` [N] that the sign-flip test does not reject at level ``alpha``.
 
-    That is the lower bound of a symmetric mean, to about 0.001 standard errors; -inf for too few differences.
+    The shift is a lower bound of a symmetric distribution's mean, to about 0.001 standard errors. Returns -inf for too
+    few differences.
     """
     mean, spread = float(differences.mean()), float(differences.std())
     if alpha < 0.5 ** len(differences):
@@ -51,7 +52,7 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
     wanted, quantiles = float(stats.norm.isf(alpha)), dict[int, float]()
 
     def is_rejected(shift: int) -> bool:
-        """Return whether the test rejects a shift; record the normal quantile of its p-value."""
+        """Return whether the test rejects a shift, and record the normal quantile of the p-value."""
         quantiles[shift] = float(stats.norm.isf(max(1e-300, p_value_of_integers(rounded - shift))))
         return quantiles[shift] >= wanted
 
@@ -65,10 +66,11 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
 
 
 def find_unit(differences: Floats, steps: int) -> float:
-    """Return a number of which all ``differences`` are nearly multiples; 1 if all are 0.
+    """Return a unit of which all ``differences`` are nearly multiples, or 1 if all differences are 0.
 
-    That is their greatest common divisor, if at least 1 / ``steps`` of their root mean square. Otherwise it is at most
-    that limit, but divides the common divisor of magnitudes that occur more than once: their equal sums remain equal.
+    A limit is 1 / ``steps`` of the root mean square of the differences. If the greatest common divisor is at least the
+    limit, the divisor is the unit. Otherwise the unit is at most the limit, and divides the common divisor of
+    magnitudes that occur more than once. Equal sums of these magnitudes then remain equal.
     """
     if not np.any(differences):
         return 1.0
@@ -81,7 +83,7 @@ def find_unit(differences: Floats, steps: int) -> float:
 
 
 def find_common_divisor(values: Floats, least: float) -> float:
-    """Return the greatest common divisor of ``values``, but for rounding errors; 0 if it is less than ``least``."""
+    """Return the greatest common divisor of ``values``, up to rounding errors, or 0 if less than ``least``."""
     divisor = 0.0
     for value in values.tolist():
         remainder = value
@@ -103,21 +105,21 @@ def p_value_of_integers(differences: Integers) -> float:
 
 
 def probability_of_at_most(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
-    """Return the probability that a sum over random coins is at most ``most``; 0 if that is surely below ``least``.
+    """Return the probability that a sum over random coins is at most ``most``.
 
-    Each of the ascending, positive ``values`` [U] is on ``counts`` [U] fair coins, and is added for each of them that
-    shows heads; ``most`` must be below half of the sum of all.
+    Each of the ascending, positive ``values`` [U] is on ``counts`` [U] fair coins. A coin that shows heads adds its
+    value. ``most`` must be below half of the sum of all coins. Returns 0 if the probability is surely below ``least``.
     """
     # With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum. The result
     # is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``. P is the inverse Fourier
     # transform of the characteristic function, which is a product over the values. So for each frequency the sum over m
-    # is a geometric one.
+    # is geometric.
     if most < 0:
         return 0.0
     scale = math.sqrt(float(counts @ np.square(values.astype(float))))
 
     def excess_of_mean(tilt: float) -> float:
-        """Return by how much the mean of the sum is above ``most`` with the tilt ``tilt`` / ``scale``."""
+        """Return the mean of the sum under the tilt ``tilt`` / ``scale``, minus ``most``."""
         return float((counts * values) @ special.expit(-tilt / scale * values)) - most
 
     steepest = 80 / int(values[0]) * scale  # is enough for ``most`` 0, where any larger tilt gives the same
@@ -145,7 +147,10 @@ def probability_of_at_most(most: int, values: Integers, counts: Integers, least:
 
 
 def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
-    """Return a distance from ``mean`` beyond which, on the side of ``sign``, the sum has probability 1e-18 at most."""
+    """Return a distance from ``mean`` beyond which the sum has probability 1e-18 at most.
+
+    ``sign`` is the side of the mean: 1 above, -1 below.
+    """
     speeds = np.geomspace(0.1 / math.sqrt(float(counts @ np.square(values.astype(float)))), 500 / int(values[-1]), 24)
     growth = np.log1p(heads * np.expm1(sign * np.multiply.outer(speeds, values))) @ counts
     return math.ceil(float(((growth - sign * speeds * mean + OUTSIDE) / speeds).min()))

@@ -1,4 +1,4 @@
-"""Read CSV files about samples by their ids, such as a policy's slices: parts of a split checked as classes are."""
+"""Reads CSV files with facts about samples by id, such as the slices of a policy."""
 
 import csv
 import io
@@ -12,7 +12,10 @@ from flyte_ddp.errors import UserError
 
 
 def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and ``column`` of each row of a CSV file, read with retries; UserError if that fails."""
+    """Return line number, id and ``column`` of each row of a CSV file, read with retries.
+
+    ``setting`` names the file in errors. Raises UserError if the file cannot be read, or is malformed.
+    """
     try:
         content = storage.retry(address, storage.read_file)
     except storage.UnavailableError as failure:
@@ -34,7 +37,7 @@ def read_id_table(setting: str, column: str, address: str) -> list[tuple[int, st
 
 
 def read_slices(address: str) -> list[tuple[int, str, str]]:
-    """Return line number, id and slice of each row of a CSV file; UserError if the file has no rows."""
+    """Return line number, id and slice of each row of a CSV file. Raises UserError if the file has no rows."""
     rows = read_id_table("slices", "slice", address)
     if not rows:
         rule = "has no rows, so that no slice would be checked"
@@ -45,7 +48,8 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
     """Return the ascending positions in ``ids`` of each slice's samples.
 
-    Raises UserError for an id in neither list, for a line without a slice, and for a file without rows.
+    Raises:
+        UserError: An id is in neither ``ids`` nor ``undecoded``, a line has no slice, or the file has no rows.
     """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Tests of two models on the same samples: McNemar's and Tango's where scores are 0 or 1, else sign flips."""
+"""Tests of two models on the same samples: McNemar's and Tango's for scores of 0 and 1, otherwise sign flips."""
 
 import math
 from collections.abc import Sequence
@@ -21,12 +21,15 @@ POINTS, SHARES, NUMBERS = "points", "shares", "numbers"
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Differences of two models' scores; for 0/1 scores only the numbers of samples gained and lost matter."""
+    """The differences of two models' scores on the same samples.
 
-    differences: Floats  # [N], the challenger's score minus the other's
-    measure: str  # what the scores are of, in words
-    unit: str  # POINTS of 0/1 scores, SHARES of the other's mean score (of a loss), or NUMBERS
-    counted: bool = True  # whether a higher score is a better answer, which a pseudo-value is not
+    For scores of 0 and 1, only the numbers of samples gained and lost matter.
+    """
+
+    differences: Floats  # [N], the challenger's score minus the other model's
+    measure: str  # the name of the scores, in words
+    unit: str  # POINTS for 0/1 scores, SHARES of the other model's mean loss, or NUMBERS
+    counted: bool = True  # whether a higher score is a better answer; False for pseudo-values
 
     @property
     def samples(self) -> int:
@@ -55,13 +58,16 @@ class Pair:
         return f"{self.measure} {'worse' if self.difference < 0 else 'better'} by {change[1:]}: {counts}"
 
     def format_difference(self, difference: float) -> str:
-        """Return a difference as text: 0.0125 as +1.25 points, +1.25 %, or +0.0125."""
+        """Return a difference as text in its unit: 0.0125 becomes +1.25 points, +1.25 % or +0.0125."""
         if self.unit == NUMBERS:
             return f"{difference:+.4f}"
         return f"{100 * difference:+.2f} {'points' if self.unit == POINTS else '%'}"
 
     def p_value(self) -> float:
-        """Return the p-value of McNemar's exact test (Psychometrika 12, 1947), or of sign flips, for a better model."""
+        """Return the p-value for a better challenger.
+
+        The test is McNemar's exact test (Psychometrika 12, 1947) for scores of 0 and 1, otherwise the sign-flip test.
+        """
         if self.unit == POINTS and (differing := self.gained + self.lost):
             return float(stats.binomtest(self.gained, differing, 0.5, alternative="greater").pvalue)
         return sign_flip_p_value(self.differences)
@@ -81,8 +87,8 @@ def compare_scores(
 ) -> Pair:
     """Return the comparison of two models' scores [N] of the same samples.
 
-    With ``is_loss`` scores are losses times -1, and differences are shares of the mean of ``theirs``, unless that is 0.
-    Pseudo-values are not ``counted`` as better or worse.
+    With ``is_loss`` the scores are losses times -1, and differences are shares of the mean of ``theirs``, unless the
+    mean is 0. Set ``counted`` to False for pseudo-values, whose signs do not say whether an answer is better.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
         return Pair(np.subtract(mine, theirs, dtype=np.float64), measure, POINTS)
@@ -91,20 +97,23 @@ def compare_scores(
 
 
 def alpha_of_look(alpha: float, look: int) -> float:
-    """Return the level of the test number ``look``, from 1; the levels sum up to ``alpha`` (Bonferroni's bound)."""
+    """Return the significance level of the test with the number ``look``, from 1.
+
+    The levels of all tests sum up to ``alpha`` (Bonferroni's bound).
+    """
     return alpha * 6 / (math.pi * look) ** 2
 
 
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
-    """Return the lower 1 - ``alpha`` confidence bound of the difference in accuracy, at least -1, by Tango's test.
+    """Return the lower 1 - ``alpha`` confidence bound of the difference in accuracy by Tango's test, at least -1.
 
-    Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
-    Statistics in Medicine 17 (1998).
+    Source: Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
+    design", Statistics in Medicine 17 (1998).
     """
     wanted, lowest, highest = float(stats.norm.isf(alpha)), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
     def excess_of_statistic(difference: float) -> float:
-        """Return Tango's statistic, standard normal if ``difference`` is the true one, minus ``wanted``."""
+        """Return Tango's statistic, standard normal if ``difference`` is true, minus ``wanted``."""
         linear = (2 * samples - gained + lost) * difference - gained - lost
         root = math.sqrt(max(0.0, linear**2 + 8 * samples * lost * difference * (1 - difference)))
         share = max(0.0, (root - linear) / (4 * samples))  # that would be lost if this were the true difference
@@ -117,7 +126,7 @@ def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
-    """Return p-values in their order, corrected by Holm's method (Scandinavian Journal of Statistics 6, 1979)."""
+    """Return p-values in the same order, corrected by Holm's method (Scandinavian Journal of Statistics 6, 1979)."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -126,9 +135,10 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
 
 
 def lower_bound_of_mean(values: Floats, alpha: float) -> float:
-    """Return the lower confidence bound, at 1 - ``alpha``, of the mean of ``values`` [N]; at least the smallest value.
+    """Return the lower 1 - ``alpha`` confidence bound of the mean of ``values`` [N], at least the smallest value.
 
-    By a studentised bootstrap with a fixed seed (Efron and Tibshirani, "An introduction to the bootstrap", 1993, 12.5).
+    Uses a studentised bootstrap with a fixed seed (Efron and Tibshirani, "An introduction to the bootstrap", 1993,
+    12.5).
     """
     mean, error = float(values.mean()), float(values.std())
     if error <= 1e-12 * abs(mean):
@@ -137,7 +147,7 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
     found: list[Floats] = []
     for start in range(0, BOOTSTRAP_DRAWS, batch):
         drawn = values[random.integers(len(values), size=(min(batch, BOOTSTRAP_DRAWS - start), len(values)))]
-        spread = np.maximum(drawn.std(axis=1), 1e-9 * error)  # of few values, all drawn ones may be equal
+        spread = np.maximum(drawn.std(axis=1), 1e-9 * error)  # with few values, all drawn values may be equal
         found.append((drawn.mean(axis=1) - mean) / spread)
     bound = mean - error * float(np.quantile(np.concatenate(found), 1 - alpha))
     return max(bound, float(values.min()))

@@ -1,4 +1,4 @@
-"""What a model does for its users, by which models are comparable."""
+"""The task of a model for its users. Only models of the same task are comparable."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.text.formatting import describe_input
 
-REORDERED = ("classification", "multilabel", "segmentation")  # objectives whose outputs [N, K, ...] are of K classes
-POSITIVE = "positive class"  # key of a task: the second of two classes, where a measure or a threshold depends on it
+REORDERED = ("classification", "multilabel", "segmentation")  # objectives with outputs [N, K, ...] for K classes
+POSITIVE = "positive class"  # key of a task: the second of two classes, if a measure or threshold depends on it
 
 
 def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what comparable models share, which their users depend on.
+    """Return the task of a model: the facts that users depend on, and that comparable models share.
 
-    Of rows the names of the columns count, in any order. Of other inputs the shape counts, as each data set has its own
-    mean.
+    Rows are described by the names of the columns, in any order. Other inputs are described by shape, because the mean
+    differs between data sets.
     """
     rows = sidecar.get(PREPROCESSING, {}).get("rows")
     return {
@@ -28,16 +28,16 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_positive_class(sidecar: Mapping[str, Any]) -> str:
-    """Return the second of two classes if the main measure or a threshold depends on which one that is, else ""."""
+    """Return the second of two classes if the main measure or a threshold depends on which class is second, else ""."""
     select_by = sidecar.get("hyperparameters", {}).get("select_by", "")
     depends = select_by in ("f1", "average_precision") or sidecar.get("threshold") is not None
     return str(sidecar["classes"][1]) if depends and len(sidecar["classes"]) == 2 else ""
 
 
 def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether what was fitted for two models is equal, or was fitted to equal data.
+    """Return whether two models have equal preprocessing, or preprocessing that was fitted to equal data.
 
-    Pickles of equal objects may differ, such as of sets of texts.
+    The data are compared, too, because pickles of equal objects may differ, for instance of sets of texts.
     """
     fits = [sidecar.get(PREPROCESSING, {}).get("sha256", "") for sidecar in (one, other)]
     data = [sidecar.get("digests", {}).get("data", "") for sidecar in (one, other)]
@@ -45,7 +45,7 @@ def has_same_fit(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def is_reordered(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> bool:
-    """Return whether both have the same classes, and the outputs' order can be changed without another meaning."""
+    """Return whether two tasks have the same classes in any order, and the outputs can be reordered."""
     if challenger["objective"] not in REORDERED or challenger[POSITIVE] or champion[POSITIVE]:
         return False
     return sorted(challenger["classes"]) == sorted(champion["classes"])

@@ -1,4 +1,4 @@
-"""The verdict of a judgement, with its checks, and what became of it."""
+"""The verdict of a judgement with its checks, and the outcome of a release."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp.text.formatting import format_count, format_measure
 
-LISTED = 5  # changes of the data in an outcome
+LISTED = 5  # changes of the data that an outcome lists
 PROMOTED, KEPT, NO_COMPARISON = "promote", "keep", "no_comparison"
 
 
@@ -21,8 +21,8 @@ class Check(DataClassJsonMixin):
     value: Optional[float] = None  # noqa: UP045  # flytekit's form; None: no number, or an infinite one
     limit: Optional[float] = None  # noqa: UP045  # of the value
     shown: str = ""  # the value in words
-    rule: str = ""  # the limit in words; empty where there is none: the value is only shown
-    reason: str = ""  # why it failed; of a passed check perhaps empty
+    rule: str = ""  # the limit in words; empty: no limit, the value is only shown
+    reason: str = ""  # why the check failed; for a passed check a note, or empty
 
 
 @dataclass
@@ -34,19 +34,19 @@ class Verdict(DataClassJsonMixin):
     challenger: str = ""  # the SHA-256 of its weights
     champion: str = ""  # the SHA-256 of its weights; empty if there was none
     best: str = ""  # the version with the best measure so far, this challenger included
-    log_number: int = 0  # of the log's last entry when this was judged; 0: the log was empty
+    log_number: int = 0  # of the log's last entry at the judgement; 0: the log was empty
     test_digest: str = ""  # of the test split
     samples: int = 0  # of the test split, without undecodable ones; 0: not evaluated
-    measure: str = ""  # the objective's main measure: accuracy, f1, rmse, miou, loss, or one of an own objective
+    measure: str = ""  # the objective's main measure: accuracy, f1, rmse, miou, loss, or user-defined
     challenger_score: float = 0.0  # its main measure; 0 if not evaluated, or (but for classification) not finite
-    champion_score: float = 0.0  # the same of the champion; 0 if there was none, or it was not evaluated
-    look: int = 0  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
-    alpha: float = 0.0  # significance level of this judgement; 0: nothing was decided by it
+    champion_score: float = 0.0  # the champion's main measure; 0 if there was none, or it was not evaluated
+    look: int = 0  # number of the judgement on this test split, from 1; 0: not counted, and cannot promote
+    alpha: float = 0.0  # significance level of this judgement; 0: nothing was tested
     time: str = ""  # ISO 8601, UTC
-    seen: int = 0  # test samples that were left out, because the champion was trained on them
+    seen: int = 0  # test samples that were skipped, because the champion was trained on them
     champion_at_release: Optional[float] = None  # noqa: UP045  # its main measure then; None: not known, or another one
     constant_score: Optional[float] = None  # noqa: UP045  # the main measure of the best constant answer; None: not known
-    changes: list[str] = field(default_factory=list)  # how the data differ from those that the champion was trained on
+    changes: list[str] = field(default_factory=list)  # how the data differ from the champion's training data
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -55,7 +55,7 @@ class Verdict(DataClassJsonMixin):
 
     @property
     def outcome(self) -> str:
-        """The reason, the champion's score at its release beside today's, and what changed in the data."""
+        """The reason, the champion's scores at its release and today, and the changes of the data."""
         parts = [self.reason]
         if self.champion_at_release is not None and self.decision != NO_COMPARISON:
             now, then = (format_measure(self.measure, each) for each in (self.champion_score, self.champion_at_release))
@@ -65,10 +65,10 @@ class Verdict(DataClassJsonMixin):
             parts.append(f"{format_count(self.seen, 'test sample')} of its training left out")
         more = f"{len(self.changes) - LISTED} more changes of the data" if len(self.changes) > LISTED else ""
         text = "; ".join([*parts, *self.changes[:LISTED], *([more] if more else [])])
-        return text.replace("\N{NO-BREAK SPACE}", " ")  # as logs and tuples are shown with escapes for others
+        return text.replace("\N{NO-BREAK SPACE}", " ")  # logs and tuples show other characters as escapes
 
     def __repr__(self) -> str:
-        """Return the decision in a line, as pyflyte prints it: all checks would be thousands of characters."""
+        """Return the decision in a line for the output of pyflyte. All checks would be thousands of characters."""
         return f"<verdict, {self.describe() if self.decision else 'not made yet'}>"
 
     def describe(self) -> str:
@@ -79,7 +79,7 @@ class Verdict(DataClassJsonMixin):
 
 
 class Released(NamedTuple):
-    """Versions (SHA-256 of the weights) of the model and of the champion, and what was decided and why."""
+    """The versions of model and champion (SHA-256 of the weights), and the decision with its reason."""
 
     version: str
     champion: str  # empty if there is none

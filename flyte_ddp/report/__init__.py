@@ -1,1 +1,1 @@
-"""Pages that need nothing else, such as a run's report."""
+"""Self-contained HTML pages, such as a run's report."""

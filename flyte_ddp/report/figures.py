@@ -1,4 +1,4 @@
-"""What the report's template shows: sections' values, and charts and confusions as SVG."""
+"""Values for the report's template: sections, and charts and confusion matrices as SVG."""
 
 import html
 import io
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, MUTED = "#2457c5", "#d9660f", "#1b8a5a", "#5d6878"
-LARGEST = 1e250  # larger values are left out of charts: matplotlib cannot draw a range beyond all floats
-MAX_POINTS = 300  # more cannot be told apart at the size of a chart: means of neighbours are drawn, and their range
-NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
-LABELLED_CLASSES = 50  # and up to here for names
+LARGEST = 1e250  # charts skip larger values, because matplotlib cannot draw a range beyond all floats
+MAX_POINTS = 300  # of a line; for longer lines, means and ranges of neighbouring points are drawn
+NAMED_CLASSES = 20  # most classes of a confusion matrix with numbers in cells
+LABELLED_CLASSES = 50  # most classes of a confusion matrix with names
 PICTURED_CLASSES = 1000  # with more, a cell of the picture would be less than half a pixel wide on the page
 LISTED, LISTED_ALONE = 8, 25  # rows of a list beside the picture, and without one
-FEW_POINTS = 12  # of a curve: each is marked
-FILLED_CLASSES = 4  # and up to here also for the zeros of empty cells
+FEW_POINTS = 12  # most points of a curve with marks
+FILLED_CLASSES = 4  # most classes of a confusion matrix with zeros in empty cells
 SIZE = 5.0, 3.4  # of a section's chart, in inches
 PLACE = 0.125, 0.13, 0.855, 0.79  # of its axes
 WIDE = 2 * SIZE[0], SIZE[1]  # of a chart over the whole page
 SCALE = 1.6  # pixels of the page in a unit of a confusion matrix, whatever the number of its classes
-LEAST_SPAN = 0.01  # of an axis, as a share of the largest value: noise must not look like a course
+LEAST_SPAN = 0.01  # of an axis, as a share of the largest value: noise must not look like a trend
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart."""
+    """A line of a chart."""
 
     label: str  # in the legend; empty: no legend
     x: Sequence[float]  # increasing
@@ -61,11 +61,12 @@ class Picture:
 def draw_svg(
     plot: Callable[[Any], str], x_label: str, place: tuple[float, ...], *, label_word: str, **options: Any
 ) -> str:
-    """Draw with ``plot(axes)``, which returns what y is; return an SVG element in the report's style.
+    """Return an SVG element in the report's style, drawn by ``plot(axes)``, which returns the label of the y axis.
 
-    ``place`` of the axes is left, bottom, width and height in parts of the figure; ``label_word`` joins both labels.
+    ``place`` is left, bottom, width and height of the axes, as parts of the figure. ``label_word`` joins both labels in
+    a description for screen readers. ``options`` are arguments of matplotlib's Figure.
     """
-    from matplotlib import style  # not before there is a chart, because that takes a second
+    from matplotlib import style  # imported late, because the import takes a second
     from matplotlib.figure import Figure
 
     with style.context(TEMPLATES / "report.mplstyle", after_reset=True):  # whatever the user's settings are
@@ -88,9 +89,11 @@ def draw_line_chart(
     x_from: float | None = None,
     wide: bool = False,
 ) -> str:
-    """Draw lines, each of at least one point, on a scale "linear", "log" or "from 0"; return an SVG element.
+    """Return an SVG element with lines of at least one point each.
 
-    ``wide`` makes a chart over the whole page, whose legend is beside the lines.
+    ``scale`` is "linear", "log" or "from 0". A logarithmic scale is used only for positive values, the largest more
+    than 5 times the smallest. ``x_from`` is the left end of the x axis. With ``wide`` the chart is as wide as the page,
+    with the legend beside the lines.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -135,7 +138,7 @@ def draw_line_chart(
 
 
 def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[str]) -> str:
-    """Return an SVG element with a line for each row, through the ranks of the row's values among the columns' values.
+    """Return an SVG element with a line for each row, through the ranks of the row's values in each column.
 
     ``colors`` has the colour of each row. The first rows are in front.
     """
@@ -157,7 +160,10 @@ def draw_parallel_coordinates(names: Sequence[str], rows: Sequence[Sequence[Any]
 
 
 def export_svg(figure: "Figure", label: str) -> str:
-    """Return matplotlib's figure as an SVG element without a width; ``label`` describes it for screen readers."""
+    """Return a matplotlib figure as an SVG element without a width.
+
+    ``label`` describes the figure to screen readers.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=200, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # The page sets the width. Nothing refers to the groups' ids, which several figures on a page would repeat.
@@ -167,10 +173,10 @@ def export_svg(figure: "Figure", label: str) -> str:
 
 
 def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Draw a confusion matrix [classes, classes], truth in rows, prediction in columns; return it as an SVG element.
+    """Return a confusion matrix [classes, classes] as an SVG element, with truth in rows and prediction in columns.
 
-    Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of its row; the mistake
-    with the largest share has the darkest orange, however rare it is.
+    Correct predictions are blue, and mistakes are orange. A cell is darker if it has a larger share of the row. The
+    mistake with the largest share has the darkest orange, even if mistakes are rare.
     """
     from PIL import Image
 
@@ -185,7 +191,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
     correct = np.eye(count, dtype=bool)
     wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~correct].max(initial=0.0))))
     depth = np.where(correct, shares, np.minimum(1.0, wrong_depth))
-    channels = [  # one at a time, as there may be thousands of classes
+    channels = [  # one at a time, because there may be thousands of classes
         np.rint(255 * (1.0 - depth * (1.0 - np.where(correct, blue, orange)))).astype(np.uint8)
         for blue, orange in zip((0.14, 0.34, 0.77), (0.90, 0.45, 0.10), strict=True)
     ]
@@ -210,7 +216,10 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the templates' values for ``counts`` [K, 3] of truth, prediction and samples; {} without any."""
+    """Return the templates' values of a confusion matrix, or {} if ``counts`` is empty.
+
+    A row of ``counts`` [K, 3] is truth, prediction and number of samples.
+    """
     if not len(counts):
         return {}
     classes, pictured = len(names), len(names) <= PICTURED_CLASSES
@@ -237,7 +246,7 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
 
 
 def plot_curve(axes: Any, section: Curve, color: str = BLUE, label: str = "") -> str:
-    """Plot a line in the unit square, and one to compare it with; return the y axis' label."""
+    """Plot a curve in the unit square with the line of chance, and return the label of the y axis."""
     axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
     line = "o-" if len(section.x) <= FEW_POINTS else "-"
     axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), line, color=color, label=label)
@@ -247,7 +256,7 @@ def plot_curve(axes: Any, section: Curve, color: str = BLUE, label: str = "") ->
 
 
 def plot_scatter(axes: Any, section: Scatter) -> str:
-    """Plot points in equal scales, with the diagonal; return the y axis' label."""
+    """Plot points with the diagonal, in equal scales, and return the label of the y axis."""
     x, y = np.array(section.x, dtype=float), np.array(section.y, dtype=float)
     values = np.concatenate([x, y])
     values = values[np.isfinite(values)]
@@ -256,7 +265,7 @@ def plot_scatter(axes: Any, section: Scatter) -> str:
     limits = low - room, high + room
     axes.plot(limits, limits, "-", color=MUTED, linewidth=0.8)
     size, alpha = (4.5, 0.8) if len(x) <= 100 else (2.6, 0.35)  # among many points, dense regions must be visible
-    # As pixels: matplotlib gives each point its style and six decimals, most of the page.
+    # As pixels, because points with style and six decimals would make up most of the page.
     axes.plot(x, y, "o", color=BLUE, markersize=size, markeredgewidth=0, alpha=alpha, rasterized=True)
     axes.set_xlim(limits)
     axes.set_ylim(limits)
@@ -283,7 +292,7 @@ def draw_chart(section: Chart) -> str:
 
 
 def draw_curves(curves: Mapping[str, Curve]) -> str:
-    """Return an SVG element with up to two curves of the same axes and a legend of their names."""
+    """Return an SVG element with up to two curves of the same axes, and a legend of their names."""
 
     def plot_curves(axes: Any) -> str:
         for (name, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
@@ -298,12 +307,12 @@ def draw_curves(curves: Mapping[str, Curve]) -> str:
 def list_section_values(
     sections: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the template's values of each section; charts in a row with one title are one section."""
+    """Yield the template's values of each section. Neighbouring charts with the same title become a single section."""
     for _, grouped in groupby(sections, lambda each: each.title if isinstance(each, Chart) else id(each)):
         group = [*grouped]
         try:
             yield _describe_group(group, pictures, classes)
-        except Exception as error:  # an own objective may return anything; that must not fail a finished training
+        except Exception as error:  # a user-defined objective must not fail a finished training
             title = getattr(group[0], "title", "Confusions")
             yield {"title": title, "text": f"This section could not be drawn ({type(error).__name__}: {error})."}
 

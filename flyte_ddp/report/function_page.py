@@ -1,4 +1,4 @@
-"""The page of an own function's run: state, recorded values, pictures and arguments, from the files of its folder."""
+"""The page of a user-defined function's run: state, recorded values, pictures and arguments."""
 
 import json
 import time
@@ -15,11 +15,14 @@ from flyte_ddp.text.formatting import format_value
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
 NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
-SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the newest ones, and their size in pixels
+SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the number of newest pictures, and the size in pixels
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
-    """Return the page of a run of a user's function, also while it runs; UserError without a record of a start."""
+    """Return the HTML page of a user-defined function's run, which may still be running.
+
+    Reads the files of the run's folder. Raises UserError if ``metrics.jsonl`` is damaged, or has no start record.
+    """
     found = RunRecords(folder)
     starts, steps, end = found.starts, found.by_step["record"], found.end
     points = collect_points(steps)
@@ -52,7 +55,7 @@ def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
 
 
 def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures that were handed in, the oldest first."""
+    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures of a folder, oldest first."""
     from PIL import Image
 
     times = dict[Path, int]()
@@ -67,9 +70,9 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def draw_points(name: str, points: Points) -> str:
-    """Return an SVG element with the finite values of ``points`` by step, "" unless at least two values differ."""
+    """Return an SVG element with the finite values of ``points`` by step, or "" unless at least two values differ."""
     finite = [(step, value) for step, value in points if value is not None]
-    if len({value for _, value in finite}) < 2:  # the table of last values has them
+    if len({value for _, value in finite}) < 2:  # the table shows the last values
         return ""
     steps, values = zip(*finite, strict=True)
     scale = "log" if name.lower().endswith("loss") else "linear"
@@ -77,7 +80,10 @@ def draw_points(name: str, points: Points) -> str:
 
 
 def describe_points(points: Points) -> tuple[str, ...]:
-    """Return the last value, its step, the smallest and the largest value as texts; "n/a" if they are not finite."""
+    """Return as texts the last value, the last step, the smallest value and the largest value.
+
+    A value that is not finite is "n/a".
+    """
     step, last = points[-1]
     finite = [value for _, value in points if value is not None]
     low, high = min(finite, default=None), max(finite, default=None)

@@ -1,4 +1,4 @@
-"""What pages share: a run's records, templates whose values are escaped, and images that are part of the page."""
+"""Shared parts of pages: a run's records, templates with escaped values, and embedded images."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ STEPS = {"kind": str, "step": COUNT, "time?": float}
 STEP = {"kind?": str, "step?": COUNT, "time?": float, "resumed_after_step?": (COUNT, None), "reason?": str}
 
 TEMPLATES = Path(__file__).with_name("templates")
-# Of the classes of masks, in reports and in the files of predicted masks.
+# Colours of classes, for masks in reports and for files of predicted masks.
 FIRST_COLORS = "#4c566a #2e9e6b #e07b39 #3b6fd4 #c9428c #d9b310 #7a4fc4 #23a5b8 #b5453b #86a02c".split()  # noqa: SIM905
-GREY = 220  # of pixels that do not count
+GREY = 220  # of ignored pixels
 
 
 class RunRecords:
-    """The records of ``metrics.jsonl``; UserError without one of a start."""
+    """The records of ``metrics.jsonl``.
+
+    The constructor raises UserError if the file is damaged, or has no start record.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = folder / METRICS
@@ -54,12 +57,12 @@ class RunRecords:
                     for steps in self.by_step.values():
                         for step in [step for step in steps if step > checkpoint]:
                             del steps[step]
-            elif kind == "restart" and self.starts:  # in place, which the last start is
+            elif kind == "restart" and self.starts:  # a restart in place belongs to the last start
                 self.starts[-1].setdefault("restarts", []).append(record.get("reason", ""))
             elif kind == "end":
                 self.end = record
             elif kind in self.by_step:
-                # Of a value that was recorded twice in a step, perhaps by an earlier attempt, the newest counts.
+                # If a value was recorded twice in a step, perhaps by an earlier attempt, the newest record counts.
                 self.by_step[kind].setdefault(record["step"], {}).update(record)
         if not self.starts:
             raise UserError(f"{path} has no start record: give the folder of a run that began")
@@ -67,7 +70,7 @@ class RunRecords:
 
 @functools.cache
 def template_environment() -> Environment:
-    import jinja2  # not before there is a page to make, as every command would wait for it
+    import jinja2  # imported late, because every command would wait for the import
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -78,20 +81,23 @@ def template_environment() -> Environment:
 
 
 def mark_code(text: str) -> Markup:
-    """Return a text as HTML, with what stands between backticks as code."""
+    """Return a text as escaped HTML, with the parts between backticks as code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 (it is escaped)
 
 
 def render_template(template: str, **values: Any) -> str:
-    """Return a template filled with values, in ASCII: other characters are HTML references, right in any encoding."""
+    """Return a template filled with values, as ASCII text.
+
+    Other characters become HTML references, which are correct in any encoding.
+    """
     text = template_environment().get_template(template).render(values)
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def write_html(path: Path, page: str) -> Path:
-    """Replace a file by a page of :func:`render_template`; return its path."""
+    """Write a page of :func:`render_template`, replacing an existing file, and return the path."""
     with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
@@ -106,7 +112,10 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
 
 
 def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
-    """Return a mask [H, W] of class numbers, in colours, as a data URI (PNG) that fits ``side`` x ``side`` pixels."""
+    """Return a mask [H, W] of class numbers in colours, as a data URI (PNG).
+
+    The image fits ``side`` x ``side`` pixels.
+    """
     from PIL import Image
 
     is_ignored = mask == IGNORED
@@ -116,7 +125,10 @@ def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
 
 
 def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
-    """Return an image that fits ``side`` x ``side`` pixels: enlarged by a whole multiple, or shrunk in place."""
+    """Return an image that fits ``side`` x ``side`` pixels: enlarged by a whole multiple, or shrunk in place.
+
+    With ``mix`` shrinking mixes the colours of neighbouring pixels.
+    """
     from PIL.Image import Resampling
 
     times = side // max(image.size)
@@ -133,7 +145,10 @@ def encode_as_data_uri(image: Image) -> str:
 
 
 def class_colors(count: int) -> list[str]:
-    """Return a colour for each class, such as "#4c566a": chosen ones, then hues by the golden angle."""
+    """Return a colour for each class, such as "#4c566a".
+
+    The first colours are fixed. The hues of further colours are chosen by the golden angle.
+    """
     colors = FIRST_COLORS[:count]
     for place in range(len(colors), count):
         hue, lightness = (place * 0.381966) % 1, 0.42 + 0.12 * (place % 3)

@@ -1,4 +1,4 @@
-"""The report of a run, from the files of its folder: one HTML page that needs no other file; also the task's deck."""
+"""The report of a run, made from the run's folder: a self-contained HTML page, which is also the task's deck."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ PARTS = {  # of rank 0's time: name and colour
 PREDICTIONS_BYTES = 2**32
 NUMBER = (float, None)
 TRAINED = ("epoch", "loss", "learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second")
-FACTS = {  # of a start, which the page shows
+FACTS = {  # of a start record that the page shows
     **dict.fromkeys(["steps", "parameters", "num_ranks", "num_nodes", "threads_per_rank"], COUNT),
     **dict.fromkeys(["device", "backend", "strategy", "precision"], str),
     "hyperparameters": {"model": str, "dataset": str},
@@ -60,10 +60,10 @@ SPLITS = {"validation": GREEN, "test": ORANGE}
 
 
 class Run(RunRecords):
-    """What the files of a run folder say so far; records are in the order of their steps."""
+    """The records and results in a run's folder so far. Records are in the order of steps."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
-        """Read the run's files; UserError if one is damaged, or ``metrics.jsonl`` has no start record."""
+        """Read the run's files. Raises UserError if a file is damaged, or ``metrics.jsonl`` has no start record."""
         super().__init__(folder)
         for record in (*self.starts, *self.by_step["train"].values(), *self.by_step["evaluation"].values(), self.end):
             measured = {f"{key}?": NUMBER for key in record if key.startswith(("validation_", "test_"))}
@@ -74,10 +74,10 @@ class Run(RunRecords):
             [record for _, record in sorted(self.by_step[kind].items())] for kind in ("train", "evaluation")
         )
         self.classes = [str(each) for each in self.start.get("classes", [])]  # in the order of the labels
-        # Whether "higher" or "lower" is better, by the objective's measures, the main one first.
+        # Whether "higher" or "lower" is better, by the objective's measures, the main measure first.
         self.measures: dict[str, str] = self.start.get("measures", {"accuracy": "higher"})
-        self.sidecar: Record = {}  # empty: there is no model.json yet
-        self.sections: list[Section] = []  # what the objective tells of the test split
+        self.sidecar: Record = {}  # empty: model.json does not exist yet
+        self.sections: list[Section] = []  # the objective's sections about the test split
         self.pictures: dict[int, Picture] = {}  # by the number of the sample in the test split
         try:
             if (path := folder / SIDECAR).exists():
@@ -87,7 +87,7 @@ class Run(RunRecords):
                 self.sections, self.pictures = read_predictions(path)
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
-        # The last step's evaluation, if there is one, else its training record; empty before any.
+        # The last step's evaluation, or else the training record; empty without any record.
         last: Record = max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
         self.steps = int(last.get("step", 0))  # optimiser steps done
         time = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
@@ -97,14 +97,14 @@ class Run(RunRecords):
             self.seconds = float(self.end["seconds"]["total"])
         epoch = self.sidecar.get("metrics", {}).get("kept_epoch")
         kept = [record for record in self.evaluations if epoch in (None, record["epoch"])] or self.evaluations
-        # The evaluation of the returned weights: the last one, unless the sidecar names another epoch.
+        # The evaluation of the returned weights: the last evaluation, unless the sidecar names another epoch.
         self.kept_evaluation: Record = kept[-1] if kept else {}
 
 
 def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
-    """Return the sections of ``predictions.npz``, and the samples that they show by number, with images."""
+    """Return the sections of ``predictions.npz``, and the samples shown in sections, by number and with images."""
     arrays = read_arrays(path, PREDICTIONS_BYTES)
-    first = int(arrays["table_rows"])  # the rows before are those of wandb's table
+    first = int(arrays["table_rows"])  # the rows before are for wandb's table
     sections = decode_sections(str(arrays["sections"]))
     if len(arrays["index"]) == first:
         return sections, {}
@@ -124,7 +124,10 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
 
 
 def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return the names of the samples in ``predictions.npz``; "" if unnamed. Bytes that are not UTF-8 become U+FFFD."""
+    """Return the names of the samples in ``predictions.npz``, or "" for samples without a name.
+
+    Bytes that are not UTF-8 become U+FFFD.
+    """
     if "names" not in predictions or not len(predictions["names"]):
         return [""] * len(predictions["index"])
     names = predictions["names"].tolist()
@@ -132,10 +135,10 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Return the report of a run that may still be training, as an HTML document without other files.
+    """Return the report of a run, which may still be training, as a self-contained HTML document.
 
-    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Raises
-    UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
+    ``name`` is the run's name, by default the folder's name. ``failure`` is the reason if the run has failed. Raises
+    UserError if ``metrics.jsonl`` has no start record, or a file is damaged.
     """
     run = Run(run_folder, name)
     require_form(run.start, FACTS, f"{run_folder / METRICS} is damaged")
@@ -159,7 +162,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
 
 
 def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and detail of the tiles: the main measure, if there is one, and the loss on the test split."""
+    """Yield label, value and detail of the tiles: the main measure, if any, and the loss on the test split."""
     result: Record = {**run.kept_evaluation, **run.end}
 
     def format_test(measure: str) -> str:
@@ -203,7 +206,10 @@ def list_charts(run: Run) -> Iterator[tuple[str, list[Series], dict[str, Any]]]:
 
 
 def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str, str], times: int = 1) -> Series:
-    """Return a line through the records whose y is defined; ``keys`` are those of x and y, ``times`` multiplies y."""
+    """Return a line through the records with a defined y.
+
+    ``keys`` are the keys of x and y in records. ``times`` multiplies y.
+    """
     x_key, y_key = keys
     defined = [record for record in records if record.get(y_key) is not None]
     return Series(label, [record[x_key] for record in defined], [times * record[y_key] for record in defined], color)
@@ -221,7 +227,7 @@ def varies(line: Series) -> bool:
 
 
 def describe_constant(title: str, lines: Sequence[Series]) -> str:
-    """Return lines that do not change as text, such as "accuracy 97.5 % (validation), 96.33 % (test)"."""
+    """Return constant lines as text, such as "accuracy 97.5 % (validation), 96.33 % (test)"."""
     unit = "\N{NO-BREAK SPACE}%" if title == "Accuracy" else ""
     values = [f"{format_value(line.y[-1])}{unit}" + f" ({line.label})" * bool(line.label) for line in lines]
     return f"{title[:1].lower() + title[1:] if title[1:2].islower() else title} {', '.join(values)}"

@@ -1,1 +1,1 @@
-"""Sweeps: which hyperparameters are tried, how trials go on from rung to rung, and the page that shows them."""
+"""Sweeps: the hyperparameters to try, successive halving of trials by rungs, and the page of results."""

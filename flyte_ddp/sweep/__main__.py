@@ -23,7 +23,7 @@ from flyte_ddp.sweep.space import Sweep, check_sweep
 def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
     """Train the trials of SWEEP, rung by rung, and write sweep.html and best.json into a folder.
 
-    BASE has hyperparameters, SWEEP the space, as JSON. Runs are in FLYTE_DDP_RUNS.
+    BASE is a JSON file of hyperparameters, and SWEEP a JSON file of the sweep's settings. Runs are in FLYTE_DDP_RUNS.
     """
     hp, searched, done = Hyperparameters.from_json(base.read()), Sweep.from_json(sweep.read()), list[Rung]()
     check_sweep(searched, hp)

@@ -1,6 +1,6 @@
-"""Successive halving: each rung trains its trials a part of their steps, and the best third of them go on.
+"""Successive halving: each rung trains trials for a part of their steps, and the best third enters the next rung.
 
-A trial is an ordinary run, which stops at its rungs, and goes on from its checkpoint.
+A trial is an ordinary run, which stops at each rung, and resumes from a checkpoint.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the types of tasks from real types.
@@ -31,7 +31,7 @@ from flyte_ddp.text.formatting import format_measure, name_measure
 
 @dataclass(frozen=True)
 class Rung(DataClassJsonMixin):
-    """A trial in a rung: what is to be trained, and after that what has come of it."""
+    """A trial in a rung: the training to do, and later the results."""
 
     trial: int  # its number, from 0
     hp: Hyperparameters
@@ -47,14 +47,15 @@ class Rung(DataClassJsonMixin):
 
     @property
     def loss(self) -> float | None:
-        """The value with a sign by which less is better."""
+        """The value with a sign for which less is better, or None for a failed trial."""
         return self.value if self.value is None or not self.higher else -self.value
 
 
 def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequence[Rung]) -> list[Rung]:
-    """Return the next trials to train, after all those ``done``; none if the last rung is done.
+    """Return the next trials to train after the trials ``done``, or [] if the last rung is done.
 
-    ``data_version`` is that of check_and_identify_run. UserError if all trials of a rung have failed.
+    ``data_version`` is a result of check_and_identify_run. If the sweep draws fewer trials than requested, prints the
+    reason. Raises UserError if all trials of a rung have failed.
     """
     parts, fingerprint = sweep.list_parts(), data_version.partition("@")[0].removeprefix("datasets/")
     first = [rung for rung in done if rung.part == parts[0]]
@@ -72,7 +73,7 @@ def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequ
 
 
 def rank_trials(rungs: Sequence[Rung]) -> list[Rung]:
-    """Return a rung's trials without failed ones, the best first; UserError if all have failed."""
+    """Return a rung's trials without failed trials, best first. Raises UserError if all trials have failed."""
     ranked = sorted((rung for rung in rungs if rung.value is not None), key=lambda rung: (rung.loss, rung.trial))
     if not ranked:
         [(reason, count)] = Counter(rung.failed for rung in rungs).most_common(1)
@@ -90,10 +91,11 @@ def pick_winner(done: Sequence[Rung]) -> Rung:
 
 
 def run_rung(rung: Rung, results: str, train: Callable[[str, Path], object]) -> Rung:
-    """Train a trial up to its rung by ``train(run, folder)``; return, and print, what has come of it.
+    """Train a trial up to the end of its rung by ``train(run, folder)``, and return the trial with results.
 
-    Takes it from the folder or address ``results`` if it is there, else stores it there. A trial fails by a mistake of
-    the user or of the user's code, or as memory runs out; that is not stored. Other failures are raised.
+    If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed
+    and stored there. A trial fails by an error of the user or of the user's code, or when memory runs out. Failures are
+    not stored. Other errors are raised.
     """
     address, start = storage.join(results, f"{rung.run}/{rung.part}.json"), time.monotonic()
     with suppress(MissingError):
@@ -128,9 +130,10 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
 
 
 def reach_rung(rung: Rung, train: Callable[[str, Path], object]) -> dict[str, Any]:
-    """Train a trial up to its rung, and return a Rung's fields; UserError for a value that is not finite.
+    """Train a trial up to the end of its rung, and return a Rung's fields.
 
-    A run that is further begins again under another name: the value is of the rung's step, whatever was trained before.
+    If the run has already passed the rung, trains again under another name, because the value must be the rung's.
+    Raises UserError if the value is not finite.
     """
     again = f"{rung.run}-{rung.part}"
     for name in (rung.run, again):
@@ -147,7 +150,7 @@ def reach_rung(rung: Rung, train: Callable[[str, Path], object]) -> dict[str, An
 
 
 def read_rung(folder: Path, hp: Hyperparameters) -> dict[str, Any]:
-    """Return a Rung's fields by what a run has left in its folder, at a rung's end or finished."""
+    """Return a Rung's fields from the folder of a run that is at the end of a rung, or finished."""
     name, finished = f"validation_{hp.select_by}", is_finished(folder)
     run = Run(folder if finished else folder / UNFINISHED)
     curve = {each["step"]: each.get(name) for each in run.evaluations}

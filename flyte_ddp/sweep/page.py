@@ -1,4 +1,4 @@
-"""The page of a sweep: the trials' curves and values, whether early rungs told which are good, what it cost."""
+"""The page of a sweep: curves and values of trials, correlations between rungs, and costs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from flyte_ddp.text.formatting import format_duration, format_measure, format_se
 from flyte_ddp.text.sections import Table
 
 PAGES = {"sweep.html": "all trials, to open in a browser", "best.json": "the winner's hyperparameters, for --hp"}
-GREYS = ("#5d6878", "#8791a0", "#adb5c1", "#ced4dc")  # of trials left behind, those that came furthest first
+GREYS = ("#5d6878", "#8791a0", "#adb5c1", "#ced4dc")  # of trials left behind, the furthest trials first
 RANKS = "Spearman's rank correlation between a rung and the next, over the trials in both: 1 if both have one order."
 MISLEAD = " With schedule=one_cycle early rungs mislead: what profits from the learning rate's fall is not seen yet."
 
@@ -21,10 +21,10 @@ MISLEAD = " With schedule=one_cycle early rungs mislead: what profits from the l
 def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) -> Path:
     """Write the PAGES of a sweep into a folder, and return the path of the HTML page.
 
-    ``sidecar`` is that of the winner's model, with its measures on the test split.
+    ``sidecar`` is the sidecar of the winner's model, with measures on the test split.
     """
     last, winner = {rung.trial: rung for rung in done}, pick_winner(done)  # the last rung of each trial
-    # Of two trials that came equally far the better one comes first.
+    # Trials that came equally far are ordered by value, the best first.
     ordered = sorted(last.values(), key=lambda rung: (rung.part, rung.value is None, rung.loss or 0.0))
     names = [each.name for each in sweep.list_dimensions()]
     varied = {rung.trial: [list_values(rung.hp)[name] for name in names] for rung in ordered}
@@ -51,7 +51,7 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
         Table("Do early rungs tell?", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
         Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", *["Failed"] * any_failed), rows),
     )
-    steps = {rung.trial: rung for rung in done if rung.steps}.values()  # of a failed rung they are not known
+    steps = {rung.trial: rung for rung in done if rung.steps}.values()  # unknown for failed rungs
     page = render_template(
         "sweep.html",
         trials=len(last),
@@ -73,7 +73,10 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
 
 
 def correlate_rungs(sweep: Sweep, done: Sequence[Rung]) -> list[tuple[str, str, int, float | None]]:
-    """Return for neighbouring rungs their parts, the trials in both, and the correlation of their values, if any."""
+    """Return for each pair of neighbouring rungs the parts, the number of common trials and the rank correlation.
+
+    The correlation is None if fewer than 3 trials are common, or if a rung's values are all equal.
+    """
     from scipy.stats import spearmanr
 
     rows, values = [], {(rung.part, rung.trial): rung.value for rung in done if rung.value is not None}
@@ -87,7 +90,7 @@ def correlate_rungs(sweep: Sweep, done: Sequence[Rung]) -> list[tuple[str, str, 
 
 
 def choose_colors(done: Sequence[Rung], trials: Sequence[int]) -> dict[int, str]:
-    """Return the colour of each trial, in the order of ``trials``, the best first. Trials left behind are grey."""
+    """Return the colour of each trial, in the order of ``trials``, best first. Trials left behind are grey."""
     winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.part == 1}
     behind = [trial for trial in trials if trial not in ended]
     greys = {trial: GREYS[place * len(GREYS) // len(behind)] for place, trial in enumerate(behind)}

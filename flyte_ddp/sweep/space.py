@@ -1,4 +1,4 @@
-"""What a sweep tries: its settings, the hyperparameters that it varies, and the trials that are drawn from them."""
+"""The settings of a sweep, the space of hyperparameters, and the trials drawn from the space."""
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
 import dataclasses
@@ -16,12 +16,12 @@ from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
 from flyte_ddp.config import OPTIONS_OF, Hyperparameters
 from flyte_ddp.errors import UserError, require_extra, unknown_name_error
 
-ETA = 3  # of the trials of a rung, one in so many goes on, for so many times the steps
-WAVE = 9  # trials that tpe draws at once, told of all before
-BEST, RECENT = 25, 200  # trials that tpe is told of: it takes no more than 25 for good ones
-# How many draws there may be until enough of them differ: of tpe for a wave, and of Sobol's points in all.
+ETA = 3  # the best third of a rung's trials enters the next rung, for three times the steps
+WAVE = 9  # trials that tpe draws at once, with the results of all earlier trials
+BEST, RECENT = 25, 200  # trials whose results tpe gets: tpe uses at most 25 as good trials
+# The most draws until enough draws differ: of tpe for a wave, and of Sobol's points in all.
 TPE_DRAWS, SOBOL_DRAWS = 4 * WAVE, 2**16
-# What decides which samples there are, which of them are held out, and what is measured on these.
+# Equal for all trials, because these decide about samples, held-out samples and measures.
 FIXED = (
     *("dataset", "data_source", "test_dataset", "num_classes", "sample", "collate", "validation_fraction"),
     *("seed", "objective", "select_by", "num_ranks"),
@@ -33,7 +33,7 @@ FORM = 'must be a list of choices, or a range {"from": 1, "to": 9}, perhaps with
 
 @dataclass(frozen=True)
 class Dimension:
-    """The choices of a hyperparameter or an option, or its range."""
+    """The choices, or the range, of a hyperparameter or an option."""
 
     name: str
     choices: Sequence[Any] = ()
@@ -44,7 +44,7 @@ class Dimension:
     whole: bool = False  # whether values are whole numbers
 
     def count_values(self) -> float:
-        """Return how many different values there are, infinity for a continuous range."""
+        """Return the number of different values, or infinity for a continuous range."""
         if self.choices:
             return float(len({*map(json.dumps, self.choices)}))
         if self.step:
@@ -64,9 +64,9 @@ class Dimension:
         return min(int(value) if self.whole else value, self.high)
 
     def place_of(self, value: Any) -> float:
-        """Return the place in [0, 1] to which :meth:`value_at` gives this value, the middle one of several places."""
+        """Return the place in [0, 1] that :meth:`value_at` maps to ``value``, or the middle of several places."""
         if self.choices:
-            texts, text = [*map(json.dumps, self.choices)], json.dumps(value)  # true is no 1
+            texts, text = [*map(json.dumps, self.choices)], json.dumps(value)  # as texts, true differs from 1
             number = texts.index(text) if text in texts else self.choices.index(value)
             return (number + 0.5) / len(self.choices)
         if self.log:
@@ -80,7 +80,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Sweep(CheckedFields, called="sweep setting"):
-    """How many trials a sweep has, how they are drawn, and in how many rungs most of them are left behind."""
+    """The settings of a sweep: the space, the number of trials, the sampler, and the number of rungs."""
 
     space: str = setting(
         "",
@@ -108,7 +108,10 @@ class Sweep(CheckedFields, called="sweep setting"):
         self.list_dimensions()
 
     def list_dimensions(self) -> list[Dimension]:
-        """Return what is varied; UserError for what is no hyperparameter, must not be varied, or has no range."""
+        """Return the hyperparameters and options that are varied.
+
+        Raises UserError if the space is not JSON, if a name is unknown or must not be varied, or if a range is invalid.
+        """
         try:
             found = parse_json(self.space or "{}")
         except ValueError as error:
@@ -118,23 +121,26 @@ class Sweep(CheckedFields, called="sweep setting"):
         return [parse_dimension(name, given) for name, given in sorted(found.items())]
 
     def count_points(self) -> float:
-        """Return how many combinations the space has, infinity with a continuous range."""
+        """Return the number of combinations in the space, or infinity with a continuous range."""
         return math.prod(each.count_values() for each in self.list_dimensions())
 
     def is_adaptive(self) -> bool:
-        """Return whether results decide which trials are drawn: with tpe, unless all combinations are tried."""
+        """Return whether results decide about further trials. True with tpe, unless all combinations are tried."""
         return self.sampler == "tpe" and self.count_points() > self.trials
 
     def list_parts(self) -> list[int]:
-        """Return what share of a run's steps each rung has trained at its end: of 27 for 1/27."""
+        """Return for each rung the part of a run's steps at the rung's end: 27 stands for 1/27."""
         return [ETA**rung for rung in reversed(range(self.rungs))]
 
     def count_rungs(self) -> int:
-        """Return how often trials are trained beside each other: tpe does the first rung in waves."""
+        """Return the number of groups of trials that are trained in parallel.
+
+        With tpe the first rung has several waves.
+        """
         return self.rungs + (-(-self.trials // WAVE) - 1 if self.is_adaptive() else 0)
 
     def describe_missing_trials(self, drawn: int) -> str:
-        """Return why a sweep draws fewer trials than it asks for, or "" if it draws all."""
+        """Return why a sweep draws fewer trials than requested, or "" if all trials are drawn."""
         if drawn == self.trials:
             return ""
         why = "the others would be equal, or the hyperparameters' rules refuse them"
@@ -178,7 +184,10 @@ def parse_dimension(name: str, given: Any) -> Dimension:
 
 
 def set_values(base: Hyperparameters, values: Mapping[str, Any]) -> Hyperparameters:
-    """Return the base with values by the names of hyperparameters and options; UserError if they do not fit."""
+    """Return the base with values by the names of hyperparameters and options.
+
+    Raises UserError if the values do not fit.
+    """
     changes, options = dict(values), base.parse_options()
     for name in values.keys() - TYPES.keys():
         _, of, option = name.split(".", 2)
@@ -194,7 +203,7 @@ def list_values(hp: Hyperparameters) -> dict[str, Any]:
 
 
 def value_of(hp: Hyperparameters, name: str) -> Any:
-    """Return a hyperparameter, or an option that is given, by its name in a space."""
+    """Return a hyperparameter, or an option of ``hp``, by its name in a space."""
     if name in TYPES:
         return getattr(hp, name)
     _, of, option = name.split(".", 2)
@@ -202,7 +211,10 @@ def value_of(hp: Hyperparameters, name: str) -> Any:
 
 
 def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
-    """Raise UserError unless each choice and each end of a range fits the base, and trials can be compared."""
+    """Raise UserError unless each choice and each end of a range fits the base, and trials can be compared.
+
+    With tpe also raises UserError if the extra ``sweep`` is not installed.
+    """
     dimensions = sweep.list_dimensions()
     if not dimensions:
         raise UserError('space="": names nothing to vary; for example {"learning_rate": {"from": 0.01, "to": 1}}')
@@ -225,18 +237,19 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
 
 
 def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | None]) -> list[Hyperparameters]:
-    """Return the first trials of a sweep: with qmc all, with tpe those in ``told`` and the next nine.
+    """Return the first trials of a sweep, as hyperparameters.
 
-    All trials differ. Trials that the hyperparameters' rules refuse are left out. A sweep with more trials draws these
-    and others.
+    With qmc returns all trials, and with tpe the trials in ``told`` and a wave of up to nine more. All trials differ.
+    Trials that the hyperparameters' rules reject are skipped. A sweep with more trials draws the same trials and
+    others.
 
     Args:
-        sweep: The space, and how many trials are drawn from it.
-        base: What all trials have in common.
-        told: The values of trials, the less the better; None for trials that failed.
+        sweep: The space, and the number of trials to draw.
+        base: The hyperparameters of all trials that are not varied.
+        told: The values of trials, where less is better. None for failed trials.
 
     Raises:
-        UserError: The hyperparameters' rules refuse all trials.
+        UserError: The hyperparameters' rules reject all trials.
     """
     made = draw_with_tpe(sweep, base, told) if sweep.is_adaptive() else make_trials(sweep, base, draw_evenly(sweep))
     trials = [*dict.fromkeys(each for each in made if isinstance(each, Hyperparameters))]
@@ -246,7 +259,7 @@ def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | 
 
 
 def make_trials(sweep: Sweep, base: Hyperparameters, points: Iterable[list[Any]]) -> list[Hyperparameters | UserError]:
-    """Return the hyperparameters of each point of a space, or the error of the rules that refuse them."""
+    """Return the hyperparameters of each point of a space, or the error if the rules reject the point."""
     names, made = [each.name for each in sweep.list_dimensions()], list[Hyperparameters | UserError]()
     for values in points:
         try:
@@ -257,7 +270,10 @@ def make_trials(sweep: Sweep, base: Hyperparameters, points: Iterable[list[Any]]
 
 
 def draw_evenly(sweep: Sweep) -> list[list[Any]]:
-    """Return the values of different points that cover the space evenly: as many as trials, or all that there are."""
+    """Return the values of different points that cover the space evenly.
+
+    The number of points is the number of trials, or of combinations if less.
+    """
     from scipy.stats import qmc  # takes half a second
 
     dimensions, wanted = sweep.list_dimensions(), int(min(sweep.trials, sweep.count_points()))
@@ -283,9 +299,9 @@ def draw_with_tpe(
 def draw_wave(
     sweep: Sweep, base: Hyperparameters, before: Mapping[Any, float | None]
 ) -> list[Hyperparameters | UserError]:
-    """Return up to nine trials that are not in ``before``, and the errors of those that the rules refuse.
+    """Return up to nine trials that are not in ``before``, and the errors of trials that the rules reject.
 
-    A wave has a study and a seed of its own, so that the waves before need not be drawn again.
+    Each wave has a new study and a new seed. Earlier waves need not be drawn again.
     """
     import optuna
 
@@ -293,9 +309,9 @@ def draw_wave(
     seed = Random(f"{sweep.seed} {len(before) // WAVE}").getrandbits(32)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     dimensions, places = sweep.list_dimensions(), list_places(sweep)
-    values = {hp: value for hp, value in before.items() if value is not None}  # TPE learns nothing from failed ones
+    values = {hp: value for hp, value in before.items() if value is not None}  # TPE learns nothing from failed trials
     known = {*sorted(values, key=values.__getitem__)[:BEST], *[*values][-RECENT:]}
-    for hp in (hp for hp in values if hp in known):  # in their order, by which tpe weighs them
+    for hp in (hp for hp in values if hp in known):  # in order, because tpe weighs trials by order
         at = {each.name: each.place_of(value_of(hp, each.name)) for each in dimensions}
         study.add_trial(optuna.create_trial(params=at, distributions=places, value=values[hp]))
     wanted, made = min(WAVE, sweep.trials - len(before)), list[Hyperparameters | UserError]()
@@ -310,7 +326,7 @@ def draw_wave(
 
 
 def list_places(sweep: Sweep) -> dict[str, Any]:
-    """Return Optuna's distributions of the places that values have in [0, 1)."""
+    """Return Optuna's distributions of the values' places in [0, 1), by name."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     return {
@@ -322,7 +338,10 @@ def list_places(sweep: Sweep) -> dict[str, Any]:
 
 
 def ask_tpe(sweep: Sweep, study: Any, places: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Yield the values that Optuna draws, and after many, as tpe repeats itself, those of even points."""
+    """Yield the values that Optuna draws, and after TPE_DRAWS (36) draws the values of even points.
+
+    Even points are needed because tpe repeats itself.
+    """
     for _ in range(TPE_DRAWS):
         found = study.ask(places).params
         yield [each.value_at(found[each.name]) for each in sweep.list_dimensions()]

@@ -1,1 +1,1 @@
-"""Track a run in wandb, in a process of its own: its failures do not affect training."""
+"""Tracks a run in wandb by a child process, whose failures do not affect training."""

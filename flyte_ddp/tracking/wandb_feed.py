@@ -1,4 +1,4 @@
-"""The child process that sends a run folder's records to wandb; wandb_run.py starts it."""
+"""The child process that sends a run folder's records to wandb. The process is started by wandb_run.py."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     import wandb
 
 POLL_SECONDS = 0.25
-NOTHING_RECORDED = 3  # exit code: told to wait for a record, got none, and so opened no run
+NOTHING_RECORDED = 3  # exit code: waited for a record, got none, and opened no run
 RETRY_SECONDS = 30.0  # between attempts to reach the server
 
-WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end of training; returns whether it has come
+WaitForEnd = Callable[[float], bool]  # waits up to this many seconds; returns whether training has ended
 
 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
-    """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
+    """Open the wandb run, log records until training has ended, log the table of predictions, and close the run.
 
     The launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
-    whether to wait for a record. It sends one more message when training has ended, and gets wandb's status: folder,
-    url, reason of a failure. Returns the exit code: 0, NOTHING_RECORDED, or 1 for a failure.
+    whether to wait for a record. When training has ended, the launcher sends another message. The launcher receives
+    wandb's status: folder, url and reason of a failure.
+
+    Returns:
+        The exit code: 0, NOTHING_RECORDED, or 1 for a failure.
     """
     parent = os.getppid()
     arguments, offset, on_first_record = launcher.recv()
@@ -50,7 +53,7 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
     try:
         run = open_wandb_run(arguments, wait_for_end, lambda error: send_status(reason=print_error(error)))
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
-        # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
+        # An offline run gets all records, because `wandb sync` replaces all records of earlier attempts on the server.
         first = 0 if arguments["mode"] == "offline" else offset
         run.define_metric("*", step_metric="step")
         trained, has_predictions = log_records(run, follow_records(folder, first, wait_for_end))
@@ -71,7 +74,7 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
 
 
 def print_error(error: Exception) -> str:
-    """Print the traceback to stderr; return the error's type and first line, at most 200 characters."""
+    """Print the traceback to stderr, and return the error's type and first line, at most 200 characters."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:200]
 
@@ -79,7 +82,11 @@ def print_error(error: Exception) -> str:
 def open_wandb_run(
     arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
 ) -> wandb.Run:
-    """Open a wandb run; give errors to ``report_error`` and retry until training ends, then try once more and raise."""
+    """Open a wandb run, and retry after errors until training ends.
+
+    Each error is passed to ``report_error``. After the end of training, and for an offline run, the error of a single
+    try is raised.
+    """
     import wandb
 
     ended = arguments["mode"] == "offline"
@@ -90,15 +97,16 @@ def open_wandb_run(
             if ended:
                 raise
             report_error(error)
-            wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use
+            wandb.teardown(exit_code=1)  # otherwise wandb rejects the run's id as already in use
             ended = wait_for_end(RETRY_SECONDS)
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
-    """Log records to the run, its config and its summary; return whether training was completed, and has predictions.
+    """Log records to the wandb run, and return whether training was completed, and whether predictions exist.
 
-    The step is a column of each row and not log(step=...): wandb drops rows whose step is not above the last one. But a
-    train and an evaluation record share a step, and a retry resumes at an earlier step.
+    Also updates the run's config and summary. The step is a column of each row instead of log(step=...), because wandb
+    drops rows whose step is not above the last step. A train record and an evaluation record share a step, and a retry
+    resumes at an earlier step.
     """
     import numpy as np
     import wandb
@@ -130,7 +138,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 
 
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
-    """Yield each record of metrics.jsonl from byte ``offset`` on, until training has ended and all is read."""
+    """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all records are read."""
     first, pending, ended, inode = offset, b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
     while not ended:
@@ -141,7 +149,7 @@ def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> I
             continue
         with file:
             before, inode = inode, os.fstat(file.fileno()).st_ino
-            if before not in (None, inode):  # a restarted run has replaced the file, but for earlier attempts' records
+            if before not in (None, inode):  # a restarted run replaced the file, except earlier attempts' records
                 offset, pending = first, b""
             file.seek(offset)
             chunk = file.read()
@@ -161,7 +169,7 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
 
 
 def predictions_table(file: BinaryIO) -> wandb.Table:
-    """Return a wandb table of the first test samples: id, image, if it is one, and prediction, truth and scores."""
+    """Return a wandb table of the first test samples with id, image (if any), prediction, truth and scores."""
     import numpy as np
     import wandb
 

@@ -1,4 +1,4 @@
-"""Starts and stops the child process, wandb_feed.py, that sends metrics.jsonl to wandb: failures stay in the child."""
+"""Starts and stops the child process, wandb_feed.py, which sends metrics.jsonl to wandb."""
 
 import multiprocessing
 import os
@@ -20,9 +20,9 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.tracking.wandb_feed import NOTHING_RECORDED, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
-STOPPED_SECONDS = 5.0  # a pod that is told to stop has little time left
+STOPPED_SECONDS = 5.0  # a pod that must stop has little time left
 LOG = "feed.log"  # what the child and wandb print
-OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer at all
+OPEN_SHARE = 0.25  # of the time in finish(), for the server's first answer
 
 
 @contextmanager
@@ -31,8 +31,9 @@ def log_to_wandb(
 ) -> Iterator[None]:
     """Send the run folder's metrics to wandb during the block, by a child process that logs in ``wandb/``.
 
-    Does nothing if wandb is disabled; prints to stderr why the child cannot be started. At the end waits for it up to
-    ``settings.wandb_timeout`` seconds, after a StoppedError up to 5 s.
+    Does nothing if wandb is disabled. If the child process cannot be started, prints the reason to stderr. At the end
+    waits up to ``settings.wandb_timeout`` seconds for the child, or up to 5 s after a StoppedError, and then kills the
+    child. With ``on_first_record`` the wandb run is opened only when the user's function records something.
     """
     process, seconds = None, settings.wandb_timeout
     if settings.wandb_mode != "disabled":
@@ -77,7 +78,7 @@ def make_init_arguments(run_folder: Path, settings: Settings, hyperparameters: M
 class WandbProcess:
     """The child process that runs wandb for a run folder, started at once. Call :meth:`finish` in a ``finally``.
 
-    ``on_first_record``: opens the wandb run only when the user's function records something.
+    With ``on_first_record`` the wandb run is opened only when the user's function records something.
     """
 
     def __init__(
@@ -100,26 +101,27 @@ class WandbProcess:
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a terminal's Ctrl-C does not reach it
+                start_new_session=True,  # a terminal's Ctrl-C does not reach the child
             )
         self.pipe.send((make_init_arguments(run_folder, settings, hyperparameters), offset, on_first_record))
 
     def receive_status(self) -> bool:
-        """Update ``status`` with the child's messages; return whether wandb has opened its run."""
+        """Update ``status`` with the child's messages, and return whether wandb has opened the run."""
         with suppress(EOFError, OSError):  # the child has ended
             while self.pipe.poll():
                 self.status |= self.pipe.recv()
         return bool(self.status["folder"])
 
     def finish(self, seconds: float) -> None:
-        """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
+        """Notify the child that training has ended, wait for the exit, and print the location of the run to stderr.
 
-        Kills the child after ``seconds``, or OPEN_SHARE of them if it has not opened its run. Writes the name of an
-        opened run's folder to ``wandb/unsent`` if it was not sent and ``settings.wandb_kept_at`` is set.
+        Kills the child after ``seconds``. If an online run is not open yet, the limit is OPEN_SHARE (a quarter) of
+        ``seconds``. If an opened run was not sent and ``settings.wandb_kept_at`` is set, writes the name of the run's
+        folder to ``wandb/unsent``.
         """
         start = time.monotonic()
         with suppress(OSError):  # the child may have ended
-            self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
+            self.pipe.send("over")  # closing is not enough: forked processes may hold copies of the pipe
         try:
             while self.process.poll() is None:
                 share = 1 if self.receive_status() or self.settings.wandb_mode == "offline" else OPEN_SHARE
@@ -129,7 +131,7 @@ class WandbProcess:
                     self.process.wait(POLL_SECONDS)
         finally:  # also on a second Ctrl-C
             if late := self.process.poll() is None:
-                kill_process_trees(lambda: [self.process.pid])  # with wandb-core, which has a session of its own
+                kill_process_trees(lambda: [self.process.pid])  # with wandb-core, which has another session
             self.process.kill()
             code = self.process.wait()
         is_open = self.receive_status()
@@ -155,7 +157,10 @@ class WandbProcess:
             self.folder.rmdir()
 
     def describe_outcome(self, sent: bool) -> str:
-        """Return a line for the user: where the run is, and if not ``sent`` how to send it or where its metrics are."""
+        """Return a line for the user with the run's location, or how to send an unsent run.
+
+        If the run cannot be sent, the line names the file with all metrics.
+        """
         folder, url, reason = self.status.values()
         reason = f" ({reason})" if reason else ""
         if sent:
@@ -165,14 +170,14 @@ class WandbProcess:
             how = f"send it with: wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
         elif folder and not url:
             how = f"send it with: wandb sync {shlex.quote(shorten_path(Path(folder)))}"
-        else:  # after `wandb sync` of one attempt the server would lack what earlier ones have sent
+        else:  # `wandb sync` of this attempt would remove earlier attempts' records
             see = "" if folder else f", and wandb's messages in {shorten_path(self.folder / LOG)}"
             how = f"all metrics are in {METRICS} of {shorten_path(self.run_folder)}{see}"
         return f"wandb: {what}{reason}; {how}"
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
-    # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb refuses.
+    # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb rejects.
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}
     return {**os.environ, **ours, **({"WANDB_API_KEY": key} if key else {})}

@@ -1,1 +1,1 @@
-"""Profile a data set, refuse one that should not be trained on, and compare it with the champion's."""
+"""Profiles a data set, rejects unsuitable data before training, and compares the data with the champion's."""

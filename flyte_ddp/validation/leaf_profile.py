@@ -1,6 +1,6 @@
-"""Measure samples of any leaves, images in arrays among them: each leaf of the inputs, and the targets.
+"""Measures samples of arrays and of items on demand: each leaf of the inputs, and the targets.
 
-Numbers are counted by ranges between powers of two: one look at the data is enough, whatever their scale.
+Numbers are counted by ranges between powers of two. A single pass over the data is then enough, whatever the scale.
 """
 
 import hashlib
@@ -32,20 +32,20 @@ from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS
 
 ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
 ITEMS = 64  # of one task of a loader process
-COLUMNS = 64  # of a table with more columns, the means of its rows are counted and not the columns
+COLUMNS = 64  # of a table with more columns, only the means of rows are counted
 LOOKED_TWICE = 8  # items of each split that are read twice
-MOST_CATEGORIES = 100  # of a column of texts that have more, and differ in most rows, nothing is counted
+MOST_CATEGORIES = 100  # texts of a column with more different values, which differ in most rows, are not counted
 FEW = 5  # examples of each problem, at most
 NAMES = {"train": "training", "test": "test"}
 
-# Whether rows hold what training cannot use; in targets NaN stands for an unknown number.
+# Whether rows hold values that training cannot use. In targets, NaN stands for an unknown number.
 UNUSABLE = {"inputs": lambda rows: ~np.isfinite(rows).all(1), "targets": lambda rows: np.isinf(rows).any(1)}
 
 Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or one array for each
 
 
 class Compared(NamedTuple):
-    """What samples of a split are compared by, int64 [n] each."""
+    """The numbers, labels and digests by which a split's samples are compared, int64 [n] each."""
 
     numbers: NDArray[np.int64]
     labels: NDArray[np.int64]  # class numbers; of other targets digests, equal for equal targets
@@ -54,22 +54,22 @@ class Compared(NamedTuple):
 
 @dataclass
 class PartProfile:
-    """What was found in some samples of a split."""
+    """The counts and problems of some samples of a split."""
 
     compared: Compared
-    targets: Counter[str]  # samples by what their targets count for
+    targets: Counter[str]  # number of samples by target, as in SplitProfile.labels
     statistics: dict[str, Counter[str]]  # samples by their value of each statistic
-    labelled: dict[str, int]  # by a class number or token that is none of the classes: a sample's number
+    labelled: dict[str, int]  # by class number or token outside the classes: a sample's number
     not_finite: dict[int, str] = field(default_factory=dict)  # by the sample's number: the leaf with NaN or infinity
-    undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; it is not compared
+    undecodable: dict[int, str] = field(default_factory=dict)  # by the sample's number: why; not among ``compared``
 
 
 @dataclass(frozen=True, eq=False)
 class ItemMeasurer:
-    """Reads and measures items of one side, also in a loader process."""
+    """Reads and measures items of a side, in this process or in a loader process."""
 
     items: Items
-    kind: str  # what a target is, as in the profile
+    kind: str  # the kind of targets, as in the profile
     classes: int  # number of classes that have names
     dimensions: list[dict[str, int]]  # number of dimensions by leaf, of inputs and of targets, in training sample 0
 
@@ -94,9 +94,10 @@ class ItemMeasurer:
 def measure_item_set(
     data: PreparedSet, profile: DataProfile, settings: Settings, name_of: Callable[[str, int], str]
 ) -> list[Compared]:
-    """Add all samples of training and test split to the profile; return what the samples are compared by.
+    """Add all samples of training and test split to the profile, and return numbers, labels and digests of each split.
 
-    Reads items on demand in loader processes, some twice; UserError if an item then differs, or has other leaves.
+    Items on demand are read in loader processes, and some items are read twice. ``name_of(split, sample)`` names a
+    sample in messages. Raises UserError if an item differs when read again, or has other leaves than training sample 0.
     """
     assert not isinstance(data, EncodedSet)
     if not isinstance(data, OnDemandSet):
@@ -169,11 +170,14 @@ def count_values(values: NDArray[Any]) -> Counter[str]:
 def add_split(
     profile: DataProfile, split: str, parts: Iterable[PartProfile], name_of: Callable[[str, int], str]
 ) -> Compared:
-    """Add the parts of a split's samples to the profile; return what the samples are compared by."""
+    """Add the parts of a split's samples to the profile, and return the samples' numbers, labels and digests.
+
+    ``name_of(split, sample)`` names a sample in messages.
+    """
     compared = list[Compared]()
     counts: SplitProfile = getattr(profile, split)
     for part in parts:
-        # Copies: what comes from a loader process keeps the memory of its batch in use.
+        # Copies, because arrays from a loader process keep the memory of the whole batch in use.
         compared.append(Compared._make(map(np.copy, part.compared)))
         counts.samples += len(part.compared.numbers) + len(part.undecodable)
         counts.undecodable += len(part.undecodable)
@@ -191,7 +195,7 @@ def add_split(
 
 
 def leaf_to_array(leaf: Any) -> NDArray[Any]:
-    """Return a leaf as an array; what NumPy cannot hold as numbers or texts is in an object array []."""
+    """Return a leaf as an array. A leaf that NumPy cannot hold as numbers or texts becomes an object array []."""
     try:
         found = np.asarray(leaf)
     except (TypeError, ValueError):
@@ -203,10 +207,11 @@ def leaf_to_array(leaf: Any) -> NDArray[Any]:
 
 
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
-    """Return the kind of targets by their dtype and shape; OTHERS for no array of numbers.
+    """Return the kind of targets by dtype and shape, or OTHERS if the targets are not an array of numbers.
 
-    Integers [n] are CLASSES, floats [n, k] of 0 and 1 LABELS, other integers TOKENS, all else NUMBERS. With
-    ``of_pictures`` [n, h, w] are MASKS, integers [n, k] of 0 and 1 LABELS, and other integers NUMBERS.
+    Integers [n] are CLASSES, and floats [n, k] of 0 and 1 are LABELS. Other integers are TOKENS, and other floats are
+    NUMBERS. With ``of_pictures``, [n, h, w] are MASKS, integers [n, k] of 0 and 1 are LABELS, and other integers are
+    NUMBERS. LABELS also need k named classes, or none.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
@@ -217,7 +222,7 @@ def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: boo
         return CLASSES if whole else NUMBERS
     if of_pictures and targets.ndim > 2:
         return MASKS
-    if whole and not of_pictures:  # of pictures, whole numbers in a row are labels
+    if whole and not of_pictures:  # with pictures, whole numbers in a row are labels
         return TOKENS
     labels = targets.ndim == 2 and np.isin(np.nan_to_num(targets), (0, 1)).all()
     return LABELS if labels and len(classes) in (0, targets.shape[1]) else NUMBERS
@@ -233,9 +238,10 @@ def measure_leaves(
     columns: Mapping[str, Sequence[str]] | None = None,
     with_numbers: bool = True,
 ) -> PartProfile:
-    """Measure n samples; ``columns`` are names of the inputs' columns by leaf.
+    """Return the counts and problems of n samples, from leaves of inputs and targets by name.
 
-    Without ``with_numbers`` the numbers of the inputs are not counted.
+    ``kind`` is the kind of targets, and ``classes`` the number of named classes. ``columns`` are names of the inputs'
+    columns by leaf. Without ``with_numbers`` the numbers of the inputs are not counted.
     """
     by_leaf, not_finite = dict[str, Counter[str]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
@@ -264,7 +270,7 @@ def has_numbers(values: Values) -> bool:
 
 
 def reduce_samples(values: Values, function: Callable[[NDArray[Any]], Any]) -> NDArray[Any]:
-    """Return what a function of rows [n, k] returns for each sample, [n]."""
+    """Return the values [n] of a function that maps rows [n, k] to a value for each row. Rows are flattened samples."""
     if isinstance(values, np.ndarray):
         return np.asarray(function(values.reshape(len(values), -1)))
     return np.concatenate([function(value.reshape(1, -1)) for value in values])
@@ -314,7 +320,7 @@ def digest_leaves(leaves: Sequence[Any]) -> int:
 
 
 def count_targets(values: Values, kind: str) -> Counter[str]:
-    """Return the number of samples by class, label, range of the first number, or range of tokens, as ``kind`` says."""
+    """Return the number of samples by class, label, range of the first number or range of tokens, as in ``kind``."""
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))
     if kind == MASKS:
@@ -338,7 +344,7 @@ def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[s
 
 
 def describe_range(number: float) -> str:
-    """Return the range between powers of two that a number is in, such as "4 to 8"; "nan" for an unknown number."""
+    """Return the range between powers of two around a number, such as "4 to 8", or "nan" if unknown."""
     if not math.isfinite(number) or number == 0:
         return f"{number:g}"
     power = math.frexp(abs(number))[1]

@@ -1,4 +1,4 @@
-"""The profile of a data set: counts of its targets and samples, examples of bad samples, and the page that shows it."""
+"""The profile of a data set: counts of targets and samples, examples of bad samples, and a page with both."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ LISTED = 6  # values of a statistic on the page, the most frequent first
 
 @dataclass
 class SplitProfile(DataClassJsonMixin):
-    """Counts of a split's samples. All but ``samples`` and ``undecodable`` count decodable samples only."""
+    """Counts of a split's samples. Only ``samples`` and ``undecodable`` also count undecodable samples."""
 
     samples: int = 0
-    # Number of samples by class number; a sample of several labels, or a mask, counts for each class that it has. Of
-    # numbers to predict: number of samples by the range of the first one; of tokens: by each range that a token is in.
+    # Number of samples by class number. A sample with several labels, or a mask, counts for each of its classes.
+    # Numbers to predict are counted by the range of the first number, and tokens by each range with a token.
     labels: dict[str, int] = field(default_factory=dict)
     undecodable: int = 0
-    # Number of samples by the value of each statistic: of encoded images "colour modes", "sizes" and "brightness", of
-    # others those of each leaf, such as "lengths of inputs tokens".
+    # Number of samples by the value of each statistic. Statistics of encoded images are "colour modes", "sizes" and
+    # "brightness". Other samples have statistics of each leaf, such as "lengths of inputs tokens".
     statistics: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -30,19 +30,19 @@ class SplitProfile(DataClassJsonMixin):
 class DataProfile(DataClassJsonMixin):
     """Counts of a data set, with up to five examples of each problem. Examples name files, shard samples or indices."""
 
-    classes: list[str]  # empty where the data set does not name them
+    classes: list[str]  # empty if the data set does not name classes
     training: SplitProfile  # with the samples for validation
     test: SplitProfile
     duplicates: int  # test samples with the pixels, or the inputs, of a training sample
     conflicts: int  # samples with the pixels, or the inputs, of a sample with another label
     bad: list[str]  # examples of samples that cannot be decoded, or are not finite, with the reason
-    labelled: dict[str, str]  # a sample by its label, or token to predict, that is no class's number
+    labelled: dict[str, str]  # a sample for each label, or token to predict, outside the class numbers
     duplicated: list[str]  # examples of duplicates
     conflicting: list[str]  # examples of conflicts
-    targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS
-    target_shape: list[int] = field(default_factory=list)  # of one training sample; empty if it is in several leaves
+    targets: str = CLASSES  # the kind of targets: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS
+    target_shape: list[int] = field(default_factory=list)  # of a training sample; empty for several leaves
     not_finite: int = 0  # samples with NaN or infinity in their inputs, or infinity in their targets; of images 0
-    compared: str = "inputs"  # what duplicates have in common; of images "pixels"
+    compared: str = "inputs"  # what duplicates have in common: "inputs", or "pixels" of images
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:

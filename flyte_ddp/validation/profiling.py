@@ -1,4 +1,4 @@
-"""Compute a data set's profile from all its samples, check it before training, and compare it with the champion's."""
+"""Computes the profile of all samples of a data set, checks the profile, and compares it with the champion's."""
 
 import itertools
 from collections import Counter
@@ -38,19 +38,22 @@ from flyte_ddp.validation.leaf_profile import (
 )
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 
-LABEL = "classes"  # what a sample's targets are called as a statistic
-SHIFT = 0.05  # a warning is for a difference in at least this share of samples
-SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
+LABEL = "classes"  # the name of the targets as a statistic
+SHIFT = 0.05  # the least share of samples in a difference that gives a warning
+SIGNIFICANCE = 0.001  # only smaller p-values give a warning
 SPLITS = ("training", "test")
 STATISTICS = ("colour modes", "sizes", "brightness")  # of encoded images
 AHEAD = 512  # images that are read or decoded at a time
 
 
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
-    """Read and decode all samples of a prepared data set, and return its profile.
+    """Read and decode all samples of a prepared data set, and return the profile.
 
-    ``loaders`` of ``settings`` is the number of decoding threads, or of processes for items on demand. Raises
-    UserError if the data set is damaged, or a sample cannot be read, lacks image or label, or changes when read again.
+    ``settings.loaders`` is the number of decoding threads, or of processes for items on demand.
+
+    Raises:
+        UserError: The data set is damaged, or a sample cannot be read, lacks image or label, or changes when read
+            again.
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
@@ -77,7 +80,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
 
 
 def sample_numbers(data: EncodedSet, split: str) -> Indices:
-    """Return the numbers of the samples of the split "training", which includes validation, or "test", each once."""
+    """Return the numbers of a split's samples, each once. The split is "test", or "training" with validation."""
     order = order_test_split(data)
     tests = order.samples(slice(0, len(order)))
     if split == "test":
@@ -88,7 +91,7 @@ def sample_numbers(data: EncodedSet, split: str) -> Indices:
 
 def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, threads: int) -> Iterator[PartProfile]:
     def measure_image(number: int, encoded: Encoded) -> tuple[int, int, int, tuple[str, ...], str]:
-        """Return number, label, digest, value of each of STATISTICS, and why it cannot be decoded ("": it can)."""
+        """Return number, label, digest, values of STATISTICS, and why decoding failed, or "" for no failure."""
         try:
             pixels = decode_image(encoded.content)
             with open_with_pillow(encoded.content) as image:
@@ -115,7 +118,11 @@ def measure_encoded_images(source: ImageReader, numbers: Indices, classes: int, 
 
 
 def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_of: Callable[[str, int], str]) -> None:
-    """Add duplicates and conflicts to the profile; ``compared`` is of the training split, then of the test split."""
+    """Add duplicates and conflicts to the profile.
+
+    ``compared`` is of the training split, then of the test split. ``name_of(split, sample)`` names a sample in
+    messages.
+    """
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(*compared, strict=True))
     in_test = np.arange(len(numbers)) >= len(compared[0].numbers)
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
@@ -132,7 +139,7 @@ def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_o
             profile.duplicates += int(in_test[same].sum())
             if len(profile.duplicated) < FEW:
                 profile.duplicated.append(f"{name_at(last)} and {name_at(first)}")
-        # Two numbers for equal inputs are noise, as in any measurement; a text may go on in many ways.
+        # Different numbers for equal inputs are noise, as in any measurement. A text may continue in many ways.
         is_noise = profile.targets in (NUMBERS, TOKENS, OTHERS)
         other = same[:0] if is_noise else same[labels[same] != labels[first]]
         if len(other):
@@ -145,9 +152,12 @@ def add_equal_samples(profile: DataProfile, compared: Sequence[Compared], name_o
 
 
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
-    """Raise UserError if a data set should not be trained on: a line for each problem, with examples and a remedy."""
+    """Raise UserError if a data set should not be trained on.
+
+    The error has a line for each problem, with examples and a remedy.
+    """
     what = profile.compared
-    # Own objectives of samples that are no images may need no classes; others say so when training begins.
+    # User-defined objectives of samples other than images may need no classes. Otherwise training reports it.
     of_numbers = profile.targets in (LABELS, NUMBERS) or what == "inputs"
     names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
     bad = join_first(sorted(profile.bad))
@@ -187,18 +197,19 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
 
 
 class Difference(NamedTuple):
-    """How a statistic of a split differs from that of the champion's data."""
+    """A difference between a statistic of a split and the same statistic of the champion's data."""
 
-    share: float  # of samples that would have to be others, 0 to 1
+    share: float  # of samples that differ, 0 to 1
     text: str
 
 
 def find_differences(profile: DataProfile, champion: DataProfile, least: float = SHIFT) -> Iterator[Difference]:
-    """Yield what differs from the champion's data by a share of at least ``least``, with p < 0.001.
+    """Yield the differences from the champion's data in at least a share ``least`` of the samples, with p < 0.001.
 
-    The share is the total variation distance of the two distributions. Of labels, classes of masks, and tokens it is
-    the largest change of a share of samples, as a sample may have several. The p-value is of Pearson's chi-squared
-    test (Bonferroni over the statistics of the inputs, or over all labels).
+    The share is the total variation distance of the two distributions. A sample may have several labels, classes of a
+    mask, or tokens. Their share is the largest change of a value's share of samples. The p-value is of Pearson's
+    chi-squared test (Bonferroni over the statistics of the inputs, or over all labels). Other classes, and new or
+    missing statistics, have the share 1.
     """
     ours, theirs = profile.training.statistics, champion.training.statistics
     statistics = [statistic for statistic in ours if statistic in theirs]
@@ -227,7 +238,7 @@ def find_differences(profile: DataProfile, champion: DataProfile, least: float =
         if distance < least:
             continue
         tests = 1 if statistic == LABEL else len(ours)
-        if several:  # of the label that changes most: how many samples have it, and have not
+        if several:  # numbers of samples with and without the label that changes most
             tests, table = len(values), np.hstack((table[:, [most]], totals - table[:, [most]]))
         p = chi2_contingency(table).pvalue
         if p >= SIGNIFICANCE / tests:
