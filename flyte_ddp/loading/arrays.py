@@ -1,4 +1,4 @@
-"""Load batches from arrays: memory-mapped and shared by all ranks on a CPU, resident on a GPU that has room."""
+"""Load batches from arrays: memory-mapped on the host, or copied to a GPU with enough room."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.samples.leaves import Leaves, map_leaves, name_leaves
 
-MOST_OF_GPU = 0.25  # of the free memory, for the arrays of one side; model and outputs need the rest
+MOST_OF_GPU = 0.25  # largest share of the free memory for the arrays of one side; model and outputs need the rest
 
 
 def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
@@ -30,7 +30,11 @@ def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
 def augment_batch(
     images: Tensor, targets: Tensor, samples: Indices, *, kind: str, seed: int, epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """Return augmented images [n, H, W, C] and targets; masks [n, H, W] move alike, 255 (ignored) where uncovered."""
+    """Augment the images [n, H, W, C] of a batch, and return images and targets.
+
+    Masks [n, H, W] are shifted and mirrored with their images, with 255 (ignored) in uncovered pixels. Other targets
+    are unchanged.
+    """
     augment = partial(augment_images, kind=kind, seed=seed, epoch=epoch, samples=samples)
     if targets.dim() == 3:
         targets = augment(targets[..., None], fill=IGNORED)[..., 0]
@@ -39,7 +43,10 @@ def augment_batch(
 
 @dataclass(frozen=True)
 class LoadedLeaf:
-    """A leaf of all samples, on the device or the CPU; a ragged leaf also has the samples' ends, on the host."""
+    """A leaf of all samples, on the device or on the CPU.
+
+    A ragged leaf also has the end of each sample, on the host.
+    """
 
     values: Tensor  # [N, ...]; of a ragged leaf [sum of the lengths, ...]
     device: torch.device  # where batches go
@@ -47,9 +54,15 @@ class LoadedLeaf:
     widened: bool = True  # whether whole numbers become int64, and floats fp32
 
     def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest].
+        """Return the leaf of these samples on the device, and a mask if the leaf is ragged.
 
-        ``rows`` are ``samples`` as a tensor where the values are; ``kind``, "inputs" or "targets", chooses the padding.
+        Args:
+            samples: Numbers of the samples [n].
+            rows: ``samples`` as a tensor, where the values are.
+            kind: "inputs" or "targets", which decides the padding of a ragged leaf.
+
+        Returns:
+            Values [n, ...], and the mask [n, longest] of a ragged leaf. The mask is None for other leaves.
         """
         if self.ends is None:
             taken = take_rows(self.values, rows, self.device)
@@ -71,7 +84,7 @@ class LoadedLeaf:
 
 @dataclass(frozen=True)
 class ArrayBatches(BatchSource):
-    """Source of batches that are copied out of arrays on the device or the CPU. Pictures may be augmented."""
+    """Source of batches from arrays on the device or on the CPU. Images may be augmented."""
 
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
@@ -105,7 +118,10 @@ class ArrayBatches(BatchSource):
 def open_array_batches(
     device: torch.device, data: SampleArrays, side: str, *, masked: str | None, augment: str, seed: int
 ) -> ArrayBatches:
-    """Open the side "train" or "test", copied to a GPU that has room; pictures and their targets keep their types."""
+    """Open the side "train" or "test" of the data, copied to a GPU that has room.
+
+    If the data are images, inputs and targets keep their types. Otherwise integers become int64, and floats fp32.
+    """
     inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))

@@ -1,4 +1,4 @@
-"""The memory through which loader processes hand batches to their rank."""
+"""Memory through which loader processes pass batches to the rank."""
 
 import math
 import mmap
@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64  # bytes
-OPENED: dict[str, mmap.mmap] = {}  # in a loader process, the memories of its rank by their paths
+OPENED: dict[str, mmap.mmap] = {}  # in a loader process: the opened memories of the rank, by path
 
 
 class Layout(NamedTuple):
-    """Where the images and the targets of a batch lie in its memory."""
+    """Layout of a batch's images and targets in a memory."""
 
     samples: int
-    image_bytes: int  # that are reserved for each image
+    image_bytes: int  # reserved for each image
     dtype: str  # of the targets, as text: an np.dtype takes three times as long to pickle
     shape: tuple[int, ...]  # of one target
 
@@ -42,7 +42,10 @@ class Layout(NamedTuple):
 
 
 class BatchMemory:
-    """Memory of batches, in an unnamed file that loader processes open by its path; it grows as needed."""
+    """Memory for a batch, in an unnamed file that grows as needed.
+
+    Loader processes open the file by its path.
+    """
 
     def __init__(self) -> None:
         self.file = os.memfd_create("flyte-ddp")  # not in /dev/shm, which has 64 MB in a container
@@ -51,7 +54,10 @@ class BatchMemory:
         self.memory: mmap.mmap | None = None
 
     def resize(self, size: int) -> NDArray[np.uint8]:
-        """Grow the memory to at least ``size`` bytes, and return all of it. Call it while no batch is in the memory."""
+        """Grow the memory to at least ``size`` bytes, and return the whole memory.
+
+        Must be called only while the memory holds no batch.
+        """
         if self.memory is None or len(self.memory) < size:
             os.ftruncate(self.file, size)
             self.memory = mmap.mmap(self.file, size)
@@ -59,7 +65,11 @@ class BatchMemory:
 
 
 def write_tree(path: str, tree: Any) -> tuple[int, int]:
-    """Write a pickled tree over the memory at ``path``, grown if needed; return the place for :func:`read_tree`."""
+    """Write a pickled tree into the memory at ``path``, from the start, and grow the memory if needed.
+
+    Returns:
+        Place (start, end) of the index, which :func:`read_tree` needs.
+    """
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)
     contents = [buffer.raw() for buffer in buffers]
@@ -79,13 +89,19 @@ def write_tree(path: str, tree: Any) -> tuple[int, int]:
 
 
 def read_tree(memory: NDArray[np.uint8], place: tuple[int, int]) -> Any:
-    """Return the tree that :func:`write_tree` wrote; the tree's arrays are views, and keep the memory in use."""
+    """Return the tree that :func:`write_tree` wrote.
+
+    The arrays of the tree are views, which keep the memory in use.
+    """
     pickled, places = pickle.loads(memory[slice(*place)].data)
     return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 
 
 def open_memory(path: str, size: int) -> NDArray[np.uint8]:
-    """Return the rank's memory at a path, of at least ``size`` bytes; this process keeps it open."""
+    """Return the rank's memory at ``path``, which has at least ``size`` bytes.
+
+    This process keeps the memory open for later calls.
+    """
     if path not in OPENED or len(OPENED[path]) < size:
         with Path(path).open("r+b") as file:
             OPENED[path] = mmap.mmap(file.fileno(), 0)

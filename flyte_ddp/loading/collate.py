@@ -1,4 +1,4 @@
-"""Make a batch out of single samples: leaves are stacked, or padded to the longest."""
+"""Combine single samples into a batch: leaves are stacked, or padded to the longest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +23,17 @@ Types = Mapping[tuple[str, str], np.dtype[Any]]  # by "inputs" or "targets", and
 def batch_samples(
     samples: Samples, names: Sequence[str], *, padded: bool, masked: str | None, types: Types | None = None
 ) -> tuple[Leaves, Leaves]:
-    """Return samples as one batch; ``padded`` pads leaves along dimension 0; UserError if leaves do not fit together.
+    """Return samples as one batch.
 
-    A mask, bool [n, longest], true where the padded input ``masked`` has values, is added to the inputs. ``types`` has
-    the type of each leaf in the whole data set. Of one batch's samples alone it would depend on which samples they are.
+    Args:
+        samples: Pairs of inputs and targets.
+        names: Names of the samples, for errors.
+        padded: Whether leaves are padded along dimension 0.
+        masked: Name of a padded input, for which a mask is added to the inputs: bool [n, longest], true at values.
+        types: Type of each leaf in the whole data set. Without ``types``, a type depends on the samples of this batch.
+
+    Raises:
+        UserError: Shapes or types of the samples do not fit together.
     """
     masks = list[Tensor]()
 
@@ -65,13 +72,13 @@ def batch_samples(
 
 
 def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
-    # Only of leaves with values: an empty list is an array of floats, and must not make floats of the others.
+    # Ignores empty leaves: NumPy makes floats of an empty list, which would make floats of all leaves.
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
 
 def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise a UserError for values that are not the same in the leaf's type."""
+    """Raise UserError if a conversion to the leaf's type would change a value."""
     always_same = dtype.kind == "f" or values.dtype.kind == "b" or (dtype.kind == "i" and values.dtype.kind in "iu")
     if not always_same and values.size and not (values == values.astype(dtype)).all():
         found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
@@ -87,12 +94,18 @@ def widen_type(values: Tensor) -> Tensor:
 
 
 def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
-    """Return a leaf's padding: 0 for inputs; for targets, by type, -100 or NaN (to be ignored), or False."""
+    """Return the padding value of a leaf.
+
+    Inputs get 0. Targets get -100 (integers) or NaN (floats), which objectives ignore, or False.
+    """
     return 0 if kind == "inputs" else {"b": False, "f": float("nan")}.get(dtype_kind, IGNORED_TOKEN)
 
 
 def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:
-    """Return inputs with the mask as one more leaf: last in a tuple, or ``mask`` in a dict that has no such name."""
+    """Return inputs with the mask as an additional leaf.
+
+    The mask is last in a tuple. In a dict its name is ``mask``, unless the dict has a ``mask`` already.
+    """
     if form_of(inputs) == "dict":
         return {MASK: mask, **inputs}
     return (*inputs, mask) if form_of(inputs) == "tuple" else (inputs, mask)

@@ -1,7 +1,7 @@
 """Crop and resize images of any size to squares: a random part for training, the middle for evaluation.
 
-The random part is that of torchvision's ``RandomResizedCrop`` with its defaults (Szegedy et al., arXiv 1409.4842),
-mirrored half of the time. It is a function of (seed, epoch, sample).
+The random part is chosen as by torchvision's ``RandomResizedCrop`` with its defaults (Szegedy et al., arXiv 1409.4842).
+Half of the parts are mirrored. The choice is a function of (seed, epoch, sample).
 """
 
 import math
@@ -24,7 +24,7 @@ DRAWS = 2 * TRIES + 3  # random numbers for a crop: two for each proposal, then 
 
 
 class Crop(NamedTuple):
-    """Top left corner, height and width of a part of an image, in pixels, and whether to mirror the part."""
+    """A part of an image, in pixels, and whether to mirror the part."""
 
     top: int
     left: int
@@ -34,7 +34,7 @@ class Crop(NamedTuple):
 
 
 def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
-    """Return the random numbers in [0, 1) that decide on each sample's crop in an epoch, [N, DRAWS (23)]."""
+    """Return random numbers in [0, 1) for each sample's crop in an epoch, [N, DRAWS (23)]."""
     return uniform_draws(seed, epoch, samples, DRAWS)
 
 
@@ -49,7 +49,7 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
         if 0 < across <= width and 0 < down <= height:
             top, left = int(vertical * (height - down + 1)), int(horizontal * (width - across + 1))
             return Crop(top, left, down, across, mirror < 0.5)
-    # No proposal fits: the middle, in the allowed ratio nearest to the image's.
+    # No proposal fits, so use the middle, in the allowed ratio nearest to the image's ratio.
     across, down = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
     return Crop((height - down) // 2, (width - across) // 2, down, across, mirror < 0.5)
 
@@ -60,9 +60,13 @@ def middle_crop(height: int, width: int, share: float = EVALUATION_SHARE) -> Cro
 
 
 def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """Crop, resize (bilinear, antialiased) and, if ``crop.mirrored``, mirror an image; return uint8 [size, size, 3]."""
+    """Crop an image, resize the part (bilinear, antialiased), and mirror the result if ``crop.mirrored``.
+
+    Returns:
+        uint8 [size, size, 3].
+    """
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
-    # unsqueeze by torch, not by NumPy: only with torch's strides is interpolate's result channels-last, too.
+    # unsqueeze by torch, not by NumPy: interpolate's result is channels-last only with torch's strides.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)
     squares = functional.interpolate(channels_last, (size, size), mode="bilinear", antialias=True)
     square: Pixels = (squares.flip(-1) if crop.mirrored else squares)[0].permute(1, 2, 0).numpy()
@@ -70,7 +74,7 @@ def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
 
 
 def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
-    """Crop, resize (nearest pixels) and mirror a mask [H, W, ...] as :func:`resize_crop` does its image."""
+    """Crop, resize (nearest pixels) and mirror a mask [H, W, ...] as :func:`resize_crop` does with an image."""
     rows = crop.top + ((np.arange(size) + 0.5) * crop.height / size).astype(np.int64)
     columns = crop.left + ((np.arange(size) + 0.5) * crop.width / size).astype(np.int64)
     return mask[rows[:, None], columns[::-1] if crop.mirrored else columns]
@@ -79,7 +83,10 @@ def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
 def crop_to_square(
     pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None, share: float = EVALUATION_SHARE
 ) -> Pixels:
-    """Return a part of an image as a square [size, size, 3]: random by ``draws``, else the middle."""
+    """Return a part of an image as a square [size, size, 3].
+
+    The part is random with ``draws``, and the middle without.
+    """
     height, width, _ = pixels.shape
     crop = middle_crop(height, width, share) if draws is None else random_crop(draws, height, width)
     return resize_crop(pixels, crop, size)

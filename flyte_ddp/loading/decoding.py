@@ -29,11 +29,14 @@ class DecodingError(ValueError):
 
 
 def decode_image(content: bytes) -> Pixels:
-    """Decode an image file; return upright RGB pixels, white where transparent, with the upper 8 bits of 16-bit values.
+    """Decode an image file to upright RGB pixels.
 
-    Uses simplejpeg for most JPEGs and torchcodec for other images if they can be imported, else Pillow. Raises
-    DecodingError for bytes that are no image, a damaged image, more than twice Pillow's limit of pixels, or
-    floating-point, 32-bit or signed pixels, whose range is unknown.
+    Transparent parts become white, and 16-bit values keep their upper 8 bits. Most JPEGs are decoded by simplejpeg and
+    other images by torchcodec if installed, else by Pillow.
+
+    Raises:
+        DecodingError: The bytes are no image, or the image is damaged or has more than twice Pillow's limit of pixels.
+            Pixels of floating-point, 32-bit or signed types are rejected, because their range is unknown.
     """
     if content.startswith(JPEG) and can_import("simplejpeg") and (pixels := decode_plain_jpeg(content)) is not None:
         return pixels
@@ -50,7 +53,10 @@ def can_import(module: str) -> bool:
 
 
 def decode_plain_jpeg(content: bytes) -> Pixels | None:
-    """Decode an upright, sound JPEG in RGB, YCbCr or grey with simplejpeg. Return None for others and for huge ones."""
+    """Decode an upright, undamaged JPEG in RGB, YCbCr or grey with simplejpeg.
+
+    Returns None for other images, and for images above Pillow's limit of pixels.
+    """
     import simplejpeg
 
     try:
@@ -64,15 +70,18 @@ def decode_plain_jpeg(content: bytes) -> Pixels | None:
 
 
 def is_upright(content: bytes) -> bool:
-    """Return True if no EXIF data can turn a JPEG, and False if the header has rare markers."""
+    """Return whether a JPEG is certainly upright, without EXIF data that turns the image.
+
+    Returns False if the header has rare markers.
+    """
     position, marker = 2, 0
     while marker != SOS:
         marker, length = struct.unpack_from(">HH", content, position)
-        if marker == APP1:  # torchcodec reads the first one, whatever its first six bytes are
+        if marker == APP1:  # torchcodec reads the first APP1 segment, whatever its first six bytes are
             exif = memoryview(content)[position + 10 : position + 2 + length]
             if any(read_orientation(exif, order) != 1 for order in "<>"):
                 return False
-        if not 0xFFC0 <= marker < 0xFFD0 and not SOS <= marker < 0xFFFF:  # fill bytes, or without a length
+        if not 0xFFC0 <= marker < 0xFFD0 and not SOS <= marker < 0xFFFF:  # fill bytes, or a marker without a length
             return False
         position += 2 + length
     return True
@@ -86,12 +95,12 @@ def is_exif_first(content: bytes) -> bool:
 def decode_with_torchcodec(content: bytes) -> Pixels:
     from torchcodec import decoders
 
-    # Pillow reads the header first, because it refuses huge sizes that torchcodec would allocate. Pillow also decodes
-    # animations, of which torchcodec decodes all images, and 16-bit PNGs, whose values torchcodec rounds.
+    # Pillow reads the header first, because torchcodec would allocate huge sizes, which Pillow rejects. Pillow also
+    # decodes animations (torchcodec would decode every frame) and 16-bit PNGs (torchcodec would round the values).
     with open_with_pillow(content) as image:
         animated = image.format in ANIMATIONS and getattr(image, "is_animated", False)
         for_pillow = animated or png_layout(image).endswith(";16B")
-        # torchcodec looks for EXIF data in the first APP1 segment alone, which may hold XMP data.
+        # torchcodec looks for EXIF data in the first APP1 segment only, which may hold XMP data.
         for_pillow |= exif_orientation(image) != 1 and content.startswith(JPEG) and not is_exif_first(content)
         transparent = image.has_transparency_data
     # Given bytes, torchcodec changes the global warning filters for a moment. Threads that do this at the same time can
@@ -119,14 +128,17 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged."""
+    """Return the EXIF orientation of an image, normally 1 to 8.
+
+    Returns 1 (upright) if the orientation is missing or damaged.
+    """
     exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     return read_orientation(exif, order) if order else 1
 
 
 def read_orientation(exif: bytes | memoryview, order: str) -> int:
-    # Reads 16 bits whatever the entry's type, and no XMP: as torchcodec, and unlike Pillow's exif_transpose.
+    # As torchcodec, reads 16 bits whatever the entry's type, and ignores XMP. Pillow's exif_transpose differs.
     try:
         (start,) = struct.unpack_from(f"{order}I", exif, 4)
         (entries,) = struct.unpack_from(f"{order}H", exif, start)
@@ -141,7 +153,11 @@ def read_orientation(exif: bytes | memoryview, order: str) -> int:
 
 @contextmanager
 def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
-    """Yield an image with only its header read; turn Pillow's errors, in the block too, into DecodingErrors."""
+    """Open an image for the block, with only its header read.
+
+    Raises:
+        DecodingError: Pillow raises an error, here or in the block.
+    """
     try:
         with Image.open(io.BytesIO(content)) as image:
             yield image

@@ -32,7 +32,7 @@ class Encoded:
     label: int
     name: str  # for errors, such as "image s3://bucket/cat/1.jpg"
     key: str = ""  # the name within the data set
-    # For users' own decoding, in place of content and label: the members by their extensions, and ``__key__``.
+    # For user-defined decoding, in place of content and label: the members by extension, and ``__key__``.
     members: Mapping[str, Any] | None = None
     copy: str = ""  # for errors: where the content is cached, in brackets
 
@@ -53,14 +53,17 @@ class ImageReader:
         """Start to fetch the files that hold these samples."""
 
     def skip_read(self, samples: Indices) -> None:
-        """Note that another process has read these samples, so that later files may be fetched."""
+        """Record that another process has read these samples. Later files may then be fetched."""
 
     def close(self) -> None:
-        """Cancel what was started, and close files."""
+        """Cancel started reads and close files."""
 
 
 class ShardImages(ImageReader):
-    """Reads samples in shards: image and label, or with ``members`` all members, for users' own decoding."""
+    """Reads samples of shards as image and label.
+
+    With ``members``, reads all members of a sample, for user-defined decoding.
+    """
 
     def __init__(self, reader: ShardReader, *, members: bool = False) -> None:
         self.reader, self.members = reader, members
@@ -91,7 +94,10 @@ class ShardImages(ImageReader):
 
 
 class FileReader(ImageReader):
-    """Reads the images of an ImageList, remote ones in 32 threads; with ``members`` each as a sample of one member."""
+    """Reads the images of an ImageList, remote images in 32 threads.
+
+    With ``members``, an image is a sample with a single member.
+    """
 
     def __init__(self, images: ImageList, *, members: bool = False) -> None:
         self.images, self.members = images, members
@@ -119,13 +125,17 @@ class FileReader(ImageReader):
 
 @dataclass
 class BadSamples:
-    """Record of a rank's samples that cannot be decoded; several threads may add samples."""
+    """Record of a rank's samples that cannot be decoded. Several threads may add samples."""
 
     allowed: int
     names: dict[str, str] = field(default_factory=dict)  # reason by name
 
     def add_sample(self, name: str, reason: str) -> None:
-        """Record a sample; raise UserError if there are more than ``allowed``."""
+        """Record a sample.
+
+        Raises:
+            UserError: More than ``allowed`` samples are recorded.
+        """
         self.names[name] = reason
         if (count := len(self.names)) > self.allowed:
             more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
@@ -135,7 +145,10 @@ class BadSamples:
 def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Yield ``use(sample, encoded image)`` of each sample in order, called in threads up to ``ahead`` samples ahead."""
+    """Yield ``use(sample, encoded image)`` for each sample, in order.
+
+    Threads call ``use`` up to ``ahead`` samples ahead.
+    """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
         for place, sample in enumerate(samples.tolist()):
@@ -150,7 +163,7 @@ def map_samples(
 
 
 def limit_threads() -> None:
-    """Make torch and OpenMP use one thread for work of the calling thread, until the thread ends."""
+    """Limit torch and OpenMP to one thread for work of the calling thread, until the thread ends."""
     torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 

@@ -1,4 +1,4 @@
-"""Load single samples of shards and image folders: decoded and cropped here, or by the user's own code."""
+"""Load single samples of shards and image folders, decoded and cropped here or by user code."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -30,9 +30,9 @@ from flyte_ddp.order.sampling import Indices
 
 @dataclass(eq=False)
 class EncodedSamples(SampleLoader):
-    """Samples of shards or files, as squares in colour. A sample that cannot be decoded is replaced by another one.
+    """Samples of shards or files, as square colour images.
 
-    Without the user's own code, several threads may load samples.
+    A sample that cannot be decoded is replaced by another sample. Without user code, several threads may load samples.
     """
 
     reader: ImageReader
@@ -46,13 +46,13 @@ class EncodedSamples(SampleLoader):
     seed: int = 0  # of the random parts
     decode: OwnFunction | None = None  # returns image and target of a sample's members; None: an image file and a class
     augment: OwnFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
-    like: TargetSpec | None = None  # of the targets; None: with ``decode``, that of the first sample, read at once
+    like: TargetSpec | None = None  # of the targets; None: with ``decode``, derived from the first sample at once
 
     def __post_init__(self) -> None:
         self.sizes = ((self.size, self.size, 3),)
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
-        self.reported = 0  # how many undecodable and replaced samples the rank has been told of
+        self.reported = 0  # number of undecodable and replaced samples at the last take_report
         self.targets = self.like or self.find_target_spec()
 
     def find_target_spec(self) -> TargetSpec:
@@ -66,7 +66,7 @@ class EncodedSamples(SampleLoader):
         return derive_target_spec(self.decode, target, self.classes, where)
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
-        """Start to read the samples, and return a function for each that decodes and crops it."""
+        """Start reading the samples. Return a function for each sample that decodes and crops the image."""
         draws: Iterable[Any] = itertools.repeat(None)
         if self.crop == "resized_crop" and epoch is not None:
             draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
@@ -87,10 +87,13 @@ class EncodedSamples(SampleLoader):
         return Sample(image, require_target(self.augment or self.decode, target, self.targets, where), name)
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
-        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
+        """Return pixels, target and key of a sample.
 
-        Records damaged samples in ``bad`` and ``replaced``; UserError if there are too many, or no other is sound.
-        With ``decode``, seeds this process's generators and runs the user's code.
+        For a damaged sample, returns pixels and target of another sample of its split. Records damaged samples in
+        ``bad`` and ``replaced``. With ``decode``, seeds this process's generators and runs user code.
+
+        Raises:
+            UserError: There are too many damaged samples, or no substitute can be decoded.
         """
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key
@@ -103,7 +106,11 @@ class EncodedSamples(SampleLoader):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
-        """Return image and target; record a sample that cannot be decoded, and return None; UserError if too many."""
+        """Return image and target, or record a sample that cannot be decoded and return None.
+
+        Raises:
+            UserError: There are too many samples that cannot be decoded.
+        """
         if encoded.name in self.bad.names:
             return None
         try:
@@ -113,7 +120,10 @@ class EncodedSamples(SampleLoader):
             return None
 
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
-        """Return image (any size) and target; own code's OwnCodeError becomes a DecodingError if ``bad.allowed``."""
+        """Return image (of any size) and target of a sample.
+
+        If ``bad.allowed`` is not 0, an OwnCodeError of user code becomes a DecodingError.
+        """
         own = self.decode
         if own is None:
             label = require_valid_label(encoded, self.classes)
@@ -133,7 +143,13 @@ class EncodedSamples(SampleLoader):
     def fit_to_square(
         self, image: Pixels, target: NDArray[Any], draws: NDArray[np.float64] | None, where: str
     ) -> tuple[Pixels, NDArray[Any]]:
-        """Return own code's image as a colour square; crop a mask of its size likewise; UserError for odd channels."""
+        """Return the image of user code as a square in colour, and the target.
+
+        A target with the image's height and width is a mask, and is cropped with the image.
+
+        Raises:
+            UserError: The image has neither 1 nor 3 channels.
+        """
         if image.shape[2] == 1:
             image = image.repeat(3, axis=2)
         if image.shape[2] != 3:

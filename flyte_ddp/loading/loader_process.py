@@ -1,4 +1,7 @@
-"""What runs in loader processes, which answer calls of a rank, and in the process that forks them."""
+"""Code that runs in loader processes, and in the process that forks loader processes.
+
+Loader processes answer calls of a rank.
+"""
 
 import faulthandler
 import gc
@@ -21,19 +24,19 @@ from flyte_ddp.loading.batch_memory import write_tree
 from flyte_ddp.machine import process, waiting
 
 NAME = "loader process"
-STARTED = -1  # in place of a call's number, of the message with the process's id
+STARTED = -1  # in place of a call's number, in the message with the process's id
 END = signal.SIGUSR2  # ends the process that forks loader processes
 MOST_CHARACTERS = 20_000  # of a traceback
 KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; glibc allows no larger blocks
 
 
 class Call(NamedTuple):
-    """A call of a loader's method, which one loader process runs."""
+    """A call of a loader's method, for a loader process to run."""
 
     loader: int  # position among the rank's loaders
     method: str
     arguments: tuple[Any, ...]
-    path: str = ""  # of memory to write the result into; the answer is then its place there; empty: the result
+    path: str = ""  # of memory for the result, of which the answer is the place; empty: the answer is the result
 
     def run(self, loader: Any) -> Any:
         result = getattr(loader, self.method)(*self.arguments)
@@ -41,18 +44,17 @@ class Call(NamedTuple):
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seconds: float) -> None:
-    """Fork a loader process for each pipe; send each one's number and exit code by ``exits``; wait for all to end.
+    """Fork a loader process for each pipe, and return after all processes have ended.
 
-    A sample may take ``limit_seconds``.
-
-    When the rank ends, or sends END, kills the loader processes with all that they have started.
+    Sends (number, exit code) by ``exits`` when a loader process ends. If the rank ends or sends END, kills the loader
+    processes with all their descendants. ``limit_seconds`` is the time limit for loading a sample.
     """
     signal.signal(END, kill_descendants_and_exit)
     process.become_subreaper()  # of processes that loader processes leave behind
     process.die_with_parent(END)
     process.set_process_name(NAME)
     waiting.limit_seconds = limit_seconds
-    # Imported before the forks, which then share it: most users' pipelines need it.
+    # Imported before the forks, so all processes share the module, which most users' pipelines need.
     import torchvision.transforms.v2  # noqa: F401
 
     gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
@@ -74,7 +76,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seco
         pipe.close()
     while running:
         pid, status = os.wait()
-        if pid in running:  # else it was left behind
+        if pid in running:  # else a loader process left the process behind
             exits.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
     process.kill_descendants()
 
@@ -86,9 +88,12 @@ def kill_descendants_and_exit(*_: object) -> NoReturn:
 
 
 def run_loader_process(pipe: Connection) -> None:
-    """Receive the pickled loaders, then calls; send the result or error of each call, until the rank ends."""
+    """Answer calls of the rank until the rank ends.
+
+    Receives the pickled loaders, then calls. Sends the result or the error of each call.
+    """
     process.restore_start_method()
-    process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can do its last steps
+    process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can finish its last steps
     multiprocessing.current_process().daemon = False  # so that user code may start processes by multiprocessing
     faulthandler.register(signal.SIGUSR1, file=pipe.fileno(), all_threads=False)  # for a rank that waits too long
     process.undo_in_forks.append(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
@@ -118,7 +123,10 @@ def tensor_to_array(value: Any) -> Any:
 
 
 def portable_error(error: BaseException) -> Exception:
-    """Return an error that can be sent to the rank: of the same type if flyte_ddp defines that, else a RuntimeError."""
+    """Return an error that can be sent to the rank.
+
+    Errors of flyte_ddp keep their type. Other errors become a RuntimeError.
+    """
     if type(error).__module__.startswith("flyte_ddp."):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]

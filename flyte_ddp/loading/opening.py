@@ -47,10 +47,13 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open this rank's splits; start the threads or processes that load, which ``close`` of the result ends."""
+    """Open this rank's splits, and start threads or processes that load samples.
+
+    The result's ``close`` ends these threads or processes.
+    """
     orders = order_splits(data, hp)
     orders["training"] = order_training(data, orders["training"], hp.sampling)
-    # Beside a GPU the rank's own thread, which starts the GPU's work, has a core of its own.
+    # With a GPU, one core is left for the rank's thread, which starts the GPU's work.
     threads = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))
     if isinstance(data, EncodedSet):
         return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
@@ -66,7 +69,10 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
-    """Open this rank's splits of encoded images; import the user's functions; start threads or processes that load."""
+    """Open this rank's splits of encoded images.
+
+    Imports the user's functions, and starts threads or processes that load samples.
+    """
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     size = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
@@ -111,7 +117,14 @@ def open_encoded_test_split(
     device: torch.device,
     settings: Settings,
 ) -> tuple[Split, EncodedSamples]:
-    """Open the test split, with its pool; return split and loader, which records ``replaced``; UserError if empty."""
+    """Open the test split of encoded images, and start threads or processes that load samples.
+
+    Returns:
+        The split, and its loader, whose ``replaced`` lists damaged samples.
+
+    Raises:
+        UserError: The test split is empty.
+    """
     order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")
@@ -125,7 +138,11 @@ def open_encoded_test_split(
 
 
 def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.device) -> ImagePool | None:
-    """Start processes for own code, or beside a GPU, else threads; outside Linux return None for own code."""
+    """Start processes or threads that load samples.
+
+    Processes run user code. Without user code, processes load samples for a GPU on Linux, and threads in all other
+    cases. Outside Linux, returns None for user code, which then runs in the rank.
+    """
     own = any(loader.decode or loader.augment for loader in loaders)
     if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
         return make_pool(loaders, number)
@@ -135,7 +152,10 @@ def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.dev
 def open_image_reader(
     source: ShardIndex | ImageList, settings: Settings, shuffle_streams: int = 16, *, members: bool = False
 ) -> ImageReader:
-    """Make a reader of image files or shards, which with ``members`` gives a sample's files, not image and label."""
+    """Return a reader of image files or shards.
+
+    With ``members``, the reader returns the files of a sample in place of image and label.
+    """
     if isinstance(source, ImageList):
         return FileReader(source, members=members)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
@@ -146,9 +166,13 @@ def open_image_reader(
 def open_item_splits(
     data: ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
 ) -> Splits:
-    """Open the splits of arrays or of a set on demand, and start ``workers`` processes for the user's own code.
+    """Open this rank's splits of arrays or of a data set on demand.
 
-    Raises UserError for inputs that ``mixup`` cannot mix.
+    Starts ``workers`` processes for user-defined items, augmentation or collate, and no process without user code.
+    First reads up to 16 samples in this process if items or collate are user-defined.
+
+    Raises:
+        UserError: ``mixup`` cannot mix the inputs.
     """
     _, augment = import_own_loading(hp)
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
@@ -161,7 +185,7 @@ def open_item_splits(
     crop = "none" if augment else hp.augment
     options: dict[str, Any] = {"collate": hp.collate, "seed": hp.seed, "crop": crop, "image_size": hp.image_size}
     direct, by_processes = open_sources(data, {"train": augment, "test": None}, facts, device, workers, **options)
-    # "train" is in both with an own augmentation: by processes for training, direct for validation.
+    # With a user-defined augmentation, "train" is in both: by processes for training, direct for validation.
     sources = {**by_processes, **direct}
     training = Split(by_processes.get("train", sources["train"]), orders["training"])
     validation, test = Split(sources["train"], orders["validation"]), Split(sources["test"], orders["test"])
@@ -171,7 +195,13 @@ def open_item_splits(
 def open_item_test_split(
     data: ItemSet, collate: str, seed: int, device: torch.device, workers: int, *, like: LeavesSpec | None = None
 ) -> tuple[Split, ModelInput]:
-    """Open the test split, reading up to 16 samples by own code; return it, and what its inputs are."""
+    """Open the test split of arrays or of a data set on demand.
+
+    Starts ``workers`` processes for user code. First reads up to 16 samples in this process if user code makes them.
+
+    Returns:
+        The split, and the specification of its inputs.
+    """
     order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, like=like)
     direct, by_processes = open_sources(data, {"test": None}, facts, device, workers, collate=collate, seed=seed)
@@ -180,7 +210,7 @@ def open_item_test_split(
 
 def open_sources(
     data: ItemSet,
-    sides: Mapping[str, OwnFunction | None],  # by side, its own augmentation
+    sides: Mapping[str, OwnFunction | None],  # by side: the user-defined augmentation
     facts: ItemFacts,
     device: torch.device,
     workers: int,
@@ -190,7 +220,11 @@ def open_sources(
     crop: str = "none",
     image_size: int = 0,
 ) -> tuple[dict[str, BatchSource], dict[str, BatchSource]]:
-    """Return two dicts of sources by side: of arrays, and of processes, started here, that run the user's code."""
+    """Open the sources of batches of each side, and start processes for user code.
+
+    Returns:
+        Two dicts by side: the sources of arrays, and the sources whose processes run user code.
+    """
     direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
     for side, augment in sides.items():
         if isinstance(data, SampleArrays) and ":" not in collate:

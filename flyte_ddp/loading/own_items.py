@@ -1,4 +1,7 @@
-"""Load a data set's items, from arrays or by the user's code, as batches or single images; say what they share."""
+"""Load a data set's items, from arrays or by user code, as batches or single images.
+
+Also describes the properties that all items share.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -47,24 +50,27 @@ TYPES = {"float": "float", "bool": "bool", "int": "int64"}  # of a LeafSpec, by 
 
 @dataclass(eq=False)
 class Items:
-    """The items of one side, "train" or "test", of arrays, or of a set that the user's own code reads."""
+    """The items of a side ("train" or "test"), in arrays or read by user code."""
 
     data: ItemSet
     side: str
 
-    def __reduce__(self) -> tuple[Any, ...]:  # without what is opened, which each process opens for itself
+    def __reduce__(self) -> tuple[Any, ...]:  # without ``opened``, because each process opens the data set itself
         return Items, (self.data, self.side)
 
     @cached_property
     def opened(self) -> tuple[Any, list[Any]]:
-        """The user's map-style data set, and its transforms that must be seeded; made at the first use."""
+        """The user's map-style data set, and the transforms in it that must be seeded. Created at the first use."""
         assert isinstance(self.data, OnDemandSet)
         samples = getattr(self.data.sets, self.side)
         seeded = [each for wrapped in unwrap(samples) for each in find_seeded_transforms(wrapped, "__getitem__")]
         return samples, seeded
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return an item's inputs and targets (a picture: uint8 [H, W, C]); seed the global generators for own code."""
+        """Return inputs and targets of an item. Pictures are uint8 [H, W, C].
+
+        Seeds the global random generators before user code runs.
+        """
         if isinstance(self.data, SampleArrays):
             sides = (getattr(self.data, f"{self.side}_{kind}") for kind in ("inputs", "targets"))
             inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in sides)
@@ -85,7 +91,7 @@ class Items:
 
 @dataclass(eq=False)
 class ItemLoader:
-    """Loads whole batches in one process. It can be pickled before it is first used."""
+    """Loads whole batches in a single process. A loader can be pickled before its first use."""
 
     items: Items
     collate: str  # the hyperparameter
@@ -99,7 +105,10 @@ class ItemLoader:
         self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return these samples as one collated batch, augmented for an ``epoch`` of training, not for None."""
+        """Return samples as one collated batch.
+
+        Samples are augmented for an ``epoch`` of training, and not for None.
+        """
         names = [f"{self.items.side} sample {sample}" for sample in self.items.name_samples(samples) or samples]
         with limit_wait(f"a batch of {self.items.side} samples"):
             loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
@@ -111,7 +120,7 @@ class ItemLoader:
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
         own.seed(self.seed, epoch or 0, samples[0])
-        # Lists become tuples, and other mappings, such as a tokenizer's, dicts, in which tree_leaves() finds tensors.
+        # Lists become tuples. Mappings, such as a tokenizer's, become dicts, in which tree_leaves() finds tensors.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
         inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in returned)
         if not any(hasattr(value, "to") for value in tree_leaves(inputs)):  # tensors, or torch-geometric's batches
@@ -125,7 +134,7 @@ class ItemLoader:
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:
-            # Copies: else own code's changes in place would stay in a set that holds its samples in memory.
+            # Copied, because user code may change samples in place, and a data set may hold its samples in memory.
             inputs, targets = (map_leaves(copy_leaf, side) for side in (inputs, targets))
         if augment is None or epoch is None:
             return inputs, targets
@@ -135,7 +144,7 @@ class ItemLoader:
 
 @dataclass(eq=False)
 class ItemImages(SampleLoader):
-    """Images of one side, "train" or "test", of a data set, whose items are pairs of pixels and a target."""
+    """Images of a side ("train" or "test") of a data set whose items are pairs of pixels and target."""
 
     items: Items
     spec: InputSpec  # of all images before augmentation
@@ -173,10 +182,10 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 class ItemFacts(NamedTuple):
-    """What the samples of a data set have in common."""
+    """Properties that all samples of a data set share."""
 
     inputs: ModelInput
-    targets: TargetSpec | None  # None: they are several leaves, or none
+    targets: TargetSpec | None  # None: targets have several leaves, or none
     masked: str | None = None  # name of the input whose mask the model also gets, if ``collate`` is "padded"
     types: Types = MappingProxyType({})  # of leaves that are numbers
 
@@ -184,7 +193,13 @@ class ItemFacts(NamedTuple):
 def describe_items(
     data: ItemSet, side: str, order: Order, collate: str, seed: int, *, like: LeavesSpec | None = None, classes: int = 0
 ) -> ItemFacts:
-    """Return what a side's samples share, inputs in the order of ``like``; read up to 16 samples made by own code."""
+    """Return the properties that all samples of a side share.
+
+    Reads up to 16 samples if user code makes them. Inputs are in the order of ``like``.
+
+    Raises:
+        UserError: Samples have different lengths, and ``collate`` is "stacked".
+    """
     if data.pictures:
         return describe_images(data, side, order, seed, classes)
     if isinstance(data, SampleArrays) and ":" not in collate:
@@ -202,7 +217,7 @@ def describe_items(
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
             raise UserError(f"collate='stacked': {problem}; set 'padded', or a function of your own")
     inputs = inputs if like is None else inputs.in_order_of(like)
-    trained = {} if like is None else dict(like.leaves)  # goes first: a few new samples may by chance have one length
+    trained = {} if like is None else dict(like.leaves)  # used first: new samples may have one length by chance
     shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
@@ -214,7 +229,10 @@ def describe_items(
 
 
 def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
-    """Return size and normalisation of images, and their targets' type; read the first picture of a set on demand."""
+    """Return size and normalisation of the images, and the type of their targets.
+
+    Reads the first picture of a set on demand.
+    """
     if isinstance(data, SampleArrays):
         _, height, width, channels = data.train_inputs.shape
         targets = TargetSpec(data.train_targets.dtype, data.train_targets.shape[1:], len(data.classes))
@@ -239,7 +257,10 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
-    """Return one spec for several batches: a size is None if batches differ in it, a dtype is the widest of theirs."""
+    """Return a common spec of several batches.
+
+    A size in which batches differ becomes None. A dtype becomes the widest of the batches' dtypes.
+    """
     joined = dict[str, LeafSpec]()
     for name, first in specs[0].leaves:
         found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]

@@ -1,6 +1,6 @@
-"""Load single samples with the user's own code: a function that augments them, or one that decodes them.
+"""Load single samples with user code: functions that decode or augment samples.
 
-What is here runs in loader processes (:mod:`flyte_ddp.loading.loader_process`), or in the rank itself.
+This code runs in loader processes (:mod:`flyte_ddp.loading.loader_process`), or in the rank itself.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ GLOBAL = Generators(torch.default_generator, random, np.random)
 
 
 class Sample(NamedTuple):
-    """One sample in memory."""
+    """A sample in memory."""
 
     image: Pixels  # uint8 [H, W, C]
     target: NDArray[Any]  # [] or [...]
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What is known of samples that were loaded into the memory of their batch."""
+    """Names and image shape of samples that were loaded into the memory of their batch."""
 
     names: list[str]
     shape: tuple[int, ...]  # of the images
@@ -48,42 +48,50 @@ class Loaded(NamedTuple):
 
 
 class SampleLoader:
-    """Base class of what loads single samples, in one process. It can be pickled before it is first used."""
+    """Base class of loaders of single samples.
+
+    A loader works in a single process, and can be pickled before its first use.
+    """
 
     targets: TargetSpec
-    sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have; all of one batch have the same
+    sizes: tuple[tuple[int, ...], ...]  # allowed shapes [H, W, C] of images; all images of a batch have one shape
     prefetch_files: Callable[[Indices], None] | None = None  # as in BatchSource
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
-        """Return a function for each sample that loads the sample; an ``epoch`` of training augments, None does not.
+        """Return a function for each sample that loads the sample.
 
-        A slow reader starts the reads at once, in other threads.
+        Samples are augmented for an ``epoch`` of training, and not for None. A slow reader starts reading at once, in
+        other threads.
         """
         raise NotImplementedError
 
     def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
-        """Load samples, in a loader process, into a batch's memory at ``path``, from the place ``first`` on."""
+        """Load samples into a batch's memory at ``path``, from position ``first`` on. Runs in a loader process."""
         loaded = load_into(open_memory(path, layout.size), layout, first, self.make_loads(samples, epoch))
         return loaded._replace(report=self.take_report())
 
     def skip_read(self, samples: Indices) -> None:
-        """Note that another process has loaded these samples."""
+        """Record that another process has loaded these samples."""
 
     def bad_samples(self) -> frozenset[str]:
         return frozenset()
 
     def take_report(self) -> Any:
-        """Return what this process has found since the last call, such as damaged samples; None: nothing."""
+        """Return this process's findings since the last call, such as damaged samples, or None."""
 
     def add_report(self, report: Any) -> None:
-        """Add what :meth:`take_report` has returned in another process; UserError for too many bad samples."""
+        """Add a report that :meth:`take_report` returned in another process.
+
+        Raises:
+            UserError: There are too many bad samples.
+        """
 
     def close(self) -> None:
         """Close files."""
 
 
 def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
-    """Call ``loads``, and write their images and targets into a batch's memory, from the place ``first`` on."""
+    """Call ``loads``, and write images and targets into a batch's memory, from position ``first`` on."""
     targets, names = layout.view_targets(memory), []
     shapes = set[tuple[int, ...]]()
     with limit_wait("a picture"):
@@ -97,7 +105,10 @@ def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequ
 
 
 def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-    """Copy ``image`` [H, W, C] into ``to``; a view of a [C, H, W] array is copied by channels, three times as fast."""
+    """Copy ``image`` [H, W, C] into ``to``.
+
+    A view of a [C, H, W] array is copied by channels, three times as fast.
+    """
     if image.flags.c_contiguous:
         to[...] = image
     else:
@@ -106,7 +117,11 @@ def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
 
 
 def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that all ``shapes``, one or more, have in common; UserError if they differ."""
+    """Return the shape that all ``shapes``, one or more, have in common.
+
+    Raises:
+        UserError: The shapes differ.
+    """
     if len({*shapes}) > 1:
         found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
         raise UserError(f"augment: images of one batch are {found}; return images of one size")
@@ -114,7 +129,10 @@ def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
-    """Seed the generators of Python, NumPy and torch, and ``transforms``, for a sample; ``purpose``: up to 16 bytes."""
+    """Seed the global generators of Python, NumPy and torch, and ``transforms``, for a sample.
+
+    ``purpose`` (up to 16 bytes) makes seeds for different purposes differ.
+    """
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     bits = int.from_bytes(hashed, "little")
@@ -124,9 +142,10 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 
 
 def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
-    """Return the objects with ``set_random_seed`` among ``own``, its attributes, and the variables that its code uses.
+    """Return the objects with ``set_random_seed`` among ``own``, its attributes, and variables in the code of ``own``.
 
-    Variables are globals and a closure's; their contents are not searched. The code of an object is its ``method``.
+    Variables are globals and closure variables, whose contents are not searched. The code of an object is its
+    ``method``.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method
@@ -139,12 +158,15 @@ def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
 
 
 class OwnFunction:
-    """A user's function ``package.module:callable``, or an object of such a class, imported when it is first used."""
+    """A user's callable ``package.module:callable``, imported at the first use.
+
+    If the callable is a class, an object of the class is called.
+    """
 
     def __init__(self, setting: str, spec: str) -> None:
         self.setting, self.spec = setting, spec
         self.function: Callable[..., Any] | None = None
-        self.transforms: list[Any] = []  # that it uses, and that must be seeded
+        self.transforms: list[Any] = []  # used by the function, and to be seeded
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OwnFunction, (self.setting, self.spec)
@@ -160,12 +182,15 @@ class OwnFunction:
         return self.function
 
     def seed(self, seed: int, epoch: int, sample: int) -> None:
-        """Import the function, and seed this process's generators, and its transforms, for a sample in an epoch."""
+        """Seed this process's generators, and the function's transforms, for a sample in an epoch.
+
+        Imports the function at the first call.
+        """
         self.load()
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Return the pair that the user's function returns.
+        """Call the user's function and return the pair that the function returns.
 
         Raises:
             UserError: The function returns no pair.
@@ -185,7 +210,11 @@ class OwnFunction:
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:
-        """Return image and target that the function returns for the sample ``name``; UserError if they are unfit."""
+        """Call the function for the sample ``name`` and return image and target.
+
+        Raises:
+            UserError: The function returns no pixels, or no array as target.
+        """
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
         what = f"{self}: the image of {name}"
         refuse_masked(what, image)
@@ -196,16 +225,23 @@ class OwnFunction:
 
 
 def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int], where: str) -> Sample:
-    """Return a sample augmented by the user's function, seeded by ``draws``: seed, epoch and number of the sample."""
+    """Return a sample augmented by the user's function.
+
+    ``draws`` (seed, epoch and number of the sample) seeds the function's random numbers.
+    """
     own.seed(*draws)
-    # Copies: the arrays are read-only, and the same for all processes.
+    # Copied, because the arrays are read-only and shared by all processes.
     target = np.array(loaded.target) if loaded.target.ndim else loaded.target.item()
     changed = own.call(where, np.array(loaded.image), target)
     return Sample(changed.image, changed.target, loaded.name)
 
 
 def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
-    """Return ``target``, made by ``own``, unchanged; UserError if shape, type or class numbers do not fit ``kind``."""
+    """Return ``target``, made by ``own``, unchanged.
+
+    Raises:
+        UserError: Shape, type or class numbers do not fit ``kind``.
+    """
     allowed = "biuf" if kind.dtype.kind == "f" else "biu"
     if target.shape != kind.shape or target.dtype.kind not in allowed:
         rule = f"must be {kind.dtype} {list(kind.shape)}, as those of other samples are"
@@ -222,7 +258,13 @@ def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
 
 
 def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
-    """Return what all targets share, given one: class int64 [], mask uint8 or int64 [H, W, ...], or float32."""
+    """Return the properties of all targets, derived from a single target.
+
+    A class is int64 [], a mask is uint8 or int64 [H, W, ...], and other targets are float32.
+
+    Raises:
+        UserError: The target is neither a number nor an array of numbers.
+    """
     if target.dtype.kind not in "biuf":
         rule = "must be a number, or an array of them"
         raise UserError(f"{own} returned {target.dtype} as the target of {where}: {rule}")
@@ -233,7 +275,11 @@ def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: s
 
 
 def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
-    """Import the user's functions that ``sample`` and ``augment`` name; None for a hyperparameter without one."""
+    """Import the user's functions that ``sample`` and ``augment`` name.
+
+    Returns:
+        The two functions, with None for a hyperparameter that names no function.
+    """
     named = ("sample", hp.sample), ("augment", hp.augment)
     decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)
     with keep_random_state():

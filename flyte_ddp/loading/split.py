@@ -1,4 +1,4 @@
-"""A rank's view of the splits: which samples a split has, and the source that loads them as batches."""
+"""A rank's view of the splits: the samples of each split, and the source that loads batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ class Batch(NamedTuple):
     """Inputs and targets on the device, with the names of the samples."""
 
     inputs: Leaves  # images, uint8 [n, H, W, C], or any leaves
-    targets: Leaves  # what the objective compares the model's outputs with: usually [n] or [n, ...]
+    targets: Leaves  # for the objective, to compare with the model's outputs: usually [n] or [n, ...]
     names: Sequence[str] = ()  # keys of the samples in their data set; empty if they have none
 
 
 class TargetSpec(NamedTuple):
-    """What all targets of a data set have in common."""
+    """Properties that all targets of a data set share."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    classes: int = 0  # whole numbers must be below this; 0: there is no limit
+    classes: int = 0  # upper limit (exclusive) of whole numbers; 0: no limit
     varies: bool = False  # whether the first dimension has another length in each sample
 
 
@@ -44,23 +44,26 @@ class BatchSource:
     prefetch_files: Callable[[Indices], None] | None = None
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples as a batch on the device: augmented for an ``epoch`` of training, not for None."""
+        """Return samples as a batch on the device.
+
+        Samples are augmented for an ``epoch`` of training, and not for None.
+        """
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start to load these samples for a later :meth:`load_batch` with the same arguments."""
+        """Start loading samples for a later :meth:`load_batch` with the same arguments."""
 
     def bad_samples(self) -> frozenset[str]:
         """Return the names of samples that could not be decoded."""
         return frozenset()
 
     def close(self) -> None:
-        """Stop what was started, and close files."""
+        """Stop started loads and close files."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a data set as this rank uses it: the order of the samples, and the source that loads them."""
+    """A split of a data set: the order of the samples, and this rank's source of batches."""
 
     source: BatchSource
     order: Order
@@ -72,7 +75,10 @@ class Split:
         return self.source.load_batch(samples, epoch)
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield share ``part`` of ``parts`` of the split's batches, unaugmented, each with its slice of the order."""
+        """Yield part ``part`` of ``parts`` of the split's batches, each with its slice of the order.
+
+        The batches are not augmented.
+        """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
         wanted = ((place, self.order.samples(place)) for place in places)
@@ -82,7 +88,10 @@ class Split:
     def iterate_with_prefetch(
         self, items: Iterator[Item], samples_of: Callable[[Item], Iterable[Indices]], epoch: int | None, batch_size: int
     ) -> Iterator[Item]:
-        """Yield ``items``, such as batches, in order; before each, start to load the samples of later items."""
+        """Yield ``items``, such as batches, in order, and start loading the samples of later items.
+
+        ``samples_of`` returns the samples of an item.
+        """
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
             for samples in samples_of(item):
@@ -100,13 +109,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """Training, validation and test split, and what their inputs and targets are."""
+    """The training, validation and test split, with the properties of inputs and targets."""
 
     training: Split
     validation: Split
     test: Split
     inputs: ModelInput  # images with the size, mean and std of the data set, or other leaves
-    targets: TargetSpec | None  # None: they are several leaves, or none
+    targets: TargetSpec | None  # None: targets have several leaves, or none
 
     @property
     def sources(self) -> list[BatchSource]:
@@ -114,12 +123,15 @@ class Splits:
         return list({id(source): source for source in sources}.values())
 
     def gather_bad_samples(self) -> frozenset[str]:
-        """Return the names of all ranks' samples that could not be decoded. Collective: all ranks must call it."""
+        """Return the names of all ranks' samples that could not be decoded. Collective."""
         ours = frozenset[str]().union(*(source.bad_samples() for source in self.sources))
         return frozenset().union(*gather_objects(ours))
 
     def refuse_too_many_bad_samples(self, allowed: int) -> None:
-        """Raise UserError if all ranks together have more than ``allowed`` undecodable samples. Collective."""
+        """Raise UserError if all ranks together have more than ``allowed`` samples that cannot be decoded.
+
+        Collective.
+        """
         if not allowed:  # then a rank fails at its first bad sample
             return
         bad = self.gather_bad_samples()

@@ -1,9 +1,9 @@
 """Train without epochs on shards that are read sequentially, as webdataset does.
 
-Each worker process of a rank reads its own shards again and again, in a new order each time, and shuffles samples in a
+Each worker process of a rank reads its shards again and again, in a new order each time, and shuffles samples in a
 buffer. The rank shuffles the workers' samples again. The samples of a step depend on the numbers of ranks and workers,
-and on where a run resumed: streams are the only exception from the global order. Each rank gets as many samples in a
-step as with other data sets, so DDP cannot hang.
+and on the step at which a run resumed. Streams are the only exception from the global order. Each rank gets as many
+samples in a step as with other data sets, so DDP cannot hang.
 """
 
 import itertools
@@ -38,7 +38,7 @@ WORKER_BATCH = 16  # samples that a worker sends at a time: one at a time is slo
 
 @dataclass(frozen=True)
 class StreamOrder(Order):
-    """Consecutive numbers in place of samples: which sample comes next is not known beforehand."""
+    """Consecutive numbers in place of samples, because a stream's next sample is not known beforehand."""
 
     total: int  # samples that count as an epoch, a multiple of the global batch
 
@@ -55,10 +55,10 @@ class StreamOrder(Order):
 
 @dataclass(frozen=True, eq=False)
 class RankStream:
-    """The settings of one rank's stream; sent to its worker processes."""
+    """The settings of a rank's stream, which are sent to the worker processes."""
 
     reader: ShardReader  # of this rank's shards
-    loader: EncodedSamples  # which decodes their samples
+    loader: EncodedSamples  # decodes the samples of these shards
     rank: int
     workers: int  # processes that read and decode
     shuffle_buffer: int
@@ -70,7 +70,7 @@ class RankStream:
 
 
 class StreamImages(BatchSource):
-    """Source of a rank's stream: hands out samples as they come. Workers start at the first batch."""
+    """Source of batches of a rank's stream, in the order of the stream. Workers start at the first batch."""
 
     def __init__(self, stream: RankStream, device: torch.device) -> None:
         self.stream, self.device, self.loaders = stream, device, stream.workers
@@ -80,9 +80,12 @@ class StreamImages(BatchSource):
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
         """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
-        A call with the same ``samples`` as the last one returns the last batch again. The first call starts the
-        workers. Raises a worker's UserError, and MachineError for a batch that does not come within FLYTE_DDP_TIMEOUT.
+        A call with the ``samples`` of the last call returns the last batch again. The first call starts the workers.
         Any error ends the workers.
+
+        Raises:
+            UserError: A worker raised the error.
+            MachineError: The batch did not arrive within FLYTE_DDP_TIMEOUT.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -97,7 +100,7 @@ class StreamImages(BatchSource):
                         pixels, labels[place] = next(self.samples)
                         images[place] = torch.from_numpy(pixels)
             except BaseException as error:
-                # Release the DataLoader, which the traceback's frames hold: only then its workers end and their shared
+                # Release the DataLoader, which the traceback's frames hold. Only then the workers end, and their shared
                 # semaphores are removed. This process may end by os._exit, which releases nothing.
                 traceback.clear_frames(error.__traceback__)
                 self.samples = None
@@ -110,7 +113,10 @@ class StreamImages(BatchSource):
 
 
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
-    """Return an endless iterator of shuffled images uint8 [size, size, 3] and labels; its first use starts workers."""
+    """Return an endless iterator of shuffled images uint8 [size, size, 3] and labels.
+
+    The first use of the iterator starts the workers.
+    """
     import webdataset as wds
 
     def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:
@@ -136,7 +142,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
         multiprocessing_context="spawn" if stream.workers else None,
         persistent_workers=bool(stream.workers),
         worker_init_fn=prepare_worker,
-        # Else it would draw from torch's global generator, as the model does.
+        # By default a DataLoader draws from torch's global generator, which the model uses.
         generator=torch.Generator().manual_seed(stream.loader.seed),
     )
     mixed = loader.compose(
@@ -148,8 +154,8 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
 
 
 def return_batch_unchanged(batch: Any) -> Any:
-    """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe."""
-    # A DataLoader's default sends tensors by /dev/shm. If that is full (64 MB), a rank waits for its batch for ever.
+    """Return a worker's batch unchanged, as NumPy arrays, which are sent through a pipe."""
+    # By default a DataLoader sends tensors by /dev/shm. If /dev/shm is full (64 MB), a rank waits for a batch forever.
     return batch
 
 
@@ -160,7 +166,10 @@ def prepare_worker(_: int) -> None:
 
 
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
-    """Yield (pass, shard) without end: all of this worker's shards in each pass, in a new order."""
+    """Yield (pass, shard) without end.
+
+    Each pass has all of this worker's shards, in a new order.
+    """
     number, workers = worker_number_and_count()
     shards = range(number, len(stream.reader.index.shards), workers)
     for passes in itertools.count() if shards else ():
@@ -170,7 +179,7 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 
 
 def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Encoded]]:
-    """Yield pass and encoded image of each sample of each (pass, shard), in order; fetch the next shard ahead."""
+    """Yield (pass, encoded image) for each sample of the shards, in order, and fetch the next shard ahead."""
     index = stream.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:
@@ -184,7 +193,13 @@ def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) ->
 
 
 def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
-    """Yield each sample's square and label; record and skip bad samples; UserError after a whole pass of bad ones."""
+    """Yield the square image and the label of each sample. Runs in a worker.
+
+    ``samples`` are pairs (pass, encoded image). Records and skips samples that cannot be decoded.
+
+    Raises:
+        UserError: More samples in a row failed than the worker's shards and the shuffle buffer hold.
+    """
     loader, failures_in_a_row = stream.loader, 0
     number, workers = worker_number_and_count()
     # A longer row of failures means that no sample of this worker is good.
@@ -203,7 +218,10 @@ def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) 
 
 
 def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches. A UserError is yielded as the last item, because a DataLoader would add pages of traceback."""
+    """Yield batches. If a UserError is raised, yield the error as the last item.
+
+    A DataLoader would add pages of traceback to a raised error.
+    """
     try:
         yield from batches
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Sources of batches that loader processes load: of images, sample by sample, and of any items, batch by batch."""
+"""Sources of batches that loader processes load: images sample by sample, other items batch by batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,18 +23,21 @@ from flyte_ddp.order.sampling import Indices
 
 
 class WorkerSource(BatchSource):
-    """Base class of sources whose samples processes or threads load; without a pool the rank loads them itself."""
+    """Base class of sources whose samples are loaded by processes or threads.
 
-    # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
+    Without a pool, the rank loads the samples itself.
+    """
+
+    # Raises UserError for targets [n, ...] that the objective does not accept; None: targets are not checked.
     check_targets: Callable[[NDArray[Any]], None] | None = None
 
     def __init__(self, pool: Any, device: torch.device) -> None:
         self.pool, self.device, self.loaders = pool, device, pool.number if pool else 0
-        # Of each batch that the pool is loading, by epoch and samples: what :meth:`submit_batch` has returned.
+        # For each batch that the pool is loading, by epoch and samples: the handle from :meth:`submit_batch`.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
     def submit_batch(self, pool: Any, samples: Indices, epoch: int | None) -> Any:
-        """Start to load a batch in ``pool``; return what :meth:`load_batch` needs to get the batch."""
+        """Start loading a batch in ``pool``, and return a handle for :meth:`load_batch`."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
@@ -47,21 +50,24 @@ class WorkerSource(BatchSource):
         return self.pending.pop((epoch, samples.tobytes()))
 
     def close(self) -> None:
-        """End the pool, also for other sources that have it."""
+        """End the pool, also for other sources that share the pool."""
         self.pending = {}
         if self.pool is not None:
             self.pool.close()
 
 
 class WorkerImages(WorkerSource):
-    """Source of batches of images: each process or thread loads a part of each batch."""
+    """Source of batches of images. Each process or thread loads a part of each batch."""
 
     batches_ahead = 2  # enough to keep the pool busy while load_batch() waits for a batch
 
     def __init__(
         self, loader: SampleLoader, pool: ImagePool | None, device: torch.device, crop: str = "none", seed: int = 0
     ) -> None:
-        """``crop`` (none, crop or crop_flip) is done to batches of training, with random numbers by ``seed``."""
+        """Create a source that augments batches of training by ``crop`` (none, crop or crop_flip).
+
+        The random numbers of the augmentation depend on ``seed``.
+        """
         super().__init__(pool, device)
         self.loader = loader
         self.crop, self.seed = crop, seed
@@ -107,12 +113,12 @@ class WorkerImages(WorkerSource):
 
 
 class ItemBatches(WorkerSource):
-    """Source of batches of items, each loaded and collated by one loader process."""
+    """Source of batches of items. Each batch is loaded and collated by a single loader process."""
 
     def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
         super().__init__(pool, device)
         self.loader = loader
-        self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
+        self.batches_ahead = 2 * pool.number if pool else 0  # each process then has a next task waiting
 
     def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
         return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
@@ -139,7 +145,11 @@ class ItemBatches(WorkerSource):
 
 
 def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[Any], names: Sequence[str]) -> None:
-    """Call ``check`` with all targets [n, ...] of a batch; raise a UserError that names the sample of a wrong one."""
+    """Call ``check`` with all targets [n, ...] of a batch.
+
+    Raises:
+        UserError: ``check`` rejects a target. The error names the sample.
+    """
     try:
         check(targets)
     except UserError:

@@ -1,7 +1,7 @@
-"""Load batches ahead of training: in processes that run the user's own code, or in threads of the rank.
+"""Load batches ahead of training: in processes that run user code, or in threads of the rank.
 
-A batch does not depend on which process loads which sample, nor on how many there are: the rank numbers the tasks, and
-each sample has a place and a seed of its own. Processes are on Linux only; elsewhere the rank runs the user's code.
+A batch does not depend on the number of processes, nor on the process that loads a sample. The rank numbers the tasks,
+and each sample has its own position and seed. Processes exist on Linux only. On other systems the rank runs user code.
 """
 
 import errno
@@ -41,39 +41,39 @@ from flyte_ddp.order.sampling import Indices
 THREADS = "decoder"  # how the threads' names begin
 POSSIBLE = sys.platform == "linux"
 START_SECONDS = 300.0  # for processes to start, and import torch, on a busy machine
-GRACE_SECONDS = 5.0  # that a process has more time than its own limit for a sample
-MOST_SECONDS = 2e6  # that poll() can wait
+GRACE_SECONDS = 5.0  # added to a process's own limit for a sample, before the rank gives up
+MOST_SECONDS = 2e6  # longest wait of poll()
 NO_STACK = "(a loader process that does not say where it is)"
 END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
 MOST_SAMPLES = 256
-SAMPLES_A_TASK = 8  # of threads, at most; enough to make the cost of a task itself small
+SAMPLES_A_TASK = 8  # most samples in a thread's task; enough to make a task's own cost small
 
 
 @dataclass(eq=False)
 class Worker:
-    """A loader process, as its rank sees it."""
+    """A rank's record of a loader process."""
 
     number: int
     pipe: Connection
-    tasks: int = 0  # that it has been sent and has not answered
+    tasks: int = 0  # sent to the process and not answered yet
     pid: int | None = None  # None until the process has started
 
 
 class LoaderPool:
-    """Loader processes of one rank; they end with the rank, however that ends."""
+    """Loader processes of a rank. The processes end with the rank, even if the rank is killed."""
 
     def __init__(self, loaders: Sequence[Any], workers: int) -> None:
-        """Start a process that imports torch and forks the loader processes, and do not wait for it.
+        """Start a process that imports torch and forks the loader processes, without waiting for the process.
 
-        The loader processes get ``loaders``, by pickling, with the first task. They never hear SIGINT and SIGTERM, so
-        that a rank that is asked to stop can do its last steps.
+        The loader processes receive ``loaders``, pickled, before the first task. Loader processes ignore SIGINT,
+        SIGTERM and SIGHUP, so a rank that is asked to stop can finish the last steps.
         """
         self.loaders, self.number = loaders, workers
         self.answers: dict[int, Any] = {}  # by the number of the call
         self.numbers = itertools.count()
-        # All are kept: a loader process knows a memory by its path, which must never become another memory's.
+        # No memory is deleted: a loader process knows a memory by its path, which no other memory may get.
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
@@ -92,14 +92,18 @@ class LoaderPool:
         self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
     def submit(self, call: Call) -> int:
-        """Send a call to the least busy process; return the call's number; RuntimeError if a process has ended."""
+        """Send a call to the least busy process, and return the call's number.
+
+        Raises:
+            RuntimeError: A process has ended.
+        """
         number, worker = next(self.numbers), min(self.workers.values(), key=lambda each: each.tasks)
         try:
             if not self.started:
                 self.started, content = True, pickle_with_mapped_files(self.loaders)
                 for each in self.workers.values():
                     each.pipe.send_bytes(content)
-            # Take answers first: a process that waits until its answer is taken reads no tasks.
+            # Receive answers first: a process that waits to deliver an answer reads no tasks.
             self.receive(wait=False)
             worker.pipe.send_bytes(pickle.dumps((number, call)))  # as send() does, in less of the rank's time
         except OSError:
@@ -110,10 +114,14 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start to load a batch of images; return its memory, and the tasks to wait for by :meth:`wait_for_images`."""
+        """Start loading a batch of images.
+
+        Returns:
+            The batch's memory, and the tasks for :meth:`wait_for_images`.
+        """
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
-        tasks_in_all = 2 * self.number if self.number > 1 else 1  # two each balance slow and fast samples
+        tasks_in_all = 2 * self.number if self.number > 1 else 1  # two for each process balance slow and fast samples
         size = max(1, min(-(-len(samples) // tasks_in_all), MOST_SAMPLES))
         numbers, place = samples.tolist(), self.loaders.index(loader)
         tasks = [
@@ -126,21 +134,24 @@ class LoaderPool:
         return [self.wait_for(task) for task in tasks]
 
     def submit_call(self, method: Any, *arguments: Any) -> tuple[BatchMemory, int]:
-        """Let a process call a bound method of one of the loaders; return what :meth:`take_result` needs."""
+        """Let a process call a bound method of a loader. Return the argument for :meth:`take_result`."""
         memory = self.take_memory()
         call = Call(self.loaders.index(method.__self__), method.__name__, arguments, memory.path)
         return memory, self.submit(call)
 
     def take_result(self, submitted: tuple[BatchMemory, int]) -> Any:
-        """Wait for a call, and return its result, whose arrays keep memory in use."""
+        """Wait for a call and return its result, whose arrays keep memory in use."""
         memory, number = submitted
         place = self.wait_for(number)
         return read_tree(self.map_memory(memory, place[1]), place)
 
     def wait_for(self, number: int) -> Any:
-        """Wait for a task; return its answer, or raise its error; RuntimeError if a process ended.
+        """Wait for a task and return the answer.
 
-        Raises MachineError after ``waiting.limit_seconds`` without an answer from any process.
+        Raises:
+            Exception: The task failed, with this error.
+            RuntimeError: A process has ended.
+            MachineError: No process answered within ``waiting.limit_seconds``.
         """
         while number not in self.answers:
             self.receive(wait=True)
@@ -150,7 +161,11 @@ class LoaderPool:
         return answer
 
     def receive(self, *, wait: bool) -> None:
-        """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
+        """Receive all answers that have arrived. With ``wait``, waits for at least one answer.
+
+        Raises:
+            RuntimeError: A process has ended.
+        """
         while ready := self.poll.poll(self.answer_seconds() * 1000 * wait):
             for descriptor, _ in ready:
                 worker = self.workers[descriptor]
@@ -168,13 +183,20 @@ class LoaderPool:
             raise self.late_error()
 
     def answer_seconds(self) -> float:
-        """Return how long the next answer may take: more than a process gives itself, and more than a start takes."""
+        """Return the longest wait for the next answer, in seconds.
+
+        The wait is longer than a process's own limit for a sample. While processes start, the wait is at least
+        START_SECONDS (300 s).
+        """
         starting = any(worker.tasks and worker.pid is None for worker in self.workers.values())
         limit = waiting.limit_seconds + GRACE_SECONDS
         return min(max(limit, START_SECONDS) if starting else limit, MOST_SECONDS)
 
     def late_error(self) -> MachineError:
-        """Return an error with the stacks of the processes that are loading, whose pipes take no answers any more."""
+        """Return an error with the stacks of the processes that are loading.
+
+        The pipes of these processes can receive no answers afterwards.
+        """
         loading = [worker for worker in self.workers.values() if worker.tasks]
         if any(worker.pid is None for worker in loading):
             return MachineError(f"a loader process has not started within {START_SECONDS:g} s")
@@ -189,14 +211,20 @@ class LoaderPool:
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
-        """Return the array of a memory, at least ``size`` bytes; the memory is free again once the array is dropped."""
+        """Return a memory of at least ``size`` bytes as an array.
+
+        The memory is free again when the array is deleted.
+        """
         with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
             whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
-        """Return an error that says how a process ended; wait up to 5 s for each exit code until the process's own."""
+        """Return an error that explains how a process ended.
+
+        Waits up to 5 s for each exit code until the worker's exit code arrives.
+        """
         who, code = "a loader process", None
         with suppress(EOFError, OSError):
             while code is None and self.exits[0].poll(END_SECONDS):
@@ -220,7 +248,10 @@ class LoaderPool:
 
 
 class LoaderThreads:
-    """Threads that do what a LoaderPool does for images, and share the loaders with the rank."""
+    """Threads of the rank that load images, with the methods of a LoaderPool for images.
+
+    The threads share the loaders with the rank.
+    """
 
     def __init__(self, threads: int) -> None:
         self.number = threads
@@ -237,7 +268,7 @@ class LoaderThreads:
         return memory, tasks
 
     def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
-        # One wait for all: each wake-up takes time from the threads.
+        # Wait once for all tasks, because each wake-up takes time from the threads.
         done, _ = wait(tasks, waiting.limit_seconds, return_when=FIRST_EXCEPTION)
         if len(done) < len(tasks) and not any(task.exception() for task in done):
             frames = [frame for thread, frame in sys._current_frames().items() if thread in self.list_threads()]
@@ -249,7 +280,7 @@ class LoaderThreads:
         return {thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS)}
 
     def close(self) -> None:
-        """Stop the threads; does not wait for those that are downloading."""
+        """Stop the threads, without waiting for threads that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -258,7 +289,12 @@ ImagePool = LoaderPool | LoaderThreads
 
 @contextmanager
 def explain_limits(what: str, setting: str) -> Iterator[None]:
-    """Raise UserError where this process's limits refuse what the block needs; MachineError where the machine does."""
+    """Turn the block's OSErrors for exhausted resources into errors with advice.
+
+    Raises:
+        UserError: The block exceeds this process's limits.
+        MachineError: The machine has no room for the block.
+    """
     try:
         yield
     except OSError as error:
@@ -281,12 +317,18 @@ def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
 
 
 def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
-    """Start loader processes; return None without loaders, and outside Linux, where the rank must load."""
+    """Start loader processes.
+
+    Returns None without loaders, and outside Linux, where the rank must load samples itself.
+    """
     return LoaderPool(loaders, workers) if POSSIBLE and loaders else None
 
 
 def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield what a bound method of a loader returns for each of the parts, in order; processes compute ahead."""
+    """Yield the result of a bound method of a loader for each part, in order.
+
+    Processes compute results ahead. Without a pool, this process calls the method.
+    """
     if pool is None:
         for part in parts:
             with keep_random_state():
@@ -298,7 +340,7 @@ def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) ->
 
 
 class MappingPickler(pickle.Pickler):
-    """Pickles memory-mapped arrays as the names of their files, so that all processes read the same memory."""
+    """Pickles memory-mapped arrays by file name, so all processes read the same memory."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, np.memmap) and isinstance(value.base, mmap.mmap):

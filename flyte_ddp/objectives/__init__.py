@@ -1,4 +1,7 @@
-"""What training minimises and evaluations measure, one file each; derive your own from one, or from Objective."""
+"""Objectives: what training minimises and evaluations measure, with a file for each objective.
+
+User-defined objectives derive from Objective or from a built-in objective.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +25,10 @@ BUILT_IN = {kind.__name__.lower(): kind for kind in KINDS}
 
 
 def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
-    """Return the objective of a saved model, as its sidecar describes it; classification if it names none."""
+    """Return the objective of a saved model, from the model's sidecar.
+
+    If the sidecar names no objective, returns classification.
+    """
     weights = ",".join(map(repr, sidecar.get("class_weights", ())))
     facts = Facts(
         classes=tuple(map(str, sidecar["classes"])),
@@ -37,7 +43,7 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
 
 
 def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
-    """Return why these hyperparameters do not allow an objective to compare the samples of a batch; "" if they do."""
+    """Return why an objective cannot compare a batch's samples with these hyperparameters, "" if possible."""
     if accumulation_steps > 1:
         return (
             f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and each part "
@@ -51,8 +57,11 @@ def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
     """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
 
-    A class gets ``options`` when made. A function of outputs and targets gets them at each call; its measures are those
-    of classification where the targets are classes, else the loss alone. Raises UserError if anything does not fit.
+    A class gets ``options`` when constructed. A function of outputs and targets gets ``options`` at each call. If the
+    targets are classes, a function has the measures of classification. Otherwise its only measure is the loss.
+
+    Raises:
+        UserError: The name is unknown, or the callable, the options or the measures do not fit.
     """
     if ":" not in name and name not in BUILT_IN:
         raise unknown_name_error("objective", name, [*BUILT_IN, "package.module:callable"])
@@ -74,7 +83,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     require_options(what, own, options, None, None)  # in place of outputs and targets
 
     class FunctionObjective(base):  # type: ignore[misc,valid-type]
-        """The objective whose losses a function of the user returns."""
+        """The objective whose losses a user's function returns."""
 
         takes = frozenset({"class_weights", "threshold"} if base is Classification else ())
         loss_unit = Objective.loss_unit

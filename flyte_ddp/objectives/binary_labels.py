@@ -1,4 +1,4 @@
-"""Labels that a sample has or not, told by a probability: their measures, as scikit-learn's, and curves."""
+"""Measures and curves of labels that a model predicts by a probability. Measures equal scikit-learn's."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from flyte_ddp import catalog
 from flyte_ddp.text.sections import Curve
 
 MEASURES = catalog.MEASURES["multilabel"]
-CURVE_POINTS = 300  # more cannot be told apart in a chart
+CURVE_POINTS = 300  # more cannot be distinguished in a chart
 MOST_CURVES = 8  # labels with a chart
 
 Floats = NDArray[np.float64]
@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 
 
 class BinaryLabels(NamedTuple):
-    """K labels of N samples, [N, K]: the truth as 1, 0 or NaN (unknown), probabilities, and what is predicted."""
+    """K labels of N samples, [N, K]: truth (1, 0, or NaN for unknown), probabilities, and predictions."""
 
     truth: Floats
     scores: Floats
@@ -33,9 +33,9 @@ class BinaryLabels(NamedTuple):
         return [measure_label(*known) for known in self.list_known()]
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
-        """Return ROC and precision-recall curve of each of the first MOST_CURVES (8) labels with both kinds of samples.
+        """Return the ROC curve and the precision-recall curve of labels, one label after another.
 
-        A label's two curves follow each other.
+        Draws the first MOST_CURVES (8) labels that have both positive and negative samples.
         """
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
@@ -43,7 +43,11 @@ class BinaryLabels(NamedTuple):
 
 
 def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
-    """Return the scores that occur, falling; for each, how many positives and negatives have at least this score."""
+    """Count the positives and the negatives at or above each score.
+
+    Returns:
+        The distinct scores in descending order, and for each score the number of positives and of negatives.
+    """
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
     last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
@@ -52,7 +56,10 @@ def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDA
 
 
 def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, float]:
-    """Return a label's MEASURES; all NaN without positives, AUROC and balanced accuracy NaN without negatives."""
+    """Return the MEASURES of a label.
+
+    Without positives, all measures are NaN. Without negatives, AUROC and balanced accuracy are NaN.
+    """
     positives, negatives = int(truth.sum()), int((~truth).sum())
     if not positives:
         return dict.fromkeys(MEASURES, float("nan"))
@@ -70,7 +77,10 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
 
 
 def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
-    """Return ROC and precision-recall curve of a label with positives and negatives, at 300 thresholds at most."""
+    """Return the ROC curve and the precision-recall curve of a label, at 300 thresholds at most.
+
+    The label must have positives and negatives.
+    """
     _, right, wrong = count_above(truth, scores)
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)
     # At equal steps of the sum, which rises from 0 to 2 along the ROC curve.

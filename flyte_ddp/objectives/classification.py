@@ -1,4 +1,7 @@
-"""One class for each sample: cross-entropy, accuracy, F1; of two classes also AUROC and average precision."""
+"""Objective with one class for each sample: cross-entropy, accuracy and F1.
+
+With two classes, also AUROC and average precision.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,13 +23,14 @@ from flyte_ddp.objectives.two_classes import list_class_sections
 from flyte_ddp.text.formatting import format_percent
 from flyte_ddp.text.sections import Confusions, Pictures, Section
 
-LOGITS_AT_A_TIME = 2**17  # of which copies in fp64 are made, so that these are small beside a batch
+LOGITS_AT_A_TIME = 2**17  # converted to fp64 at a time, so that the copy is small beside a batch
 
 
 class Classification(Objective):
-    """Targets are class numbers int64 [n], outputs logits [n, classes]. Of two classes, the second is the positive one.
+    """Objective for class numbers int64 [n] as targets, and logits [n, classes] as outputs.
 
-    A subclass without ``measures``, ``measure`` and ``columns`` of its own has all measures of :meth:`measure`.
+    With two classes, the second class is the positive class. A subclass that overrides none of ``measures``,
+    ``measure`` and ``columns`` has all measures of :meth:`measure`.
     """
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
@@ -69,12 +73,12 @@ class Classification(Objective):
         return None if self.class_weights is None else self.class_weights_at(targets.device)[targets]
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each sample, [n], with label smoothing while torch records gradients."""
+        """Return the cross-entropy of each sample, [n]. Labels are smoothed while torch records gradients."""
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
         if not smoothing or self.class_weights is None or overrides(self, Classification, "weights"):
             return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
-        # torch weighs the smoothed part by the weights of all classes. The sample's own weight is divided out, because
-        # loss_sum multiplies by it.
+        # torch weights the smoothed part by the weights of all classes. The weight of the sample's class is divided
+        # out, because loss_sum multiplies by this weight.
         weights = self.class_weights_at(outputs.device).to(outputs.dtype)
         losses = functional.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=smoothing)
         return losses / weights[targets]
@@ -86,15 +90,15 @@ class Classification(Objective):
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return ``prediction`` and ``truth`` [n], and of two classes the ``probability`` of the second one."""
+        """Return ``prediction`` and ``truth`` [n], and with two classes the ``probability`` of the second class."""
         found = {"prediction": predict_classes(self, outputs), "truth": targets}
         return {**found, "probability": outputs.softmax(1)[:, 1]} if self.is_binary else found
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return those of scikit-learn's measures that ``measures`` names.
+        """Return the measures that ``measures`` names, as scikit-learn computes them.
 
-        Balanced accuracy is the mean recall of the classes; F1 of more than two classes is its mean over those that
-        occur. Of two classes F1, AUROC and average precision are those of the second.
+        Balanced accuracy is the mean recall of the classes. With two classes, F1, AUROC and average precision refer to
+        the second class. With more classes, F1 is averaged over the classes that occur.
         """
         truth, prediction = (columns[name].long().numpy() for name in ("truth", "prediction"))
         right = truth == prediction
@@ -110,7 +114,7 @@ class Classification(Objective):
         return None if own or "probability" not in columns or not self.is_binary else second_class_labels(columns)
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the loss of predicting each class by its weighted share of the samples: the shares' entropy."""
+        """Return the loss of predicting each class by its weighted share of the samples: the entropy of the shares."""
         if overrides(self, Classification, "losses", "columns"):
             return None
         shares = columns["truth"].long().bincount(columns.get("weight")).double()
@@ -133,7 +137,7 @@ class Classification(Objective):
     def top_answers(self, outputs: Any, number: int) -> TableColumns:
         """Return ``prediction`` and ``score``, and ``top_<rank>`` and ``score_top_<rank>`` of the likeliest classes.
 
-        The first of the ``number`` ranks is the prediction, also where another class has the same probability.
+        The first of the ``number`` ranks is always the prediction. With a threshold, another class may be likelier.
         """
         best, scores, names = predict_classes(self, outputs), outputs.softmax(dim=1), self.facts.classes
         ranks = scores.nan_to_num(nan=0.0).scatter_(1, best[:, None], 1.5).topk(min(number, len(names))).indices
@@ -141,7 +145,7 @@ class Classification(Objective):
         return {"prediction": found["top_1"], "score": found["score_top_1"], **found}
 
     def describe_single_prediction(self, columns: Columns) -> str:
-        """Return a sentence for the report if all of several samples are predicted to be of one class; else ""."""
+        """Return a sentence for the report if two or more samples all have the same predicted class, else ""."""
         if overrides(self, Classification, "columns"):
             return ""
         predicted, truth = columns["prediction"], columns["truth"]
@@ -165,7 +169,7 @@ class Classification(Objective):
 
 
 def split_logits(logits: Tensor) -> tuple[Tensor, ...]:
-    """Return logits [n, classes] in parts of at most 131,072 numbers, or of one row."""
+    """Split logits [n, classes] into parts of at most 131,072 numbers, or of a single row."""
     return torch.split(logits, max(1, LOGITS_AT_A_TIME // logits.shape[1]))
 
 
@@ -184,7 +188,11 @@ def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> 
 
 
 def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [K, 3]: label, predicted class and number of samples of each pair that occurs, sorted by pair."""
+    """Count the samples of each pair of label and predicted class.
+
+    Returns:
+        [K, 3]: label, predicted class and number of samples, for the pairs that occur, sorted by pair.
+    """
     classes = int(predictions.max(initial=0)) + 1
     pairs, samples = np.unique(truth * classes + predictions, return_counts=True)
     return np.stack((pairs // classes, pairs % classes, samples), axis=1)

@@ -1,4 +1,4 @@
-"""The next token at each place of a text: cross-entropy of each token, perplexity, token accuracy."""
+"""Objective with a token at each position of a text: cross-entropy, perplexity and token accuracy."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,12 +19,14 @@ LONGEST_TEXT = 200  # characters of a prediction in a table
 
 
 class Language(Objective):
-    """Targets are token numbers int64 [n, T], or -100, which does not count; outputs are logits [n, T, tokens].
+    """Objective for token numbers int64 [n, T] as targets, and logits [n, T, tokens] as outputs.
 
-    The model may also return an object or dict with ``logits``, or a tuple with them first. ``num_classes`` is the
-    number of tokens. The option ``decode`` names the user's callable that makes a text of a list of tokens, for tables
-    and the report. The option ``shift`` is for targets that are the inputs themselves: the logits of a place are then
-    compared with the target of the next one.
+    A target of -100 does not count. The model may also return an object or dict with ``logits``, or a tuple that begins
+    with the logits. ``num_classes`` is the number of tokens.
+
+    The option ``decode`` names the user's callable that makes a text of a list of tokens, for tables and the report.
+    The option ``shift`` is for targets that equal the inputs. With ``shift``, the logits at a position are compared
+    with the target at the next position.
     """
 
     measures: Mapping[str, str] = {"perplexity": LOWER, "token_accuracy": HIGHER}
@@ -37,7 +39,7 @@ class Language(Objective):
         self.decode: Callable[[list[int]], str] | None = load_callable(decode) if decode else None
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless ``targets`` [samples, places] are tokens below ``outputs``, or -100 for none."""
+        """Raise UserError unless ``targets`` [samples, positions] are tokens below ``outputs``, or -100 (ignored)."""
         require_targets("language", targets, (2,), "iu", "whole numbers [samples, places]")
         rule = f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} where none counts"
         require_values(
@@ -49,9 +51,12 @@ class Language(Objective):
         require_outputs(model, find_logits(outputs), shape, "(samples, places, classes)", "size it by num_classes")
 
     def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [n, P, tokens] and the targets [n, P] that are compared; with ``shift`` P is T - 1."""
+        """Return the logits [n, P, tokens] and the targets [n, P] that are compared.
+
+        P is T, or T - 1 with ``shift``.
+        """
         logits: Tensor = find_logits(outputs)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # of an object they may still be bf16
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # logits in an object may still be bf16
         return (logits[:, :-1], targets[:, 1:]) if self.shift else (logits, targets)
 
     def weights(self, targets: Tensor) -> Tensor:
@@ -68,7 +73,10 @@ class Language(Objective):
         return {"correct": ((logits.argmax(2) == compared) & (compared != IGNORED_TOKEN)).sum(1)}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the exponential of the mean loss of a token, and the share of correct tokens; NaN without a token."""
+        """Return ``perplexity`` (the exponential of a token's mean loss) and ``token_accuracy``.
+
+        Without counted tokens, both are NaN.
+        """
         tokens = columns["weight"].sum().item()
         if not tokens:
             return {"perplexity": math.nan, "token_accuracy": math.nan}
@@ -76,13 +84,13 @@ class Language(Objective):
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
     def hide_padding(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the logits, with NaN at all places after the last counted target of each text."""
+        """Return the logits, with NaN at all positions after the last counted target of each text."""
         still_count = (targets != IGNORED_TOKEN).flip(1).cumsum(1).flip(1)
         hidden: Tensor = find_logits(outputs).masked_fill(still_count[..., None] == 0, math.nan)
         return hidden
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the likeliest tokens as ``prediction``, none at places whose logits are NaN."""
+        """Return the likeliest tokens as ``prediction``, without positions whose logits are NaN."""
         logits = find_logits(outputs)
         tokens = logits.argmax(2).masked_fill(logits.isnan().any(2), IGNORED_TOKEN)
         return {"prediction": self.describe_texts(tokens)}
@@ -94,7 +102,10 @@ class Language(Objective):
         return [self.describe_tokens([token for token in row if token >= 0]) for row in texts.tolist()]
 
     def describe_tokens(self, tokens: list[int]) -> str:
-        """Return the first 200 tokens as a text, by ``decode``, or by their names; at most 200 characters."""
+        """Return the first 200 tokens as a text of at most 200 characters.
+
+        Uses ``decode`` if given, else the names of the tokens.
+        """
         if self.decode is not None:
             return str(self.decode(tokens[:LONGEST_TEXT]))[:LONGEST_TEXT]
         names = [self.facts.classes[token] for token in tokens[:LONGEST_TEXT]]
@@ -102,8 +113,11 @@ class Language(Objective):
 
 
 def find_logits(outputs: Any) -> Any:
-    """Return ``logits`` of an object or dict of outputs, the first of a tuple, and other outputs unchanged."""
-    if hasattr(outputs, "logits"):  # before the items of transformers' dicts, which are another copy
+    """Return the logits in a model's outputs.
+
+    The logits are ``logits`` of an object or dict, the first item of a tuple, or the outputs themselves.
+    """
+    if hasattr(outputs, "logits"):  # checked before the items of transformers' dicts, which are another copy
         return outputs.logits
     if isinstance(outputs, Mapping):
         return outputs.get("logits")

@@ -1,4 +1,4 @@
-"""Several labels for each sample, each there or not: binary cross-entropy, F1, AUROC and the like."""
+"""Objective with several labels for each sample: binary cross-entropy, F1, AUROC and other measures."""
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
@@ -23,7 +23,10 @@ THRESHOLD = 0.5  # probability from which a label counts as predicted
 
 
 class Multilabel(Objective):
-    """Targets are float [n, labels] of 0 and 1, or NaN where a label is unknown; outputs are logits [n, labels]."""
+    """Objective for float targets [n, labels] of 0 and 1, and logits [n, labels] as outputs.
+
+    The target of an unknown label is NaN.
+    """
 
     measures: Mapping[str, str] = dict.fromkeys(MEASURES["multilabel"], HIGHER)
     takes = frozenset(SETTINGS_OF_OBJECTIVES["multilabel"])
@@ -49,7 +52,7 @@ class Multilabel(Objective):
         return known if self.class_weights is None else known * self.class_weights_at(targets.device)
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        # An unknown label is replaced: NaN times a weight of 0 would be NaN.
+        # Unknown labels are replaced, because NaN times a weight of 0 is NaN.
         known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
         return functional.binary_cross_entropy_with_logits(outputs, known, reduction="none")
 
@@ -57,10 +60,10 @@ class Multilabel(Objective):
         return {"probability": outputs.sigmoid(), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return those of scikit-learn's measures that ``measures`` names: means over the labels (macro averages).
+        """Return the measures that ``measures`` names, as scikit-learn's macro averages over the labels.
 
-        A label without a known positive sample, and for AUROC and balanced accuracy one without a negative sample, is
-        left out; NaN if none is left.
+        A label without a known positive sample is skipped. AUROC and balanced accuracy also skip labels without a
+        negative sample. A measure without any label is NaN.
         """
         rows = make_binary_labels(columns).measure()
         named = [name for name in self.measures if name in MEASURES["multilabel"]]
@@ -103,7 +106,7 @@ class Multilabel(Objective):
         return {**self.top_truths(targets, 0), **dict(zip(columns, targets.T.tolist(), strict=True))}
 
     def top_truths(self, targets: Tensor, number: int) -> TableColumns:  # noqa: ARG002
-        """Return the labels that each sample has as a text, ``truth``."""
+        """Return each sample's labels as a text in the column ``truth``."""
         texts = list_labels(targets.cpu() == 1, self.name_labels(targets.shape[1]))
         unknown = targets.isnan().all(1).tolist()
         return {"truth": ["unknown" if nothing else text for text, nothing in zip(texts, unknown, strict=True)]}

@@ -1,4 +1,4 @@
-"""The base of objectives: what training minimises, and what evaluations measure."""
+"""The base class of objectives, and functions that objectives share."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ PICTURED = 16  # samples of a section
 
 @dataclass(frozen=True)
 class Facts:
-    """What an objective knows of its data set and of its hyperparameters."""
+    """The properties of data set and hyperparameters that an objective needs."""
 
     classes: tuple[str, ...] = ()  # or labels; empty for numbers
     target_shape: tuple[int, ...] = ()  # of the target of one sample
@@ -35,25 +35,26 @@ class Facts:
     class_weights: str = ""  # the hyperparameter, as is label_smoothing
     label_smoothing: float = 0.0
     no_nan_targets: bool = False  # whether it is known that no target holds a NaN
-    select_by: str = "loss"  # the hyperparameter; a measure that it names is the main one
+    select_by: str = "loss"  # the hyperparameter; a measure of this name is the main measure
     threshold_rule: str = ""  # the hyperparameter threshold
-    threshold: float | None = None  # from which probability the second of two classes is predicted; None: the likelier
+    threshold: float | None = None  # from which the second of two classes is predicted; None: likelier class
 
 
 class Objective:
-    """What training minimises and evaluations measure; the base class of the user's own objectives.
+    """Base class of objectives, which define the loss of training and the measures of evaluations.
 
-    An objective never reduces, and keeps no state: it returns one loss for each sample, or for each element of a
-    sample's target. The library adds them up and divides by the sum of their weights in the whole step, over all ranks.
+    User-defined objectives derive from this class. An objective does not reduce losses, and keeps no state. The method
+    ``losses`` returns a loss for each sample, or for each element of a sample's target. The library adds up the losses
+    of the whole step, over all ranks, and divides by the sum of the weights.
     """
 
-    # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. "loss" is added to all.
+    # Names of the measures, each with LOWER or HIGHER, the main measure first. The library adds "loss".
     measures: Mapping[str, str] = {}
-    loss_unit: str = "loss"  # what a loss is, on the axis of the report's chart
-    counts_tokens: ClassVar[bool] = False  # whether the weights are a number of tokens, whose rate is then shown
-    # Whether a sample's loss depends on others of its batch. Then batches in parts, and mixup, are refused.
+    loss_unit: str = "loss"  # name of a loss, on the axis of the report's chart
+    counts_tokens: ClassVar[bool] = False  # whether weights count tokens; then tokens per second are shown
+    # Whether a sample's loss depends on other samples of the batch. Batches in parts, and mixup, are then rejected.
     coupled: ClassVar[bool] = False
-    takes: ClassVar[frozenset[str]] = frozenset()  # those hyperparameters that this objective uses and others refuse
+    takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that this objective uses, and others reject
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -62,40 +63,46 @@ class Objective:
 
     @property
     def main_measure(self) -> str:
-        """The measure that ``select_by`` names, else the first one; "loss" without any."""
+        """The measure that ``select_by`` names, else the first measure. Without measures, "loss"."""
         chosen = self.facts.select_by
         return chosen if chosen in self.measures else next(iter(self.measures), "loss")
 
     def order_measures(self) -> list[str]:
-        """Return the names of the measures, the main one first."""
+        """Return the names of the measures, the main measure first."""
         return sorted(self.measures, key=lambda name: name != self.main_measure)
 
     @property
     def outputs(self) -> int:
-        """The size of the model's last layer; by default the numbers in a target, or the classes if there are any."""
+        """The size of the model's last layer.
+
+        By default the number of classes or, without classes, the number of elements in a target.
+        """
         return len(self.facts.classes) or int(np.prod(self.facts.target_shape))
 
     @property
     def has_weights(self) -> bool:
-        """Whether :meth:`weights` returns weights; by default whether the class overrides it."""
+        """Whether :meth:`weights` returns weights. By default whether the class overrides :meth:`weights`."""
         return type(self).weights is not Objective.weights
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError if targets [N, ...] of the data set are not what this objective takes."""
+        """Raise UserError if this objective does not accept targets [N, ...] of the data set."""
 
     def check_outputs(self, model: str, outputs: Any, targets: Any) -> None:
         """Raise UserError if the outputs of the model called ``model`` do not fit the targets [n, ...]."""
 
     def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
-        """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
+        """Return the weights of the losses, in the shape of the losses, or None for weights of 1.
 
-        They must depend on the targets alone, because they are needed before the forward pass; ``across_ranks`` belongs
-        in :meth:`losses`.
+        Weights are at least 0. Weights must depend on the targets alone, because weights are needed before the forward
+        pass. ``across_ranks`` may be called in :meth:`losses`, not here.
         """
         return None
 
     def class_weights_at(self, device: torch.device) -> Tensor:
-        """Return ``class_weights``, which is not None, on a device, and keep it there: a copy makes the host wait."""
+        """Return ``class_weights``, which must not be None, on a device.
+
+        The weights stay on the device, because a copy makes the host wait.
+        """
         assert self.class_weights is not None
         self.class_weights = self.class_weights.to(device)
         return self.class_weights
@@ -103,12 +110,15 @@ class Objective:
     def losses(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
 
-        A loss whose weight is 0 must still be a number. A single number counts as the mean of these samples.
+        A loss whose weight is 0 must still be finite. A single number counts as the mean of the samples.
         """
         raise NotImplementedError("define losses(self, outputs, targets)")
 
     def loss_sum(self, outputs: Any, targets: Leaves, weights: Tensor | None, samples: int) -> Tensor:
-        """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value."""
+        """Return the weighted sum of all losses of a batch, as a scalar.
+
+        Override this method for a fused computation of the same value.
+        """
         losses = self.losses(outputs, targets)
         require_losses(losses, weights, samples)
         if losses.dim() == 0:
@@ -117,75 +127,91 @@ class Objective:
         return (losses if weights is None else losses * weights).sum()
 
     def columns(self, outputs: Any, targets: Any) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight."""
+        """Return the columns that :meth:`measure` needs: tensors [n] or [n, k] by name.
+
+        The library adds the columns ``loss`` and ``weight``.
+        """
         return {}
 
     def measure(self, columns: Columns) -> dict[str, float]:  # noqa: ARG002
-        """Return the measures by name, from the columns [N] or [N, k] of all samples, fp64; called on rank 0 alone.
+        """Return the measures by name, from the columns of all samples. Called on rank 0 only.
 
-        NaN for a measure that these samples do not define.
+        Columns are fp64, [N] or [N, k]. If the samples do not define a measure, its value is NaN.
         """
         return {}
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:  # noqa: ARG002
-        """Return the loss of the best constant output on these samples; None if it is not known."""
+        """Return the loss of the best constant output on these samples, or None if unknown."""
         return None
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
-        """Return the labels that samples have or not, as :meth:`measure` counts them; None if there are none."""
+        """Return the binary labels of samples as :meth:`measure` counts them, or None without binary labels."""
         return None
 
     def scores(self, columns: Columns) -> Tensor:
-        """Return each sample's score, [N], by which the gate compares models; more is better. By default minus loss.
+        """Return the score of each sample, [N], by which the release gate compares models.
 
-        Where a class defines measures but no scores, the gate makes scores of the first measure instead.
+        Higher is better. The default is minus the loss. If a class defines measures but no scores, the gate computes
+        scores from the first measure.
         """
         return -mean_losses(columns)
 
     def hide_padding(self, outputs: Any, targets: Any) -> Any:  # noqa: ARG002
-        """Return outputs as ``answers`` gets them: without what depends on the longest sample of the batch."""
+        """Return the outputs for :meth:`answers`, without values that depend on the longest sample of the batch."""
         return outputs
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return what the model says of n samples, as columns of a table: texts or numbers by the column's name.
+        """Return the model's answers for n samples as columns of a table: texts or numbers by column name.
 
-        By default the outputs: ``output``, or ``output_0``, ... The columns ``prediction``, or ``prediction_...``, and
-        ``score``, a probability, are also shown below pictures.
+        The default columns hold the outputs: ``output``, or ``output_0``, ``output_1`` and so on. The columns
+        ``prediction``, or ``prediction_...``, and ``score``, a probability, are also shown below pictures.
         """
         return number_columns("output", outputs)
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:  # noqa: ARG002
-        """Return the answers with columns for the ``number`` likeliest classes only, where all would be many."""
+        """Return the answers with columns for the ``number`` likeliest classes only.
+
+        Used if columns for all classes would be too many.
+        """
         return self.answers(outputs)
 
     def truths(self, targets: Leaves) -> TableColumns:
-        """Return the targets [n, ...] as columns of a table, which begin with ``truth``: class names or numbers."""
+        """Return the targets [n, ...] as columns of a table: class names or numbers.
+
+        Names of the columns begin with ``truth``.
+        """
         numbers = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
         if numbers and self.facts.classes:
             return {"truth": [self.facts.classes[target] for target in targets.tolist()]}
         return number_columns("truth", targets)
 
     def top_truths(self, targets: Any, number: int) -> TableColumns:  # noqa: ARG002
-        """Return the truths that stand beside ``top_answers``."""
+        """Return the truths that a table shows beside :meth:`top_answers`."""
         return self.truths(targets)
 
     def masks(self, outputs: Any) -> Tensor | None:  # noqa: ARG002
-        """Return the predicted class of each pixel, [n, H, W]; None unless the outputs are of pixels."""
+        """Return the predicted class of each pixel, [n, H, W], or None if outputs are not for pixels."""
         return None
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return sections of the report from the columns of the test split; by default its largest losses' pictures."""
+        """Return sections of the report from the columns of the test split.
+
+        By default the pictures of the samples with the largest losses.
+        """
         return [Pictures("Largest losses", "The test samples with the largest loss.", largest_losses(columns))]
 
 
 def mean_losses(columns: Columns) -> Tensor:
-    """Return the loss of each sample, [N]: the weighted mean over its target; 0 without any weight."""
+    """Return the loss of each sample, [N]: the weighted mean over its target, or 0 without any weight."""
     weight = columns.get("weight")
     return columns["loss"] if weight is None else columns["loss"] / weight.clamp(min=1e-300)
 
 
 def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
-    """Return the places of up to 16 samples with weight that the mask ``among`` [N] selects, the largest loss first."""
+    """Return the positions of the samples with the largest losses, the largest first.
+
+    Returns up to 16 samples that have weight and that the mask ``among`` [N] selects.
+    """
     losses = mean_losses(columns)
     counts = columns["weight"] > 0 if "weight" in columns else torch.ones_like(losses, dtype=torch.bool)
     counts = counts if among is None else counts & among
@@ -198,8 +224,11 @@ def overrides(objective: Objective, base: type[Objective], *methods: str) -> boo
 
 
 def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
-    """Return a model's outputs with floating-point tensors in at least this type; other values are unchanged."""
-    if isinstance(outputs, Tensor) and outputs.dtype == dtype:  # the usual case, without the search for tensors
+    """Return a model's outputs with floating-point tensors in at least this type.
+
+    Other values are unchanged.
+    """
+    if isinstance(outputs, Tensor) and outputs.dtype == dtype:  # the usual case, which needs no search for tensors
         return outputs
     return map_floats(outputs, lambda values: values.to(torch.promote_types(values.dtype, dtype)))
 
@@ -221,7 +250,7 @@ def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def list_floats(outputs: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a model's outputs, in their order, wherever map_floats finds them."""
+    """Return the floating-point tensors of a model's outputs, in order, however nested."""
     found: list[Tensor] = []
 
     def keep(values: Tensor) -> Tensor:
@@ -233,7 +262,10 @@ def list_floats(outputs: Any) -> list[Tensor]:
 
 
 def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
-    """Return ``loss`` [samples]; with weights the weighted sum for each sample, and as ``weight`` the weights' sum."""
+    """Return the column ``loss`` [samples] and, with weights, the column ``weight`` [samples].
+
+    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights.
+    """
     require_weights(weights, samples)
     require_losses(losses, weights, samples)
     if weights is None:
@@ -243,7 +275,11 @@ def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[s
 
 
 def class_weights_of(facts: Facts) -> Tensor | None:
-    """Return ``class_weights`` as numbers fp32 [classes], None if it is empty; "balanced" as scikit-learn does it."""
+    """Return ``class_weights`` as numbers fp32 [classes], or None if empty. "balanced" is as in scikit-learn.
+
+    Raises:
+        UserError: The weights do not fit the classes, or "balanced" lacks the class counts.
+    """
     text = facts.class_weights
     if not text:
         return None

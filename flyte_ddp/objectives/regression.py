@@ -1,4 +1,4 @@
-"""One or several numbers for each sample: squared, absolute or Huber's loss; RMSE, MAE, R2."""
+"""Objective with one or several numbers for each sample: squared, absolute or Huber loss, RMSE, MAE and R2."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -29,9 +29,10 @@ MOST_BINS = 40  # of a histogram
 
 
 class Regression(Objective):
-    """Targets are float [n] or [n, d], or NaN where a number is unknown; outputs [n, d], for targets [n] also [n, 1].
+    """Objective for float targets [n] or [n, d], with outputs of the same shape.
 
-    The option ``loss`` is mse, l1 or huber (with delta 1).
+    The target of an unknown number is NaN. For targets [n], outputs may also be [n, 1]. The option ``loss`` is mse, l1
+    or huber (with delta 1).
     """
 
     measures: Mapping[str, str] = {"rmse": LOWER, "mae": LOWER, "r2": HIGHER}
@@ -60,18 +61,21 @@ class Regression(Objective):
 
     @cached_property
     def has_weights(self) -> bool:
-        """Whether a number may be unknown, or a subclass has weights or losses of its own."""
+        """Whether a target may be unknown, or a subclass overrides weights or losses."""
         return not self.facts.no_nan_targets or overrides(self, Regression, "weights", "losses")
 
     def weights(self, targets: Tensor) -> Tensor | None:
         return (~targets.isnan()).to(torch.float32) if self.has_weights else None
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of each number, of the targets' shape; if all are known, each sample's mean of them, [n]."""
-        # An unknown number is replaced: NaN times a weight of 0 would be NaN.
+        """Return the loss of each number, in the shape of the targets.
+
+        If all numbers are known, returns the mean loss of each sample, [n].
+        """
+        # Unknown numbers are replaced, because NaN times a weight of 0 is NaN.
         known = targets.nan_to_num(nan=0.0) if self.has_weights else targets
         losses = LOSSES[self.loss](outputs.reshape(targets.shape), known.to(outputs.dtype), reduction="none")
-        # Without weights the mean, as ranks then need not add up weights in each step.
+        # Without weights return the mean, because ranks then need not add up weights in each step.
         return losses if self.has_weights or losses.dim() == 1 else losses.mean(1)
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
@@ -89,7 +93,7 @@ class Regression(Objective):
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
 
     def measure_numbers(self, columns: Columns) -> list[dict[str, float]]:
-        from sklearn import metrics  # takes a second, for which ranks that measure nothing need not wait
+        from sklearn import metrics  # late, because the import takes a second, and most ranks measure nothing
 
         functions = {
             "rmse": metrics.root_mean_squared_error,
@@ -105,7 +109,7 @@ class Regression(Objective):
         ]
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the loss of the best constant: the mean for mse, the median for l1; None for huber."""
+        """Return the loss of the best constant (the mean for mse, the median for l1), or None for huber."""
         if overrides(self, Regression, "losses", "weights", "columns") or self.loss == "huber":
             return None
         truth = columns["truth"] if columns["truth"].dim() > 1 else columns["truth"][:, None]

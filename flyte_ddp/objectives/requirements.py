@@ -1,4 +1,4 @@
-"""What losses, their weights, targets and outputs must be."""
+"""Checks of losses, weights, targets and outputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def require_weights(weights: Tensor | None, samples: int) -> None:
 
 
 def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
-    """Raise UserError, with ``rule``, unless targets have one of these numbers of dimensions and kinds of types."""
+    """Raise UserError, which states ``rule``, unless number of dimensions and type of the targets are allowed."""
     if targets.ndim not in dimensions or targets.dtype.kind not in kinds:
         raise UserError(
             f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}; must be {rule}; convert them, "
@@ -48,7 +48,7 @@ def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int],
 
 
 def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
-    """Raise UserError, with ``rule``, for the first target that is wrong; looks at a thousand rows at a time."""
+    """Raise UserError, which states ``rule``, for the first wrong target. Checks a thousand rows at a time."""
     for start in range(0, len(targets), 1000):
         part = targets[start : start + 1000]
         for row, *place in np.argwhere(~are_right(part))[:1].tolist():
@@ -58,7 +58,7 @@ def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArra
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
-    """Raise UserError unless the outputs are a tensor of shape ``expected``, whose dimensions are ``axes``."""
+    """Raise UserError unless the outputs are a tensor of shape ``expected``. ``axes`` names the dimensions."""
     if isinstance(outputs, Tensor):
         got = str(tuple(outputs.shape))
     else:

@@ -1,4 +1,4 @@
-"""One class for each pixel: cross-entropy, IoU, pixel accuracy."""
+"""Objective with one class for each pixel: cross-entropy, IoU and pixel accuracy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +17,10 @@ from flyte_ddp.text.sections import Pictures, Section, Table
 
 
 class Segmentation(Objective):
-    """Targets are masks of class numbers [n, H, W], 255 where a pixel is ignored; outputs logits [n, classes, H, W].
+    """Objective for masks of class numbers [n, H, W] as targets, and logits [n, classes, H, W] as outputs.
 
-    A model may also return a dict with the logits as ``out``, as torchvision's segmentation models do.
+    The target of an ignored pixel is 255. A model may also return a dict with the logits as ``out``, as torchvision's
+    segmentation models do.
     """
 
     measures: Mapping[str, str] = {"miou": HIGHER, "pixel_accuracy": HIGHER}
@@ -46,7 +47,7 @@ class Segmentation(Objective):
         return self.class_weights_at(targets.device)[torch.where(counts, targets, 0).long()] * counts
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        # As rows of pixels, because on a GPU the loss of images has no deterministic form.
+        # Uses rows of pixels, because the loss of images has no deterministic form on a GPU.
         rows = functional.log_softmax(logits_of(outputs), 1).movedim(1, -1).flatten(0, -2)
         losses = functional.nll_loss(rows, targets.flatten().long(), reduction="none", ignore_index=IGNORED)
         return losses.view(targets.shape)
@@ -70,7 +71,7 @@ class Segmentation(Objective):
         return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares of all pixels; None with class weights."""
+        """Return the entropy of the classes' shares of all pixels, or None with class weights."""
         if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
         shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
@@ -135,7 +136,10 @@ def logits_of(outputs: Any) -> Any:
 
 
 def count_pixels(masks: Tensor, classes: int) -> Tensor:
-    """Count each class's pixels, [n, classes], in masks [n, H, W]; pixels with the value ``classes`` have none."""
+    """Count the pixels of each class, [n, classes], in masks [n, H, W].
+
+    Pixels with the value ``classes`` do not count.
+    """
     rows = masks.flatten(1) + (classes + 1) * torch.arange(len(masks), device=masks.device)[:, None]
     return rows.flatten().bincount(minlength=(classes + 1) * len(masks)).view(len(masks), classes + 1)[:, :classes]
 

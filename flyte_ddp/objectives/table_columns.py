@@ -1,4 +1,4 @@
-"""What a model says of samples, as columns of tables and as texts for people."""
+"""Columns of tables, and texts, for the samples and a model's answers."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.text.formatting import format_value
 
-MOST_COLUMNS = 1000  # numbers of a sample; more are no columns of a table
+MOST_COLUMNS = 1000  # most numbers of a sample that become columns of a table
 SHOWN_NUMBERS = 6  # in a text
 LONGEST = 100  # characters of a text
 
@@ -22,7 +22,10 @@ TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the
 
 
 def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
-    """Return a unique column name, such as ``prefix_name``, for each of these names, which may repeat."""
+    """Return a unique column name, ``<prefix>_<name>``, for each name.
+
+    If names repeat, "'" is appended.
+    """
     found = dict[str, None]()  # in order, and quick to search
     for name in names:
         column = f"{prefix}_{name}"
@@ -33,7 +36,10 @@ def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
 
 
 def number_columns(name: str, values: Any) -> TableColumns:
-    """Return the numbers of n samples as columns, ``name`` or ``name_0``, ...; {} for none or more than 1,000."""
+    """Return the numbers of n samples as columns ``name``, or ``name_0``, ``name_1`` and so on.
+
+    Returns no columns ({}) if a sample has no numbers or more than 1,000.
+    """
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return {}
@@ -47,9 +53,16 @@ def number_columns(name: str, values: Any) -> TableColumns:
 
 
 def top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, ranks: Tensor) -> TableColumns:
-    """Return ``<prefix>top_<rank>``, the name at each rank [n, k], and ``<prefix><value>_top_<rank>``, its value.
+    """Return columns with the name and the value at each rank.
 
-    The ranks are places in the values [n, names].
+    The columns are ``<prefix>top_<rank>`` for names and ``<prefix><value>_top_<rank>`` for values.
+
+    Args:
+        prefix: Start of the columns' names.
+        value: Name of the values in the columns' names.
+        names: The names.
+        values: A value of each name, [n, names].
+        ranks: Position in ``names`` at each rank, [n, k].
     """
     found: TableColumns = {}
     columns = zip(ranks.T.tolist(), values.gather(1, ranks).T.tolist(), strict=True)
@@ -59,9 +72,10 @@ def top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, r
 
 
 def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:
-    """Return up to 6 columns of n samples that have names: of the ``rows`` as they were read, else of the inputs.
+    """Return up to 6 named columns of the inputs of n samples.
 
-    Inputs have names in a dict, and by the ``columns`` of frames by leaf.
+    Columns come from ``rows``, the table rows as read, if given. Otherwise columns come from inputs with names: the
+    keys of a dict, or ``columns``, the names of a frame's columns by leaf.
     """
     found: TableColumns = {name: values.tolist() for name, values in rows.items()}
     for leaf, values in ({} if rows else name_leaves(inputs)).items():
@@ -73,12 +87,16 @@ def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapp
 
 
 def describe_inputs(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, str]:
-    """Return the values of the sample at a place as texts, by the column's name."""
+    """Return the values of the sample at position ``place`` as texts, by column name."""
     return {name: format_page_cell(values[place]) for name, values in columns.items()}
 
 
 def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
-    """Return a table's columns in their order: ``prediction``, those of the truth, the other answers."""
+    """Return a table's columns in order: ``prediction``, the truths, the other answers.
+
+    Raises:
+        UserError: An answer has the name of another column.
+    """
     for name in answers:
         if name in ("id", "image", "mask") or name in truths:
             raise UserError(f"the objective's answers have a column {name!r}, which the table has already; rename it")
@@ -87,7 +105,10 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
 
 
 def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: int) -> list[str]:
-    """Return a short text for each sample: its value in the column ``name``, or else those in ``name_...``; else ""."""
+    """Return a short text for each sample, from the column ``name`` or else the columns ``name_...``.
+
+    Without either, texts are empty.
+    """
     chosen = [columns[name]] if name in columns else [
         values for column, values in columns.items() if column.startswith(f"{name}_")
     ]  # fmt: skip

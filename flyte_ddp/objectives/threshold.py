@@ -17,7 +17,7 @@ AnyObjective = TypeVar("AnyObjective", bound=Objective)
 
 
 def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjective:
-    """Return a copy of an objective that decides by another threshold, or the objective itself if none changes."""
+    """Return a copy of an objective with another threshold, or the objective itself if the threshold is equal."""
     if objective.facts.threshold == threshold:
         return objective
     copied = copy.copy(objective)
@@ -26,9 +26,12 @@ def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjec
 
 
 def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
-    """Return the objective with the threshold that its rule finds in the columns of a validation split.
+    """Return the objective with a threshold fitted, by the objective's rule, on the columns of a validation split.
 
-    Without a rule returns the objective itself. Raises UserError if the split has no positive sample.
+    Without a rule, returns the objective itself.
+
+    Raises:
+        UserError: The split has no positive sample.
     """
     text, classes = objective.facts.threshold_rule, objective.facts.classes
     if not text:
@@ -40,10 +43,10 @@ def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
 
 
 def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
-    """Return the threshold that the rule ``text`` finds best for samples with at least one positive.
+    """Return the best threshold by the rule ``text``. At least one sample must be positive.
 
-    Compares all divisions of the samples, also the one without a predicted positive. A threshold is halfway between
-    neighbouring scores, or between an end of 0..1 and its neighbour. Returns the highest of equally good thresholds.
+    Compares all divisions of the samples, including the division without a predicted positive. A threshold is halfway
+    between neighbouring scores, or between a score and 0 or 1. Returns the highest of equally good thresholds.
     """
     rule, number = parse_threshold(text)
     if rule == "fixed":
@@ -65,7 +68,7 @@ def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
 
 
 def predict_classes(objective: Objective, logits: Tensor) -> Tensor:
-    """Return the predicted classes [n] of logits [n, classes]: the likeliest, or those that the threshold decides."""
+    """Return the predicted classes [n] of logits [n, classes]: by the threshold if set, else the likeliest."""
     threshold = objective.facts.threshold
     return logits.argmax(1) if threshold is None else decide(logits.double().softmax(1)[:, 1], threshold)
 

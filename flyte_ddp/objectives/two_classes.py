@@ -21,7 +21,10 @@ RULES = {
 
 
 def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
-    """Return tables of the threshold and of precision at the top, and the reliability curve, of the second class."""
+    """Return sections about the second class: threshold, highest scores and calibration.
+
+    If all samples are of one class, returns the threshold's section only.
+    """
     truth, scores, name = columns["truth"].numpy() == 1, columns["probability"].numpy(), facts.classes[1]
     decision = tabulate_decision(facts, truth, scores, columns["prediction"].numpy() == 1)
     if not truth.any() or truth.all():
@@ -30,7 +33,7 @@ def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
 
 
 def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -> Table:
-    """Return a table of the model's decisions ``used`` [N], and of those by a threshold of 0.5."""
+    """Return a table of the model's decisions ``used`` [N], and of the decisions by a threshold of 0.5."""
     name, fitted = facts.classes[1], facts.threshold
     rule, number = parse_threshold(facts.threshold_rule) if facts.threshold_rule else ("", 0.0)
     limit = f"above {HALF}" if fitted is None else f"from {format_value(fitted)} on"
@@ -53,7 +56,7 @@ def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -
 def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
     """Return a table of precision, lift and recall of the samples with the highest scores.
 
-    Of equal scores each order is equally likely, and the mean over all orders counts.
+    If scores are equal, the mean over all orders of these samples counts.
     """
     _, hits, alarms = count_above(truth, scores)
     samples, positives = len(truth), int(hits[-1])

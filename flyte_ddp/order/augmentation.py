@@ -14,7 +14,7 @@ MIXUP_SEED = 2**34  # added to the seed, makes the shares of mixup independent o
 
 
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) of each number; products wrap around."""
+    """Return the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) of each number. Products wrap around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
     return x ^ (x >> np.uint64(31))
@@ -29,7 +29,7 @@ def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
 
 
 def bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
-    """Return what :func:`sample_bits` does for a single sample, without the time that NumPy takes to call."""
+    """Return the bits of :func:`sample_bits` for a single sample, without the time of NumPy's calls."""
     x = sample
     for word in (seed, epoch):
         x = (x + (word + 1) * INCREMENT) & WORD
@@ -47,17 +47,22 @@ def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArra
 
 
 def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices, fill: int = 0) -> Tensor:
-    """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides, with ``fill`` in the uncovered part.
+    """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides.
 
-    ``kind`` "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves.
-    ``samples`` [N] are positions in the training set.
+    Args:
+        images: The images.
+        kind: "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` unchanged.
+        seed: Seed of the random numbers.
+        epoch: Epoch of training.
+        samples: Positions in the training set, [N].
+        fill: Value of the uncovered part.
     """
     if kind == "none":
         return images
     count, height, width, _ = images.shape
     bits = sample_bits(seed, epoch, samples)
     margins = (height // 8, width // 8)
-    # A sample's bits, shifted right by 0 and by 16, choose its vertical and its horizontal shift; bit 32 the mirroring.
+    # The bits from 0 on choose the vertical shift, the bits from 16 on the horizontal shift, and bit 32 the mirroring.
     shift_y, shift_x = (
         torch.from_numpy(((bits >> np.uint64(start)) % np.uint64(2 * margin + 1)).astype(np.int64))
         for start, margin in zip((0, 16), margins, strict=True)
@@ -73,14 +78,14 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
 
 
 def choose_partners(batch: Indices, seed: int, step: int) -> Indices:
-    """Return the sample that each sample of a global batch [B] is mixed with: the batch in another order."""
-    # Unlike Zhang et al., "mixup", ICLR 2018, who permute each process's own part, with one share for all of a batch.
+    """Return the samples with which the samples of a global batch [B] are mixed: the batch in random order."""
+    # Zhang et al., "mixup", ICLR 2018, permute each process's part instead, and use one share for the whole batch.
     return make_generator(MIXING, seed, step).permutation(batch)
 
 
 def draw_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
-    """Return the share of each sample in its mixture, [n], 0 to 1: a draw from the distribution Beta(alpha, alpha)."""
-    from scipy import special  # late: this takes as long as all else that a rank imports of this package
+    """Return the share of each sample in its mixture, [n], drawn from the distribution Beta(alpha, alpha)."""
+    from scipy import special  # late, because this takes as long as all other imports of a rank
 
     uniform = uniform_draws(seed + MIXUP_SEED, step, samples, 1)[:, 0]
     return np.asarray(special.betaincinv(alpha, alpha, uniform))

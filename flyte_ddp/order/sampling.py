@@ -17,24 +17,31 @@ SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN, DRAWS, MIXING = range(8)
 
 
 def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
-    """Return a random generator whose numbers depend on the arguments alone, on all machines (counter-based)."""
+    """Return a counter-based random generator. The numbers depend only on the arguments, on all machines."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
-    """Divide the numbers 0..samples-1 at random; return the rest and the held-out ``fraction``, both ascending."""
+    """Divide the numbers 0..samples-1 at random into two parts.
+
+    Returns:
+        The rest, and the held-out ``fraction``, both ascending.
+    """
     count = round(samples * fraction)
     order = make_generator(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
     return np.sort(order[count:]), np.sort(order[:count])
 
 
 def steps_per_epoch(samples: int, batch_size: int) -> int:
-    """Return the number of global batches in an epoch. The last batch may be smaller; no sample is dropped."""
+    """Return the number of global batches in an epoch.
+
+    No sample is dropped, so the last batch may be smaller.
+    """
     return -(-samples // batch_size)
 
 
 class Order(Protocol):
-    """The samples of a split: their order in evaluations, and their order in each epoch of training."""
+    """The order of a split's samples in evaluations, and in each epoch of training."""
 
     def __len__(self) -> int: ...
 
@@ -45,7 +52,10 @@ class Order(Protocol):
         """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
-        """Return how many batches ahead to fetch files: in an epoch of training (``mixed``) or in an evaluation."""
+        """Return the number of batches for which files are fetched ahead.
+
+        ``mixed`` is True in an epoch of training, and False in an evaluation.
+        """
         return 0
 
 
@@ -63,7 +73,7 @@ class ListedOrder(Order):
         return self.listed[place]
 
     def substitutes(self, sample: int) -> Indices:  # noqa: ARG002
-        """Return the samples, ascending, that may replace a damaged one: here all."""
+        """Return the samples, ascending, that may replace a damaged sample: here all samples."""
         return self.listed
 
     def epoch_order(self, epoch: int) -> Indices:
@@ -76,10 +86,16 @@ class ListedOrder(Order):
 
 
 def take_slice(items: Indices, part: int, parts: int) -> Indices:
-    """Return slice ``part`` of ``parts`` consecutive slices. Their lengths differ by one at most, longer ones first."""
+    """Return slice ``part`` of ``parts`` consecutive slices.
+
+    The lengths of slices differ by at most 1, and longer slices come first.
+    """
     return items[slice_start(len(items), part, parts) : slice_start(len(items), part + 1, parts)]
 
 
 def slice_start(length: int, part: int, parts: int) -> int:
-    """Return the start of slice ``part`` when ``length`` items are cut into ``parts``; the end for part == parts."""
+    """Return the start of slice ``part`` when ``length`` items are cut into ``parts``.
+
+    For ``part`` equal to ``parts``, returns ``length``.
+    """
     return part * (length // parts) + min(part, length % parts)

@@ -1,12 +1,14 @@
 """The global order of samples in shards. Few shards are read at a time, so a small cache is enough.
 
-Each epoch permutes the shards, and the samples within each shard, to the epoch's *sequence*. The sequence is cut into
-``shuffle_streams`` *streams* of nearly equal length. A global batch takes the next samples of each stream, equally many
-of each. A rank trains on a slice of the batch (of each micro-batch, if gradients are accumulated), so it reads only
-shards of the streams that its slice overlaps. Within a stream samples are not shuffled across shards.
+Each epoch permutes the shards, and the samples within each shard. The result is the epoch's *sequence*. The sequence is
+cut into ``shuffle_streams`` *streams* of nearly equal length. A global batch consists of the next samples of all
+streams, equally many of each stream. Within a stream, samples are not shuffled across shards.
 
-MosaicML's streaming gives each node whole parts (``num_canonical_nodes``). Here every batch takes samples of all
-streams, so the order does not depend on the number of nodes or ranks.
+A rank trains on a slice of the batch (of each micro-batch, if gradients are accumulated). Thus a rank reads only shards
+of the streams that the slice overlaps.
+
+MosaicML's streaming gives each node whole parts (``num_canonical_nodes``). Here every batch has samples of all streams,
+so the order does not depend on the number of nodes or ranks.
 """
 
 import functools
@@ -24,7 +26,10 @@ TEST_FRACTION = 0.1  # of the samples, held out for testing if there is no test 
 
 
 def count_rank_streams(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
-    """Return the most streams that a rank's slices of one batch overlap; ``parts`` is the number of micro-batches."""
+    """Return the largest number of streams that a rank's slices of one batch overlap.
+
+    ``parts`` is the number of micro-batches.
+    """
     return min(shuffle_streams, parts * (-(-shuffle_streams // (parts * ranks)) + 1))
 
 
@@ -70,7 +75,7 @@ class ShardSplits:
 
 
 class WholeShardSplits(ShardSplits):
-    """Divides whole shards, for streams; a fraction above 0 gets at least one shard."""
+    """Divides whole shards, for streams. A fraction above 0 gets at least one shard."""
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
@@ -96,16 +101,21 @@ class ShardOrder(sampling.Order):
     def __init__(
         self, splits: ShardSplits, split: str, weights: NDArray[np.float64] | None = None, shuffle_streams: int = 1
     ) -> None:
-        """Compute the sizes of the split ("training", "validation" or "test") in each shard.
+        """Compute the sizes of the split in each shard.
 
-        ``weights`` [shards] are the passes of an epoch through each shard's samples; None: one. A shard with a
-        fractional weight continues in the next epoch where it stopped; a share below one sample may be in no epoch.
+        Args:
+            splits: The division of each shard's samples into splits.
+            split: "training", "validation" or "test".
+            weights: Passes of an epoch through each shard's samples, [shards]. None means one pass. With a fractional
+                weight, each epoch continues in the shard where the previous epoch stopped. If the weight gives less
+                than one sample, the shard may be in no epoch.
+            shuffle_streams: Number of streams.
         """
         self.splits, self.shuffle_streams = splits, shuffle_streams
         weights = np.ones(len(splits.counts)) if weights is None else weights
         # For each shard, [shards]:
         self.available = splits.sizes[split]  # samples of the split
-        self.taken = np.zeros_like(self.available)  # samples that an epoch takes
+        self.taken = np.zeros_like(self.available)  # samples in an epoch
         for weight in np.unique(weights):
             chosen = (weights == weight) & (self.available > 0)
             self.taken[chosen] = scale_counts(float(weight), self.available[chosen])
@@ -126,7 +136,10 @@ class ShardOrder(sampling.Order):
         return self.total
 
     def samples(self, place: slice) -> Indices:
-        """Return the samples in a slice of the order of evaluations: shard by shard, each once whatever its weight."""
+        """Return the samples in a slice of the order of evaluations.
+
+        The order goes shard by shard, with each sample once, whatever the weight of the shard.
+        """
         slices = slices_by_shard(self.ends, place.start, place.stop)
         parts = [self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
@@ -136,7 +149,10 @@ class ShardOrder(sampling.Order):
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield an epoch's global batches: about equally many samples of each stream, one stream after another."""
+        """Yield an epoch's global batches, from number ``first`` on.
+
+        A batch has about equally many samples of each stream, in the order of the streams.
+        """
         starts, each = self.locate_streams(batch_size)
         shards, ends_of_shards = self.sequence(epoch)
         full, ragged = divmod(self.total, batch_size)
@@ -151,12 +167,12 @@ class ShardOrder(sampling.Order):
             yield np.concatenate(parts)
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return how many batches ahead to fetch shards: as many as take samples of the largest shard."""
+        """Return the number of batches for which shards are fetched ahead: as many as the largest shard lasts."""
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
     def locate_streams(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each stream's start in the sequence, and its number of samples in a full batch, [streams]."""
+        """Return each stream's start in the sequence, and each stream's samples in a full batch, [streams]."""
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
         each = slice_lengths(batch_size, streams)
@@ -171,7 +187,7 @@ class ShardOrder(sampling.Order):
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
-            # A weight other than 1: go on in a fixed cycle of the samples where the epoch before has stopped.
+            # With a weight other than 1, continue in a fixed cycle of the samples where the previous epoch stopped.
             cycle = sampling.make_generator(sampling.CYCLE, self.splits.seed, shard).permutation(numbers)
             numbers = cycle[np.arange(epoch * taken, (epoch + 1) * taken) % len(cycle)]
         mixed = sampling.make_generator(sampling.WITHIN, self.splits.seed, epoch, shard).permutation(numbers)
@@ -179,7 +195,10 @@ class ShardOrder(sampling.Order):
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice in it) for the places ``start`` to ``end`` - 1; ``ends``: cumulative numbers of samples."""
+    """Yield (shard, slice within the shard) for the positions ``start`` to ``end`` - 1.
+
+    ``ends`` are the cumulative numbers of the shards' samples.
+    """
     while start < end:
         shard = int(np.searchsorted(ends, start, side="right"))
         first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))

@@ -1,6 +1,7 @@
-"""Orders of training that do not take each sample once in an epoch: drawn by weights, or made by a user's function.
+"""Orders of training in which an epoch may repeat or skip samples.
 
-They are pure functions of (seed, epoch) as all orders are, whatever the number of ranks and wherever a run resumes.
+Samples are drawn by weights, or chosen by a user's function. Like all orders, these are pure functions of (seed,
+epoch), whatever the number of ranks and wherever a run resumes.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,16 @@ from flyte_ddp.order.sampling import DRAWS, Indices, ListedOrder, make_generator
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedOrder(ListedOrder):
-    """As many draws with replacement in an epoch as there are samples, each sample with its share of the weights."""
+    """An order that draws samples with replacement, as many in an epoch as the split has samples.
+
+    A sample's probability is its share of the sum of the weights.
+    """
 
     ends: NDArray[np.float64]  # running sums of the weights of ``listed``
 
     def epoch_order(self, epoch: int) -> Indices:
-        # A draw is below 1, and so below the last end. It takes the first sample whose end is above it: one with
-        # weight 0 ends where the sample before it does, and is never taken.
+        # A draw is below 1, and so below the last end. A draw chooses the first sample whose end is above the draw. A
+        # sample with weight 0 has the end of the sample before, and is never chosen.
         draws = make_generator(DRAWS, self.seed, epoch).random(len(self.listed)) * self.ends[-1]
         chosen: Indices = self.listed[np.searchsorted(self.ends, draws, side="right")]
         return chosen
@@ -30,10 +34,10 @@ class WeightedOrder(ListedOrder):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnOrder(ListedOrder):
-    """The order that a user's function returns for each epoch: any of the samples, as often as it likes."""
+    """The order that a user's function returns for each epoch. Samples may be repeated or missing."""
 
     spec: str  # the function's name, package.module:callable
-    choose_samples: Callable[[Indices, int, int], Any]  # takes samples [N], seed and epoch
+    choose_samples: Callable[[Indices, int, int], Any]  # called with samples [N], seed and epoch
     length: int = 0  # of each epoch
 
     def __len__(self) -> int:
@@ -49,7 +53,11 @@ class OwnOrder(ListedOrder):
         return chosen
 
     def call_function(self, epoch: int) -> Indices:
-        """Return the samples that the user's function chooses; UserError if they are not of this split."""
+        """Return the samples that the user's function chooses for an epoch.
+
+        Raises:
+            UserError: The function returns no whole numbers [M], or samples of another split.
+        """
         chosen = np.asarray(self.choose_samples(self.listed.astype(np.int64), self.seed, epoch))
         if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
             raise UserError(
@@ -78,7 +86,11 @@ def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
-    """Return the order that the user's function makes, called twice here, to refuse one that is not deterministic."""
+    """Return the order that a user's function makes. Calls the function twice.
+
+    Raises:
+        UserError: The two calls return different samples, or samples that are not in the split.
+    """
     own = OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
     first, again = own.call_function(0), own.call_function(0)
     if not np.array_equal(first, again):

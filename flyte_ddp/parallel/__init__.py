@@ -1,1 +1,1 @@
-"""What makes several ranks compute the result of one rank: collectives, gradient strategies, layers over all ranks."""
+"""Make several ranks compute the result of one rank: collectives, gradient strategies, layers over all ranks."""

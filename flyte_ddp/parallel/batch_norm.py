@@ -1,6 +1,7 @@
 """BatchNorm with statistics of the global batch, on CPUs and GPUs: several ranks compute the result of one rank.
 
-torch's ``SyncBatchNorm`` refuses CPU tensors. Each rank's statistics are weighted by its number of samples, maybe 0.
+Unlike torch's ``SyncBatchNorm``, this module supports CPU tensors. Each rank's statistics are weighted by the rank's
+number of samples, which may be 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,19 +23,25 @@ from flyte_ddp.parallel.training_pass import TrainingPass
 
 KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
-Gather = Callable[[Tensor], Tensor]  # takes this rank's numbers, fp64 [n]; returns all ranks' as [ranks, n]
+Gather = Callable[[Tensor], Tensor]  # maps this rank's numbers, fp64 [n], to all ranks', [ranks, n]
 
 
 class Exchange(NamedTuple):
-    """How a BatchNorm layer exchanges numbers with the same layer of the other ranks."""
+    """A BatchNorm layer's exchange of numbers with the same layer on the other ranks."""
 
     gather: Gather
     this_pass: TrainingPass
     number: int  # of the layer among the model's BatchNorm layers, from 0
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; at different layers CPUs get UserError, GPUs hang."""
-        # The layer's number, negative in the backward pass: by it ranks notice that they are at different layers.
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. Collective.
+
+        On GPUs, ranks at different layers hang.
+
+        Raises:
+            UserError: Ranks on CPUs are at different layers.
+        """
+        # The layer's number, negative in the backward pass, shows whether all ranks are at the same layer.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
         of_ranks = self.gather(torch.cat([place, numbers]))
         if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
@@ -46,8 +53,11 @@ class Exchange(NamedTuple):
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Give a model's BatchNorm layers a ``forward`` with all ranks' statistics. Collective, as is each forward."""
-    # The forward of a scripted module, or one that a user has set, is no method of these classes, and stays.
+    """Give a model's BatchNorm layers a ``forward`` that uses the statistics of all ranks.
+
+    This function and each forward pass are collective.
+    """
+    # The forward of a scripted module, or a forward that a user has set, is no method of these classes, and stays.
     norms = [
         layer
         for layer in model.modules()
@@ -56,7 +66,7 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
     ]
     if not norms:
         return
-    # For each channel two numbers; and the count of samples and the layer's place, which gather_from_ranks adds.
+    # Two numbers for each channel, the count of samples, and the layer's place, which gather_from_ranks adds.
     most = max(2 * cast("int", layer.num_features) + 2 for layer in norms)
     gather: Gather = NodeGather(most) if on_one_machine else gather_numbers
     for number, layer in enumerate(norms):
@@ -67,7 +77,7 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
 
 
 def can_be_synchronised(layer: nn.Module) -> bool:
-    """Return whether the forward of a BatchNorm layer's class is torch's, or calls ``batch_norm`` or torch's."""
+    """Return whether a layer's forward is torch's BatchNorm forward, or calls ``batch_norm`` or torch's forward."""
     forward = type(layer).forward
     if forward in KNOWN_FORWARDS:
         return True
@@ -77,7 +87,7 @@ def can_be_synchronised(layer: nn.Module) -> bool:
 
 
 class RankedBatchNorm(_BatchNorm):
-    """A BatchNorm for inputs of any dimensions, in place of SyncBatchNorm, which DDP refuses on a CPU."""
+    """A BatchNorm for inputs of any dimensions, in place of SyncBatchNorm, which DDP rejects on a CPU."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -85,7 +95,7 @@ class RankedBatchNorm(_BatchNorm):
 
 
 class Statistics(NamedTuple):
-    """What a layer keeps of all batches, if anything, and how."""
+    """The running statistics of a layer, if kept, and the layer's settings."""
 
     mean: Tensor | None
     variance: Tensor | None
@@ -94,14 +104,14 @@ class Statistics(NamedTuple):
 
 
 def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
-    """Return a ``forward`` for BatchNorm layers over all ranks' samples, marked by its attribute ``over_ranks``.
+    """Return a ``forward`` for BatchNorm layers that normalises over all ranks' samples.
 
-    The mark goes when the layer's own class has computed anything else.
+    The function's attribute ``over_ranks`` becomes False if a user-defined layer does not normalise over all ranks.
     """
 
-    # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
+    # A pickled model has torch's layers, because pickle saves a bound method as its object and its name.
     def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
-        """Return the values [N, C, ...] normalised for each channel; N may differ between ranks."""
+        """Return the values [N, C, ...] normalised for each channel. N may differ between ranks."""
         own = type(layer).forward
         if not layer.training or not forward.over_ranks:  # type: ignore[attr-defined]
             normalised: Tensor = own(layer, values)
@@ -133,7 +143,7 @@ class NormaliseOverRanks(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, or replace it."""
+        """Call a function of torch, or replace ``functional.batch_norm``."""
         del types
         kwargs = kwargs or {}
         if function is functional.batch_norm and kwargs["training"] and len(args[0]) == self.samples:
@@ -149,17 +159,21 @@ def is_synchronised(layer: nn.Module) -> bool:
 
 
 class GlobalNormalisation(torch.autograd.Function):
-    """Compute (x - mean) / sqrt(variance + eps) * weight + bias, with the mean and variance of all ranks' values.
+    """Computes (x - mean) / sqrt(variance + eps) * weight + bias, with the mean and variance of all ranks' values.
 
     Ioffe and Szegedy, "Batch Normalization", 2015. Callers divide the loss by the global batch size, and add up the
-    gradients over the ranks. So the backward pass, too, sums over the global batch.
+    gradients over the ranks. Therefore the backward pass also sums over the global batch.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0917
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Statistics, exchange: Exchange
     ) -> Tensor:
-        """Normalise by all ranks' statistics, and update the layer's running ones; ValueError for a single value."""
+        """Normalise by all ranks' statistics, and update the layer's running statistics. Collective.
+
+        Raises:
+            ValueError: A channel has a single value on all ranks together.
+        """
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, exchange.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
@@ -167,8 +181,8 @@ class GlobalNormalisation(torch.autograd.Function):
             raise ValueError(
                 "Expected more than 1 value per channel when training, over all ranks; use another batch_size"
             )
-        # Before save_for_backward, at which torch.utils.checkpoint stops a block that it runs again: as with torch's
-        # layers, both runs update the statistics.
+        # Updated before save_for_backward, where torch.utils.checkpoint stops a block that runs again. So both runs
+        # update the statistics, as with torch's layers.
         if kept.mean is not None and kept.variance is not None:
             kept.mean.lerp_(mean.to(kept.mean.dtype), kept.momentum)
             unbiased = variance * (count / (count - 1))
@@ -210,7 +224,7 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of all ranks' values [N, C, ...] as fp64."""
+    """Return mean [C], biased variance [C] and count (a scalar) of all ranks' values [N, C, ...], as fp64."""
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.
@@ -230,21 +244,21 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
 
 
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers in training mode that use the statistics of their own rank's samples."""
+    """Return the BatchNorm layers in training mode that use the statistics of a single rank's samples."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return [norm for norm in norms if not is_synchronised(norm)]
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether, on several ranks, a BatchNorm layer normalises by its own rank's samples."""
-    layers = per_rank_norm_layers(model)  # on one rank none is replaced, and all of them are here
+    """Return whether, on several ranks, a BatchNorm layer normalises by a single rank's samples."""
+    layers = per_rank_norm_layers(model)  # on one rank no layer is replaced, so all are here
     return any(not synchronised or "forward" in vars(layer) or not can_be_synchronised(layer) for layer in layers)
 
 
 @contextmanager
 @torch.no_grad()  # not in the block
 def restore_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Restore, after the block or its exception, the running statistics of BatchNorm that each rank has alone."""
+    """Restore the running statistics of per-rank BatchNorm layers after the block, also after an exception."""
     statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
     try:
@@ -256,7 +270,10 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return each running statistic that a rank has alone, with the ranks' mean weighted by ``samples``. Collective."""
+    """Return each running statistic of per-rank BatchNorm layers with the mean over the ranks. Collective.
+
+    The mean is weighted by ``samples``, the rank's number of samples.
+    """
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:

@@ -1,7 +1,7 @@
 """Keep the registered buffers of a model equal on all ranks: as with DDP, rank 0's values are used.
 
-State that ``forward`` changes must be a registered buffer, which has its final shape when the model is made.
-BatchNorm's buffers have rules of their own (batch_norm.py).
+State that ``forward`` changes must be a registered buffer, which has the final shape when the model is built.
+BatchNorm's buffers follow other rules (batch_norm.py).
 """
 
 import copy
@@ -20,7 +20,7 @@ from flyte_ddp.parallel.node_memory import aligned_sizes, split_memory
 
 
 class Buffers:
-    """The registered buffers of a model in training, by all their names, without sparse and expanded ones."""
+    """The registered buffers of a model in training, by all names, except sparse and expanded buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -45,7 +45,11 @@ class Buffers:
         self.last_broadcast = torch.zeros_like(self.bytes)  # the bytes that all ranks had after the last broadcast
 
     def require_same_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers of the model or its average by name; UserError if names, shapes or types have changed."""
+        """Return the buffers, by name, of the model or of the moving average.
+
+        Raises:
+            UserError: Names, shapes or types of buffers have changed.
+        """
         values = copyable_buffers(model)
         if (layout := buffer_layout(values)) != self.layout:
             first = min(name for name in layout | self.layout if layout.get(name) != self.layout.get(name))
@@ -57,21 +61,24 @@ class Buffers:
 
     @torch.no_grad()
     def differ_from_last_broadcast(self) -> bool:
-        """Copy the shared buffers for the next broadcast; return whether any bit has changed since the last one.
+        """Copy the shared buffers for the next broadcast. Return whether any bit has changed since the last broadcast.
 
-        On a GPU always True, because the host would have to wait for a comparison; on one rank False.
+        On one rank returns False. On a GPU returns True, because the host would have to wait for a comparison.
         """
         values = self.require_same_buffers(self.model)
         if not self.views:
             return False
         torch._foreach_copy_(self.views, [values[name] for name in self.shared_names])
-        # As bits: numbers would be wrong for NaN and -0.0, and autograd's version counters miss ``buffer.data``.
+        # Compares bits: numbers would be wrong for NaN and -0.0, and autograd's version counters miss ``buffer.data``.
         as_int64 = self.bytes.view(torch.int64), self.last_broadcast.view(torch.int64)
         return not (self.bytes.is_cpu and torch.equal(*as_int64))
 
     @torch.no_grad()
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
-        """Broadcast what differ_from_last_broadcast copied on rank 0; on CPUs not if ``ranks_with_changes`` is 0."""
+        """Broadcast the buffers that :meth:`differ_from_last_broadcast` copied on rank 0. Collective.
+
+        On CPUs, does nothing if ``ranks_with_changes`` is 0.
+        """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
         copy_from_rank_0([self.bytes])
@@ -112,20 +119,26 @@ class Buffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, also in the model; call the model's ``load_state_dict`` before."""
+        """Restore the result of :meth:`state_dict`, also in the model.
+
+        Call the model's ``load_state_dict`` first.
+        """
         values = self.require_same_buffers(self.model)
         for name in self.shared_names:
             if name in state["unsaved"]:
                 values[name].copy_(state["unsaved"][name])
             else:
-                self.initial[name].copy_(values[name])  # changed_names compares with it from now on
+                self.initial[name].copy_(values[name])  # changed_names compares with this value from now on
         self.changed_before_resume = {*state["changed"]}
         self.copy_after_step()
 
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` in the block the buffers of a saved and loaded model; then restore all but BatchNorm's."""
+        """Give ``model`` the buffers of a saved and loaded model for the block.
+
+        After the block, all buffers except BatchNorm's are restored.
+        """
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}
         for name in self.unsaved_names:
@@ -141,7 +154,7 @@ class Buffers:
 
 
 def copyable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a module's buffers by all their names, without sparse and expanded ones."""
+    """Return a module's buffers, by all names, except sparse and expanded buffers."""
     named = model.named_buffers(remove_duplicate=False)
     return {name: value.detach() for name, value in named if has_own_elements(value)}
 

@@ -1,7 +1,8 @@
-"""Collectives over torch's process group, which all ranks must call; exceptions for failed ranks and devices.
+"""Collectives over torch's process group, and exceptions for failed ranks and devices.
 
-A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended, gloo raises a plain
-RuntimeError, as user code may. So a RuntimeError is a collective's only if raised while the rank waits for one.
+All ranks must call a collective. A process without a group is rank 0 of 1, and does not wait. If another rank has
+ended, gloo raises a plain RuntimeError. User code may raise a RuntimeError, too. Therefore a RuntimeError counts as a
+collective's error only if raised while the rank waits in a collective.
 """
 
 import re
@@ -24,13 +25,13 @@ TIMEOUT_SHARE = 0.9  # of the time limit; not 1, because gloo's clock starts a l
 GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the default of Work.wait
 TORCH_WAIT = dist.Work.wait
 NCCL_GRACE_SECONDS = 60.0
-# What CUDA says of hardware and drivers, in torch's errors or NCCL's; of wrong code it says other things.
+# CUDA's messages about hardware and drivers, in errors of torch or NCCL. Wrong code causes other messages.
 FAILED_DEVICE = re.compile(
     "(?:CUDA error|Cuda failure).*(?:unspecified launch failure|launch timed out|uncorrectable|hardware|unknown error"
     "|busy or unavailable|no CUDA-capable device).*"
     "|CUDA unknown error.*|CUDA driver initialization failed.*|No CUDA GPUs are available|system not yet initialized"
 )
-timeout_seconds = 600.0  # limit of this process for waits for other ranks; torch has a limit of its own
+timeout_seconds = 600.0  # limit of this process for waits for other ranks; torch has a separate limit
 
 
 def rank() -> int:
@@ -42,7 +43,10 @@ def world_size() -> int:
 
 
 def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
-    """Return a group's time limit; NCCL's is longer, so that the hang watch reports before NCCL aborts the process."""
+    """Return the time limit of a process group.
+
+    NCCL's limit is longer, because the hang watch must report before NCCL aborts the process.
+    """
     return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
 
@@ -53,7 +57,10 @@ def wait_for_all_ranks() -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place (CPU for gloo, GPU for NCCL); return it."""
+    """Add up a tensor over all ranks, in place, and return the tensor. Collective.
+
+    The tensor must be on the CPU for gloo, and on the GPU for NCCL.
+    """
     if dist.is_initialized():
         with in_collective():
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
@@ -61,14 +68,14 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_numbers(numbers: Tensor) -> Tensor:
-    """Return all ranks' ``numbers``, [n], as [ranks, n]; n must be equal on all ranks."""
+    """Return all ranks' ``numbers``, [n], as [ranks, n]. Collective, with the same n on all ranks."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Broadcast rank 0's tensors into those of all ranks, except sparse and expanded ones."""
+    """Overwrite all ranks' tensors with rank 0's values, except sparse and expanded tensors. Collective."""
     for tensor in filter(has_own_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -79,14 +86,20 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 
 def has_own_elements(tensor: Tensor) -> bool:
-    """Return whether each element of the tensor has its own place in memory: False for sparse and expanded tensors."""
+    """Return whether each element of the tensor has a separate place in memory.
+
+    Returns False for sparse and expanded tensors.
+    """
     return tensor.layout == torch.strided and all(
         stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def broadcast_object(value: Value) -> Value:
-    """Return rank 0's value. All ranks' values are pickled and sent: they should be small."""
+    """Return rank 0's value. Collective.
+
+    All ranks' values are pickled and sent, so values should be small.
+    """
     return gather_objects(value)[0]
 
 
@@ -101,7 +114,10 @@ def gather_objects(value: Value) -> list[Value]:
 
 @contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Make torch.distributed look uninitialised in the block, so that torchmetrics on one rank waits for no other."""
+    """Make torch.distributed look uninitialised in the block.
+
+    torchmetrics on one rank then does not wait for other ranks.
+    """
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
         yield
@@ -110,9 +126,10 @@ def hide_process_group() -> Iterator[None]:
 
 
 def patch_collective_wait() -> None:
-    """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
+    """Make ``torch.distributed.Work.wait`` in this process raise CollectiveError in place of RuntimeError.
 
-    torch's blocking functions call it, also in user code. Waits in C++, as in DistributedDataParallel, do not.
+    Blocking functions of torch call this method, also in user code. Waits in C++, as in DistributedDataParallel, are
+    not changed.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
@@ -124,9 +141,10 @@ def patch_collective_wait() -> None:
 
 @contextmanager
 def translate_collective_errors(since: float | None = None) -> Iterator[None]:
-    """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError.
+    """Turn a RuntimeError of the block into a CollectiveError. The block must only wait for other ranks.
 
-    After 90 % of ``timeout_seconds`` since the time ``since`` (monotonic; None: now) it is a CollectiveTimeoutError.
+    If 90 % of ``timeout_seconds`` have passed since ``since``, the error is a CollectiveTimeoutError. ``since`` is a
+    monotonic time, and None means now.
     """
     begin = time.monotonic() if since is None else since
     try:
@@ -141,7 +159,7 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def explain_failed_device(device: str) -> Iterator[None]:
-    """Raise MachineError, which names device and host, for a RuntimeError in the block that says the device failed."""
+    """Turn a RuntimeError of the block about a failed device into a MachineError that names device and host."""
     try:
         yield
     except RuntimeError as error:
@@ -155,7 +173,7 @@ def explain_failed_device(device: str) -> Iterator[None]:
 
 @contextmanager
 def explain_full_device(fix: str) -> Iterator[None]:
-    """Add the ``fix`` to torch's error for a lack of device memory in the block, in place of torch's advice."""
+    """Replace torch's advice by ``fix`` in the block's errors about full device memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""Dropout from random numbers of (seed, epoch, sample): it does not depend on which rank computes a sample."""
+"""Dropout from random numbers of (seed, epoch, sample), independent of the rank that computes a sample."""
 
 import functools
 import math
@@ -14,25 +14,28 @@ from torch import Tensor, nn
 from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
 CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # which drop whole channels
-TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they stay in its cache: 256 KiB
+TILE_WORDS = 2**15  # random words that a CPU thread makes at a time: 256 KiB, which stay in its cache
 COMPILED: dict[tuple[Any, ...], Callable[..., Tensor]] = {}  # by device, dtype and layout
 FAILED: set[str] = set()  # types of devices for which torch's compiler does not work
-# In this order: a kernel of two dimensions needs no division for each value; the threshold is computed in that kernel,
-# and not stored by one of its own; one thread starts no processes to compile.
+# Reasons, in this order: a kernel of two dimensions needs no division for each value; the threshold is computed in that
+# kernel, and not stored by another kernel; one thread starts no processes to compile.
 OPTIONS: dict[str, Any] = {"triton.prefer_nd_tiling": True, "realize_opcount_threshold": 100, "compile_threads": 1}
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, fused_on: str = "cuda") -> None:
-    """Give the model's dropout layers a ``forward`` that draws each sample's own random numbers, from ``this_pass``.
+    """Give the model's dropout layers a ``forward`` that draws random numbers for each sample from ``this_pass``.
 
-    These layers are Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row"; others, layers with
-    another ``forward``, and scripted modules stay as they are. Sets the pass's ``has_dropout`` if a layer was changed.
-    Devices of the type ``fused_on`` draw and drop in one kernel.
+    Changes Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row". Does not change other
+    layers, layers with another ``forward``, and scripted modules. Sets ``has_dropout`` of ``this_pass`` if a layer was
+    changed. Devices of the type ``fused_on`` draw and drop in one kernel.
     """
 
-    # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
+    # A pickled model has torch's layers, because pickle saves a bound method as its object and its name.
     def forward(layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the values [N, ...] with dropout; if N is not the pass's, call the forward of the layer's class."""
+        """Return the values [N, ...] with dropout.
+
+        If N is not the number of samples in the pass, calls the forward of the layer's class.
+        """
         if not layer.training or layer.p == 0.0:
             return values
         if values.shape[:1] != this_pass.states.shape:
@@ -46,7 +49,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
     if (torchvision_ops := sys.modules.get("torchvision.ops")) is not None:
         replaced.add(torchvision_ops.StochasticDepth.forward)
     for module in model.modules():
-        # The forward of a scripted module, or one that a user has set, is no method of these classes.
+        # The forward of a scripted module, or a forward that a user has set, is no method of these classes.
         function = getattr(getattr(module, "forward", None), "__func__", None)
         if function in replaced and getattr(module, "mode", "row") == "row":
             module.forward = MethodType(forward, module)
@@ -59,7 +62,7 @@ def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Ten
     inplace = getattr(layer, "inplace", False)
     if p == 1.0:
         return values.mul_(0.0) if inplace else values * 0.0
-    # In so many leading dimensions each index has a random number of its own; all values behind it drop together.
+    # Each index of these leading dimensions has a separate random number. All values behind an index drop together.
     leading = values.dim() if isinstance(layer, nn.Dropout) else 2 if isinstance(layer, CHANNELS) else 1
     if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4 if isinstance(layer, nn.Dropout3d) else 0):
         leading = 1  # Dropout1d and Dropout3d also take a batch without channels
@@ -78,7 +81,10 @@ def apply_mask(values: Tensor, kept: Tensor, scale: float, *, inplace: bool = Fa
 
 
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples."""
+    """Return a mask, bool [N, *shape], that is False with probability p (to 2**-40).
+
+    ``states``, int64 [N], are the random states of N samples.
+    """
     # Each 64-bit word of SplitMix64 gives four values 16 bits each.
     threshold = round_probability(states, round(p * 2**40))
     count = math.prod(shape)
@@ -102,8 +108,11 @@ def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
 
 
 def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, probability: int | Tensor) -> Tensor:
-    """Return :func:`draw_mask`'s mask for ``probability``, in units of 2**-40, by what compiles to one kernel."""
-    # By shifts: compiled code that views int64 as int16 writes beyond the tensor's end (torch 2.15, CPU).
+    """Return the mask of :func:`draw_mask`, by operations that compile to one kernel.
+
+    ``probability`` is in units of 2**-40.
+    """
+    # Uses shifts, because compiled code that views int64 as int16 writes beyond the tensor's end (torch 2.15, CPU).
     positions = torch.arange(math.prod(shape), device=states.device)
     words = mix_bits(states[:, None] + ((positions >> 2) + 1) * increment)
     kept = (words >> ((positions & 3) * 16)).to(torch.int16) >= round_probability(states, probability)
@@ -111,11 +120,11 @@ def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, pro
 
 
 class Redrawn(torch.autograd.Function):
-    """Drops values by a mask that the backward pass draws again: only the samples' states are stored."""
+    """Drops values by a mask that the backward pass draws again. Only the samples' states are stored."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, states: Tensor, *others: Any) -> Tensor:  # others: as of draw_and_drop
-        # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same one.
+        # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same mask.
         ctx.save_for_backward(~states if torch.compiler.is_compiling() else states)
         ctx.others = others
         return draw_and_drop(values, states, *others)
@@ -128,9 +137,10 @@ class Redrawn(torch.autograd.Function):
 
 
 def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int, p: float) -> Tensor:
-    """Return the values with dropout by a compiled kernel; if compiling fails, warn, and do without from then on.
+    """Return the values with dropout, by a compiled kernel.
 
-    Each of the first ``drawn`` dimensions after N has random numbers of its own.
+    If compiling fails, warns, and uses no compiled kernels on this type of device from then on. Each index of the first
+    ``drawn`` dimensions after N has a separate random number.
     """
     scale, shape, device = 1.0 / (1.0 - p), values.shape, values.device
     if torch.compiler.is_compiling():
@@ -139,7 +149,7 @@ def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int,
         values = values.contiguous()
     if values.is_contiguous():  # one kernel serves any number of dimensions
         values, drawn = values.view(len(values), shape[1 : 1 + drawn].numel(), -1), 1
-    values = values.data  # no view, as torch compiles again for each size of a view's base; needs no gradient
+    values = values.data  # no view: torch compiles again for each size of a view's base; needs no gradient
     probability = put_number(round(p * 2**40), torch.int64, device)
     numbers = probability, put_number(scale, torch.promote_types(values.dtype, torch.float32), device)
     order = sorted(range(values.dim()), key=values.stride().__getitem__)
@@ -164,13 +174,19 @@ def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int,
 
 
 def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a copy of the function, compiled: torch refuses more than 8 variants of one code object."""
+    """Return a compiled copy of the function.
+
+    A copy has a new code object, because torch rejects more than 8 variants of one code object.
+    """
     copied = FunctionType(function.__code__.replace(), globals())
     return torch.compile(copied, fullgraph=True, dynamic=True, options=OPTIONS)
 
 
 def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any]) -> Tensor:
-    """Return apply_mask's result for draw_mask's mask; ``numbers``: probability in units of 2**-40, and scale."""
+    """Return the result of :func:`apply_mask` for the mask of :func:`draw_mask`.
+
+    ``numbers`` are the probability, in units of 2**-40, and the scale.
+    """
     probability, scale = numbers
     kept = draw_mask_compiled(states, increment, values.shape[1 : 1 + drawn], probability)
     kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))

@@ -1,4 +1,4 @@
-"""Values of all ranks in the loss of each: for objectives that compare the samples of a batch."""
+"""Exchange values between ranks in a loss, for objectives that compare the samples of a batch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ _exchange: RankExchange | None = None  # of the training whose losses are being 
 
 
 class RankExchange:
-    """What :func:`across_ranks` needs to know of a training on this rank, and the process group that it uses."""
+    """State of :func:`across_ranks` for a training on this rank, with a process group for the exchanges."""
 
     def __init__(self, refusal: str = "") -> None:
-        """``refusal`` says why samples must not be compared; empty: they may be."""
+        """Create the state. ``refusal`` is the reason why samples must not be compared, "" if allowed."""
         self.refusal = refusal
         self.has_samples = True
         self.group: Any = None  # a ProcessGroup
 
     @contextmanager
     def during_losses(self, *, has_samples: bool) -> Iterator[None]:
-        """Let :func:`across_ranks` exchange values in the block; with ``has_samples`` False this rank adds no row."""
+        """Let :func:`across_ranks` exchange values in the block.
+
+        If ``has_samples`` is False, this rank adds no row.
+        """
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
         self.has_samples, _exchange = has_samples, self
         try:
@@ -39,7 +42,10 @@ class RankExchange:
             _exchange = None
 
     def open_group(self, *, on_gpu: bool) -> Any:
-        """Return a process group of all ranks for these exchanges alone; at the first call make it, with all ranks."""
+        """Return a process group of all ranks for these exchanges alone.
+
+        The first call creates the group, and is collective.
+        """
         if self.group is None:
             limit = distributed.group_timeout(distributed.timeout_seconds, on_gpu=on_gpu)
             with translate_collective_errors(), in_collective():
@@ -48,17 +54,26 @@ class RankExchange:
 
 
 def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all ranks' rows [N, ...] in the batch's order, and positions [n] of this rank's values [n, ...] in them.
+    """Gather a batch's rows from all ranks, for losses that compare the samples of a batch. Collective.
 
-    For ``losses`` of an objective that compares a batch's samples. Each row's gradient flows back to its rank: with one
-    unscaled loss per own sample, a step equals that of one process. All ranks must call it equally often, wait for each
-    other, and use the result in their losses. A rank without samples of its own adds no row.
+    Call this function in ``losses`` of an objective. The gradient of each row flows back to the row's rank. If
+    ``losses`` returns an unscaled loss for each of this rank's samples, a step equals the step of a single process. All
+    ranks must call this function equally often, and use the result in their losses. Ranks wait for each other. A rank
+    without samples adds no row.
 
-    On one rank, and in an evaluation, returns the values themselves and 0..n-1: each batch of ``test_batch_size`` is
-    whole on one rank. To compare all samples of a split, use ``measure``, which gets whole columns.
+    On one rank, and in an evaluation, returns ``values`` and 0..n-1. In an evaluation, each batch of
+    ``test_batch_size`` is whole on one rank. To compare all samples of a split, use ``measure``, which gets whole
+    columns.
 
-    Raises UserError for a batch in parts or with mixup, and for shapes that differ beyond the first dimension. Also
-    raises it outside losses while several ranks record gradients, as in a model or in a loop of one's own.
+    Args:
+        values: This rank's rows [n, ...].
+
+    Returns:
+        All ranks' rows [N, ...] in the order of the batch, and the positions [n] of this rank's rows.
+
+    Raises:
+        UserError: The batch is in parts or mixed by mixup, or shapes differ beyond the first dimension. Also raised
+            outside losses, as in a model or in a user-defined loop, while several ranks record gradients.
     """
     if _exchange is None and world_size() > 1 and torch.is_grad_enabled():
         raise UserError(
@@ -78,13 +93,13 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
             "first dimension; pad the others to one length"
         )
     lengths = [shape[0] for shape in shapes]
-    start = sum(lengths[: rank()]) if counted else 0  # a rank without own samples runs the batch's first one
+    start = sum(lengths[: rank()]) if counted else 0  # a rank without samples runs the batch's first sample
     rows: Tensor = GatheredRows.apply(values, lengths, group)
     return rows, torch.arange(start, start + len(values), device=values.device)
 
 
 class GatheredRows(torch.autograd.Function):
-    """Gather rows of all ranks. All ranks must run both passes, and wait for each other in them."""
+    """Gathers rows of all ranks. All ranks must run both passes, and wait for each other in both."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: list[int], group: Any) -> Tensor:
@@ -98,7 +113,10 @@ class GatheredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradient is computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this rank's values: the sum of all ranks' for gathered rows, 0 for others."""
+        """Return the gradient of this rank's values.
+
+        The gradient of a gathered row is the sum of all ranks' gradients. The gradient of other rows is 0.
+        """
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         with in_collective():
             dist.all_reduce(total, group=ctx.group)
@@ -108,7 +126,10 @@ class GatheredRows(torch.autograd.Function):
 
 
 def gather_equal(values: Tensor, group: Any) -> list[Tensor]:
-    """Return the tensors of all ranks of a group, by rank; their shapes must be equal. All ranks must call it."""
+    """Return the tensors of all ranks of a group, by rank. Collective.
+
+    Shapes must be equal on all ranks.
+    """
     gathered = [*values.new_empty(world_size(), *values.shape)]
     with in_collective():
         dist.all_gather(gathered, values, group=group)

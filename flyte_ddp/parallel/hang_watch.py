@@ -1,7 +1,8 @@
-"""Report that this rank waits for other ranks longer than the time limit, wherever its host code is. For GPUs.
+"""Report that this rank waits for other ranks longer than the time limit, wherever the host code is. For GPUs.
 
-NCCL's collectives do not block the host. The host waits later, without a limit, where it needs the device's result,
-often in code of torch or of a user's model. So a thread watches the collectives, and not those places.
+NCCL's collectives do not block the host. The host waits later, without a limit, where the device's result is needed.
+This is often in code of torch or of a user's model. Therefore a thread watches the collectives, and not the places
+where the host waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` once, if a collective of this library takes over ``limit`` seconds.
 
-    Call it in the rank's main thread, whose stack is reported. ``new_event`` makes a ``torch.cuda.Event``.
+    Call this function in the rank's main thread, whose stack is reported. ``new_event`` makes a ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -32,18 +33,28 @@ def watch_collectives(limit: float, report: Callable[[BaseException], object], n
 
 
 def in_collective() -> AbstractContextManager[None]:
-    """Return a context manager for code that calls collectives; it does nothing if the process has no hang watch."""
+    """Return a context manager for code that calls collectives.
+
+    The context manager does nothing if the process has no hang watch.
+    """
     return nullcontext() if _watch is None else _watch.in_collective()
 
 
 def watch_async_collective(work: Any) -> None:
-    """Add a ``torch.distributed.Work`` to the hang watch, if any; its tensors live up to 0.25 s longer."""
+    """Add a ``torch.distributed.Work`` to the hang watch, if any.
+
+    The work's tensors live up to 0.25 s longer.
+    """
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
 
 
 class HangWatch:
-    """The collectives that this rank has entered, oldest first: start time, and a function that tells if it ended."""
+    """Watches the collectives that this rank has entered.
+
+    ``entered`` has a start time and a function for each collective, oldest first. The function returns whether the
+    collective has ended.
+    """
 
     def __init__(self, limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
         self.limit, self.report, self.new_event = limit, report, new_event
@@ -52,7 +63,10 @@ class HangWatch:
 
     @contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Record the block as a collective, which ends when host and device are done with it, or on an exception."""
+        """Record the block as a collective.
+
+        The collective ends when host and device have finished the block, or on an exception.
+        """
         event: Any = None
         left = False
         self.entered.append((time.monotonic(), lambda: left and (event is None or event.query())))

@@ -1,6 +1,7 @@
 """Memory that the ranks of one machine share, with a barrier. Linux only.
 
-It has no name in a file system: nothing is left behind, and the size of ``/dev/shm`` (64 MB in a pod) is no limit.
+The memory has no name in a file system. So nothing is left behind, and the size of ``/dev/shm`` (64 MB in a pod) is no
+limit.
 """
 
 import itertools
@@ -26,14 +27,14 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 
 
 class NodeMemory:
-    """Memory that all ranks of the process group map: two halves, each uint8 [size], with zeros at first.
+    """Memory that all ranks of the process group map: two halves, uint8 [size] each, with zeros at first.
 
-    A fast rank may write one half while slower ranks still read the other. The barrier between two uses of a half
-    guarantees that all ranks have finished reading it.
+    A fast rank may write one half while slower ranks still read the other half. The barrier between two uses of a half
+    guarantees that all ranks have finished reading.
     """
 
     def __init__(self, size: int) -> None:
-        """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size."""
+        """Map two halves of ``size`` bytes, at least 1. Collective, with the same size on all ranks."""
         self.peers: dict[int, socket.socket] = {}
         with translate_socket_errors("a rank", distributed.timeout_seconds):
             file = self._create_and_send_memory(2 * size) if rank() == 0 else self._receive_memory()
@@ -67,8 +68,11 @@ class NodeMemory:
         return files[0]
 
     def wait_at_barrier(self) -> None:
-        """Wait until all ranks call this method; then all see what the others wrote, and ``turn`` is the other half."""
-        # Every rank sends a message to rank 0 and gets one back: two wake-ups. The backend's barrier takes more.
+        """Wait until all ranks call this method, and switch ``turn`` to the other half.
+
+        Afterwards each rank sees the writes of all ranks.
+        """
+        # Every rank sends rank 0 a message and gets a message back: two wake-ups. The backend's barrier takes more.
         steps = [receive_message, send_message] if rank() == 0 else [send_message, receive_message]
         for step in steps:
             for other, peer in self.peers.items():
@@ -78,15 +82,15 @@ class NodeMemory:
 
 
 class NodeGather:
-    """Gathers a few numbers of all ranks of one machine, faster than gloo. All ranks must create it together."""
+    """Gathers a few numbers of all ranks of one machine, faster than gloo. Creation is collective."""
 
     def __init__(self, most: int) -> None:
-        """Map the memory; ``most`` is the largest count of numbers of a rank in a call."""
+        """Map memory for at most ``most`` numbers of a rank in a call. Collective."""
         self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. All ranks must call it, with the same n."""
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. Collective, with the same n on all ranks."""
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
         self.memory.wait_at_barrier()
@@ -97,12 +101,15 @@ class NodeGather:
 
 
 def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
-    """Return the bytes of each piece, rounded up to a multiple of ALIGNMENT (64 bytes)."""
+    """Return the size of each piece in bytes, rounded up to a multiple of ALIGNMENT (64 bytes)."""
     return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
 
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return for each piece a flat view of the uint8 ``memory``: one after another, each at a multiple of 64 bytes."""
+    """Return a flat view of the uint8 ``memory`` for each piece.
+
+    Pieces lie one after another, each at a multiple of 64 bytes.
+    """
     placed = zip(pieces, itertools.accumulate(aligned_sizes(pieces), initial=0), strict=False)
     return [memory[offset : offset + count * dtype.itemsize].view(dtype) for (count, dtype), offset in placed]
 
@@ -125,7 +132,12 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Raise CollectiveTimeoutError, naming ``limit``, or PeerGoneError about ``peer`` for the block's socket errors."""
+    """Turn socket errors of the block into errors about ``peer``.
+
+    Raises:
+        CollectiveTimeoutError: ``peer`` did not respond within ``limit`` seconds.
+        PeerGoneError: ``peer`` has ended.
+    """
     try:
         yield
     except TimeoutError:

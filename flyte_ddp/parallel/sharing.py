@@ -1,4 +1,4 @@
-"""Parts for training loops of a user's own: a rank's share of each batch, exact also where the ranks' shares differ.
+"""Parts for user-defined training loops: a rank's share of each batch, exact even if shares differ in size.
 
     order = batches(len(data), 64, seed=0, epoch=epoch, first=steps_done_in_this_epoch)
     loader = DataLoader(data, batch_sampler=order)
@@ -6,7 +6,7 @@
         loss = functional.cross_entropy(model(inputs), targets)  # model: torch's DistributedDataParallel
         (factor * loss).backward()
 
-The number of ranks decides who computes a sample, never which samples make up a step.
+The number of ranks decides which rank computes a sample, and never changes the samples of a step.
 """
 
 import os
@@ -23,10 +23,10 @@ from flyte_ddp.parallel import distributed
 
 
 class RankBatches(Sampler[list[int]]):
-    """A rank's samples of each global batch that is left of an epoch: a ``batch_sampler`` for torch's DataLoader."""
+    """A ``batch_sampler`` for torch's DataLoader: a rank's samples of each global batch left in an epoch."""
 
     def __init__(self, order: ListedOrder, batch_size: int, epoch: int, first: int, place: tuple[int, int]) -> None:
-        """Begin with global batch ``first``, from 0; ``place`` is the rank and the number of ranks."""
+        """Begin with global batch ``first``, from 0. ``place`` is the rank and the number of ranks."""
         self.order, self.batch_size, self.epoch, self.first, self.place = order, batch_size, epoch, first, place
 
     def __len__(self) -> int:
@@ -34,16 +34,20 @@ class RankBatches(Sampler[list[int]]):
         return steps_per_epoch(len(self.order), self.batch_size) - self.first
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's samples of each global batch; if it has none, one whose loss factor is 0."""
+        """Yield this rank's samples of each global batch.
+
+        If the rank has no samples in a batch, yields a sample whose loss factor is 0.
+        """
         for batch in self.order.batches(self.epoch, self.batch_size, self.first):
             own = take_slice(batch, *self.place)
             yield (own if len(own) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
 
     def loss_factors(self) -> Iterator[float]:
-        """Yield for each batch the factor for the mean loss of this rank's samples: own samples * ranks / batch's size.
+        """Yield, for each batch, the factor for the mean loss of this rank's samples.
 
-        With it, the average over ranks of loss and gradients is the mean over the global batch. A rank whose sample
-        does not count gets 0.0.
+        The factor is the rank's number of samples, times the number of ranks, divided by the batch's size. With the
+        factor, the average over ranks of loss and gradients is the mean over the global batch. A rank whose sample does
+        not count gets 0.0.
         """
         rank, num_ranks = self.place
         for start in range(self.first * self.batch_size, len(self.order), self.batch_size):
@@ -64,12 +68,22 @@ def batches(
 ) -> RankBatches:
     """Return this rank's samples of each global batch of an epoch: a ``batch_sampler`` for torch's DataLoader.
 
-    Each epoch permutes all of 0..n-1, by ``seed`` and ``epoch`` alone; no sample is dropped or repeated, so the last
-    batch may be smaller. Multiply the mean loss of a rank's batch by its :meth:`RankBatches.loss_factors`. A rank
-    without samples in a batch gets one with factor 0.0, which its BatchNorm sees, too. ``batch_size`` is that of all
-    ranks together; ``epoch`` counts from 0; ``first`` batches are done in it, for a resume. Without ``rank`` and
-    ``num_ranks`` these are of torch's process group, else of torchrun's variables, else 0 of 1. Raises UserError for a
-    number out of range.
+    Each epoch permutes all of 0..n-1, by ``seed`` and ``epoch`` alone. No sample is dropped or repeated, so the last
+    batch may be smaller. Multiply the mean loss of a rank's batch by the batch's factor from
+    :meth:`RankBatches.loss_factors`. A rank without samples in a batch gets a sample with factor 0.0, which BatchNorm
+    layers of the rank see, too.
+
+    Args:
+        n: Number of samples.
+        batch_size: Samples of all ranks together in a batch.
+        seed: Seed of the permutations.
+        epoch: Number of the epoch, from 0.
+        first: Batches of this epoch that are done, for a resume.
+        rank: This rank. By default of torch's process group, else of torchrun's variables, else 0.
+        num_ranks: Number of ranks. The default is found as for ``rank``, else 1.
+
+    Raises:
+        UserError: A number is out of range.
     """
     require_at_least(1, n=n, batch_size=batch_size)
     require_at_least(0, seed=seed, epoch=epoch, first=first)
@@ -83,12 +97,15 @@ def batches(
 def evaluation_batches(
     n: int, batch_size: int, *, rank: int | None = None, num_ranks: int | None = None
 ) -> BatchSampler:
-    """Return this rank's batches of an evaluation, a ``batch_sampler``: all ranks together get each of 0..n-1 once.
+    """Return this rank's batches of an evaluation: a ``batch_sampler`` for torch's DataLoader.
 
-    Batches are whole, of ``batch_size`` samples on one rank, so a sample's result has the same bits for any number of
-    ranks. Ranks get different numbers of batches, or none: exchange results after the loop, as by
-    :func:`sum_over_ranks`, and evaluate ``ddp.module``. ``rank`` and ``num_ranks`` are as in :func:`batches`. Raises
-    UserError for a number out of range.
+    All ranks together get each of 0..n-1 once. Each batch of ``batch_size`` samples is whole on one rank, so a sample's
+    result has the same bits for any number of ranks. Ranks get different numbers of batches, or none. Therefore
+    exchange results after the loop, for example by :func:`sum_over_ranks`, and evaluate ``ddp.module``. ``rank`` and
+    ``num_ranks`` are as in :func:`batches`.
+
+    Raises:
+        UserError: A number is out of range.
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
@@ -98,9 +115,12 @@ def evaluation_batches(
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place (CPU for gloo, GPU for NCCL); return it. All ranks must call it.
+    """Add up a tensor over all ranks, in place, and return the tensor. All ranks must call this function.
 
-    Raises UserError if torchrun's WORLD_SIZE is above 1 and this process has no process group.
+    The tensor must be on the CPU for gloo, and on the GPU for NCCL.
+
+    Raises:
+        UserError: torchrun's WORLD_SIZE is above 1, and this process has no process group.
     """
     if not dist.is_initialized() and (ranks := find_place()[1]) > 1:
         raise UserError(
@@ -111,7 +131,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def find_place(rank: int | None = None, num_ranks: int | None = None) -> tuple[int, int]:
-    """Return the given rank and number of ranks, else the process group's, else RANK and WORLD_SIZE, else 0 and 1."""
+    """Return this rank and the number of ranks.
+
+    Uses the arguments if given, else the process group, else RANK and WORLD_SIZE, else 0 and 1.
+
+    Raises:
+        UserError: Only one argument is given, or ``rank`` is out of range.
+    """
     if rank is None and num_ranks is None:
         if not dist.is_initialized() and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,7 +1,7 @@
-"""Average gradients over the ranks: through memory that a machine's ranks share, or by torch's DistributedDataParallel.
+"""Average gradients over the ranks: by shared memory, DistributedDataParallel, or an all-reduce per parameter.
 
-Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count; so a smaller last
-batch is exact. What a model adds to its gradients beside the loss (a hook) counts once, not once for each rank.
+Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count. Therefore a smaller
+last batch is exact. Gradients that a model adds beside the loss (by a hook) count once, not once for each rank.
 """
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
@@ -34,7 +34,7 @@ WAITED = "waited"  # clock key: seconds of gradient communication that did not o
 
 
 class GradientSync:
-    """A model whose gradients, after :meth:`average_gradients`, are the global batch's; this class is for one rank."""
+    """A model whose gradients :meth:`average_gradients` averages over the ranks. This class is for one rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -43,22 +43,34 @@ class GradientSync:
         return call_with_leaves(self.model, inputs)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
-        """Prepare for the backward pass of ``loss``, which may leave out some of ``outputs``. Here does nothing."""
+        """Prepare for the backward pass of ``loss``, which may depend on only some of ``outputs``.
+
+        The default does nothing.
+        """
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager for the passes of a micro-batch of this step; ``last``: no other one follows."""
+        """Return a context manager for the passes of a micro-batch of this step.
+
+        ``last`` is True for the last micro-batch of the step.
+        """
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
+        """Average the gradients over the ranks in place, and add up ``sums`` over the ranks. Collective.
 
-        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten.
+        Call this method after the step's last backward pass. ``sums`` may be overwritten.
+
+        Args:
+            sums: fp64 [1 or 2].
+
+        Returns:
+            The sums over all ranks, in the shape of ``sums``.
         """
         return sum_over_ranks(sums)
 
 
 class SharedBucket(NamedTuple):
-    """Places in shared memory for some parameters' gradients: one for each rank."""
+    """Views of shared memory for the gradients of some parameters on all ranks."""
 
     sums: Tensor  # fp64 [2, ranks]: the numbers that are added up beside the gradients
     has_gradient: Tensor  # bool [ranks, parameters]
@@ -66,10 +78,10 @@ class SharedBucket(NamedTuple):
 
 
 class SharedMemorySync(GradientSync):
-    """Average gradients through shared memory, for CPU ranks of one machine.
+    """Averages gradients through shared memory, for CPU ranks of one machine.
 
-    gloo would use TCP, and take cores from the computation. Memory grows with the largest parameter, not with the
-    model.
+    Unlike gloo, shared memory needs no TCP, and takes no cores from the computation. The memory grows with the largest
+    parameter, not with the model.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -89,18 +101,18 @@ class SharedMemorySync(GradientSync):
             for index, (parameter, by_rank) in enumerate(zip(parameters, bucket.gradients, strict=True)):
                 bucket.has_gradient[own, index] = parameter.grad is not None
                 by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
-            # Behind the barrier all ranks have written this half of the memory. A fast rank goes on in the other half,
-            # and comes back to this one only after the next barrier, when all have read it: each changes ``turn``.
+            # Behind the barrier all ranks have written this half of the memory. Each barrier changes ``turn``: a fast
+            # rank continues in the other half, and returns after the next barrier, when all ranks have read this half.
             self.memory.wait_at_barrier()
             exists = bucket.has_gradient.any(dim=0).tolist()
             for parameter, by_rank, has_gradient in zip(parameters, bucket.gradients, exists, strict=True):
                 if has_gradient:
-                    # In the order of the ranks on all of them, so that all get the same bits.
+                    # Added in the order of the ranks, so that all ranks get the same bits.
                     parameter.grad = torch.add(by_rank[0], by_rank[1], out=parameter.grad)
                     for gradient in by_rank[2:]:
                         parameter.grad += gradient
                     parameter.grad /= len(by_rank)
-        return bucket.sums[: len(sums)].sum(dim=1)  # of the last bucket; all have the same
+        return bucket.sums[: len(sums)].sum(dim=1)  # of the last bucket; all buckets have the same sums
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
@@ -121,7 +133,10 @@ def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
 
 
 def split_into_groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters, in order, in groups of at most ``most_bytes``; a larger parameter has its own group."""
+    """Return the parameters, in order, in groups of at most ``most_bytes``.
+
+    A larger parameter forms a group alone.
+    """
     groups: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:
@@ -134,7 +149,7 @@ def split_into_groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> li
 
 
 class DDPSync(GradientSync):
-    """Average gradients by torch's DistributedDataParallel, on any backend and over machines."""
+    """Averages gradients by torch's DistributedDataParallel, on any backend and over machines."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
         self.clock = clock
@@ -143,7 +158,7 @@ class DDPSync(GradientSync):
         self.failure: CollectiveError | None = None  # of a bucket's all-reduce
         # DDP's constructor waits for other ranks in C++, where a failure is a plain RuntimeError. So wait before.
         sum_over_ranks(torch.zeros(1, device=device))
-        # Weights for one channel fit two memory orders; DDP warns, for no reason, if it gets the strides of the other.
+        # Weights for one channel fit two memory orders. DDP warns, for no reason, about strides of the other order.
         texts = "Grad strides do not match|find_unused_parameters=True was|`broadcast_buffers` is deprecated"
         warnings.filterwarnings("ignore", message=texts)
         with in_collective():
@@ -152,7 +167,7 @@ class DDPSync(GradientSync):
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
-                # Without it, a parameter that no output depends on fails the second step. And DDP would form new
+                # Otherwise a parameter that no output depends on fails the second step. And DDP would form new
                 # buckets after the first step, which changes the rounding: a resumed run would get other bits.
                 find_unused_parameters=True,
             )
@@ -161,7 +176,11 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Exchange gradients in the block if ``last`` is True; raise CollectiveError if an all-reduce has failed."""
+        """Exchange gradients in the block if ``last`` is True.
+
+        Raises:
+            CollectiveError: An all-reduce has failed.
+        """
         self.last_bucket_started = None
         try:
             with nullcontext() if last else self.parallel.no_sync():
@@ -174,17 +193,21 @@ class DDPSync(GradientSync):
             self.clock.add_since(WAITED, self.last_bucket_started)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
-        # DDP expects gradients for all outputs, and would wait in vain for those of a head that the loss leaves out.
+        # DDP expects gradients for all outputs, and would wait in vain for a head that the loss does not use.
         if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:
             self.parallel.reducer.prepare_for_backward([loss])
 
 
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks: DDP's hook."""
+    """Start the all-reduce of a bucket of gradients, as DDP's communication hook.
+
+    Returns:
+        The future of the gradients' mean over the ranks.
+    """
     sync.last_bucket_started = sync.clock.start_timing(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    # The host may wait for it in the backward pass, where DDP asks which parameters any rank has used.
+    # The host may wait for this work in the backward pass, where DDP asks which parameters any rank has used.
     watch_async_collective(work)
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
@@ -201,9 +224,10 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
 
 
 class HooksSync(GradientSync):
-    """Average gradients by one all-reduce for each parameter, started during the backward pass: DDP without buckets.
+    """Averages gradients by an all-reduce for each parameter, started during the backward pass.
 
-    All ranks start them in one order, from the last parameter to the first, as ranks may use different parameters.
+    All ranks start all-reduces in one order, from the last parameter to the first, because ranks may use different
+    parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -217,7 +241,11 @@ class HooksSync(GradientSync):
             parameter.register_post_accumulate_grad_hook(partial(self.start_ready_all_reduces, place))  # type: ignore[no-untyped-call]
 
     def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
-        """Record that the gradient of ``order[place]`` is complete; start all-reduces in order, up to a missing one."""
+        """Record that the gradient of ``order[place]`` is complete, and start the all-reduces that are next in order.
+
+        Raises:
+            UserError: The gradient was complete before.
+        """
         if self.last:
             if place < len(self.started):
                 raise UserError(
@@ -235,7 +263,10 @@ class HooksSync(GradientSync):
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Let hooks start all-reduces from now on if ``last`` is True; the context manager does nothing."""
+        """Let hooks start all-reduces from now on if ``last`` is True.
+
+        The returned context manager does nothing.
+        """
         self.last = last
         return nullcontext()
 
@@ -260,9 +291,10 @@ class HooksSync(GradientSync):
 
 
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model in a GradientSync of the strategy ddp, shared_memory or hooks; on one rank in a plain one.
+    """Return the model in a GradientSync of a strategy: ddp, shared_memory or hooks. Collective.
 
-    All ranks must call it: all models get rank 0's weights. ``ddp`` adds to ``clock`` the waits for other ranks.
+    All models get rank 0's weights. On one rank, returns a plain GradientSync. ``ddp`` adds the waits for other ranks
+    to ``clock``.
     """
     if world_size() == 1:
         return GradientSync(model)
@@ -272,7 +304,10 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile, but keep BatchNorm layers that exchange between ranks uncompiled."""
+    """Return the model wrapped by torch.compile.
+
+    BatchNorm layers that exchange numbers between ranks are not compiled.
+    """
     for layer in filter(is_synchronised, model.modules()):
         function = cast("MethodType", layer.forward).__func__
         layer.forward = MethodType(torch.compiler.disable(function), layer)  # type: ignore[no-untyped-call,unused-ignore]

@@ -12,23 +12,26 @@ from flyte_ddp.machine.device_copy import copy_to_device
 from flyte_ddp.order.augmentation import FIRST, INCREMENT, SECOND, bits_of_one_sample, sample_bits
 from flyte_ddp.order.sampling import Indices
 
-PASSES_WATCHED, THEN_EVERY = 100, 10  # passes whose draws are looked for: the first ones, and later every tenth
+PASSES_WATCHED, THEN_EVERY = 100, 10  # passes that are checked for draws: the first 100, and later every tenth
 # SplitMix64's increment and its two factors, as the int64 with the same bits.
 GOLDEN, FIRST_FACTOR, SECOND_FACTOR = (word - 2**64 for word in (INCREMENT, FIRST, SECOND))
 CALL = (INCREMENT << 32) % 2**64  # from a call's states to the next call's: 2**32 words, modulo 2**64
 
 
 class TrainingPass:
-    """The samples of a model's current pass, and their random numbers; BatchNorm and dropout layers refer to it."""
+    """The samples of a model's current pass, and the samples' random numbers.
+
+    BatchNorm and dropout layers refer to this object.
+    """
 
     def __init__(self, *, may_draw: bool = True) -> None:
-        """If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
+        """Create a pass. If ``may_draw`` is False (the model never draws random numbers), nothing is seeded."""
         self.may_draw = may_draw
         self.passes = 0  # training passes that finish_pass has ended
-        self.is_watched = False  # whether this pass's draws are looked for, which takes longer than seeding
-        self.has_dropout = False  # whether layers call begin_call, so that they need states
+        self.is_watched = False  # whether this pass is checked for draws, which takes longer than seeding
+        self.has_dropout = False  # whether layers call begin_call, which needs states
         self.states = torch.zeros(0, dtype=torch.int64)  # [N], of the next call of a dropout layer
-        # A tensor: Inductor would multiply a constant by a kernel's positions, and Triton refuses more than 64 bits.
+        # A tensor: Inductor would multiply a constant by a kernel's positions, and Triton rejects more than 64 bits.
         self.increment = torch.tensor(GOLDEN)
         self.device = self.states.device
         self.has_samples = True
@@ -42,15 +45,16 @@ class TrainingPass:
     def begin_pass(
         self, seed: int, epoch: int, samples: Indices, device: torch.device, *, has_samples: bool = True
     ) -> None:
-        """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
+        """Set the samples [N] of the next pass, and seed the global random generators.
 
-        The seed depends on ``seed``, ``epoch`` and the first sample, so that a resume draws the same numbers.
-        ``has_samples`` is False if this rank runs another rank's sample, which must not count.
+        Seeds torch (CPU and GPU), Python and NumPy. The seed depends on ``seed``, ``epoch`` and the first sample, so a
+        resumed run draws the same numbers. ``has_samples`` is False if this rank runs another rank's sample, which must
+        not count.
         """
         self.has_samples = has_samples
         if not self.may_draw:
             return
-        seed += 2**32  # not augmentation's: dropout would be correlated with the augmentation of the same sample
+        seed += 2**32  # not augmentation's seed: dropout would be correlated with a sample's augmentation
         self.device = device
         if self.has_dropout:
             bits = sample_bits(seed, epoch, samples)
@@ -69,13 +73,13 @@ class TrainingPass:
             torch.cuda.manual_seed(first)
 
     def finish_forward(self) -> None:
-        """Mark the end of the forward pass, after which dropout refuses a compiled block that runs again."""
+        """Mark the end of the forward pass, after which dropout rejects a compiled block that runs again."""
         self.forward_done = True
 
     def finish_pass(self) -> None:
-        """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
+        """Set ``model_draws`` if the model has drawn from a global generator in this pass.
 
-        A model that restores the random state (``fork_rng``) is not noticed, nor one that draws late and seldom.
+        Does not detect a model that restores the random state (``fork_rng``), nor a model that draws late and seldom.
         """
         self.passes += 1
         if not self.is_watched:
@@ -84,14 +88,18 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def begin_call(self) -> Tensor:
-        """Return the states, int64 [N], from which this call of a dropout layer draws; advance those of the pass."""
+        """Return the states, int64 [N], for a call of a dropout layer, and advance the states of the pass.
+
+        Raises:
+            UserError: The backward pass runs compiled code with dropout again.
+        """
         states = self.states
         if torch.compiler.is_compiling() and not self.forward_done:
             self.states = states + CALL  # not in place: the compiled backward pass uses the states, too
             self.has_compiled_calls = True
             return states
-        # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It first
-        # restores torch's random state. So a number drawn from torch's generator tells which call this is.
+        # torch.utils.checkpoint restores torch's random state, and runs a block again in the backward pass. The block
+        # then needs the same numbers. So a number drawn from torch's generator identifies the call.
         drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
             if self.forward_done and self.has_compiled_calls:
@@ -102,22 +110,22 @@ class TrainingPass:
                 )
             self.calls[drawn] = states
             self.states = states + CALL
-            self.reference.draw_from_torch()  # or finish_pass would take this draw for the model's
+            self.reference.draw_from_torch()  # or finish_pass would count this draw as the model's
         return self.calls[drawn]
 
 
-DRAWN = torch.empty((), dtype=torch.int64, device="cpu")  # is reused, as making it takes longer than drawing
+DRAWN = torch.empty((), dtype=torch.int64, device="cpu")  # reused, because making a tensor takes longer than drawing
 
 
 class Generators(NamedTuple):
-    """A generator of torch on the CPU, one of Python and one of NumPy; a module stands for its global generator."""
+    """Random generators of torch (CPU), Python and NumPy. A module stands for its global generator."""
 
     torch_generator: torch.Generator
     python_generator: Any
     numpy_generator: Any
 
     def seed_each(self, seed: int) -> None:
-        self.torch_generator.manual_seed(seed)  # torch.manual_seed takes 200 us, as it looks for all kinds of devices
+        self.torch_generator.manual_seed(seed)  # torch.manual_seed takes 200 us, to look for all kinds of devices
         self.python_generator.seed(seed)
         self.numpy_generator.seed(seed % 2**32)
 
@@ -129,7 +137,7 @@ class Generators(NamedTuple):
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """Replace int64 states by SplitMix64's output (Steele, Lea and Flood, OOPSLA 2014), in place; return them."""
+    """Replace int64 states by SplitMix64's output (Steele, Lea and Flood, OOPSLA 2014) in place. Return ``x``."""
     x ^= shift_right(x, 30)
     x *= FIRST_FACTOR  # products wrap around
     x ^= shift_right(x, 27)

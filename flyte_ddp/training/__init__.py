@@ -1,1 +1,1 @@
-"""What one rank does: the main line is train.py, top to bottom."""
+"""The training on one rank. The main line is train.py, from top to bottom."""

@@ -1,6 +1,7 @@
-"""Take and restore snapshots of a training; a thread of runs/checkpoint_writer.py writes them into checkpoints.
+"""Take and restore snapshots of a training.
 
-Random numbers depend on the position alone, so they have no state.
+A thread of runs/checkpoint_writer.py writes snapshots into checkpoints. Random numbers depend on the position alone, so
+snapshots hold no random state.
 """
 
 from collections.abc import Callable
@@ -25,9 +26,9 @@ LARGE = ("model", "average", "optimizers")  # parts of a saved state that are co
 
 def load_training_state(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
     values = checkpoint.load_state(found)
-    # Else a value that a rank keeps would keep the file in use, from which it is mapped.
+    # Copied, because a value that a rank keeps would otherwise keep the mapped file in use.
     values |= copy_to_cpu({name: value for name, value in values.items() if name not in LARGE})
-    state.set_optimizer_mode(training=values["optimizers_train"])  # while there is no state that it would change
+    state.set_optimizer_mode(training=values["optimizers_train"])  # first, before a state exists that this would change
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
     if state.average is not None:
@@ -55,8 +56,8 @@ def is_finite(value: torch.Tensor) -> bool:
 class Checkpointer(CheckpointWriter):
     """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
-    Leaving its block waits for the last checkpoint. Other ranks than 0 only save where rank 0 is lost. Saves nothing if
-    ``checkpoint_seconds`` is 0.
+    The end of the ``with`` block waits for the last checkpoint. Ranks other than 0 save only if rank 0 is lost. If
+    ``checkpoint_seconds`` is 0, nothing is saved.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Checkpointer(CheckpointWriter):
     def take_snapshot(self) -> Snapshot | None:
         """Return a copy, on the CPU, of the training's state after the last step.
 
-        Any thread may call it. It waits for an update of the weights to end. Returns None if the last step is saved
-        already, and if an update has failed half way.
+        Any thread may call this method, which waits for the end of an update of the weights. Returns None if the last
+        step is saved already, or if an update has failed halfway.
         """
         state, recorder, selection = self.state, self.recorder, self.state.selection
         saved = (self.newest.step, self.newest.epoch) if self.newest else (0, 0)
@@ -92,7 +93,7 @@ class Checkpointer(CheckpointWriter):
             if state.inconsistent or (state.step, state.epoch) <= saved:
                 return None
             values = {
-                # Buffers not as they are, but as they were after the step: the next forward pass may have changed them.
+                # Buffers as they were after the step, because the next forward pass may have changed the buffers.
                 "model": state.buffers.state_dict_after_step(state.model.state_dict()),
                 "buffers": state.buffers.state_dict(),
                 "average": state.average.state_dict() if state.average else None,
@@ -116,20 +117,25 @@ class Checkpointer(CheckpointWriter):
             self.put(snapshot)
 
     def save_last(self, seconds: float = 0.0) -> int:  # noqa: ARG002 (a copy of the state is at hand at any time)
-        """Write a last checkpoint unless the state is saved, refuse later ones; return the newest saved step (0: none).
+        """Write a last checkpoint unless the state is already saved, and reject later checkpoints.
 
-        Any thread may call it; waits for a checkpoint that is being written. Prints a failure instead of raising it.
+        Any thread may call this method. If a checkpoint is being written, waits for the end. If writing fails, prints
+        the error instead of raising.
+
+        Returns:
+            The newest saved step, or 0 without a checkpoint.
         """
         with self.write_lock:
             if not self.closed:
                 self.write_newest(self.waiting, now=True)
-                self.refuse_more()  # because the caller reports this step as the one to resume after
+                self.refuse_more()  # because the caller reports that the run resumes after this step
         return self.newest_step
 
     def save_for_rank_0(self, handover: checkpoint.Handover) -> int | None:
-        """Write the state in the place of a rank 0 that is lost; return the newest saved step, None if that fails.
+        """Write the state in place of rank 0, which is lost. Any thread may call this method.
 
-        Any thread may call it.
+        Returns:
+            The newest saved step, or None if the state cannot be saved.
         """
         state = self.state
         if (state.step, state.epoch) <= (handover.step, handover.epoch):
@@ -147,7 +153,7 @@ class Checkpointer(CheckpointWriter):
         return snapshot.step
 
     def is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return True if losses and trained weights are finite, and torch.load(weights_only=True) takes the model's."""
+        """Return whether losses and trained weights are finite, and torch.load(weights_only=True) accepts the model."""
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
         # A user's state_dict may have other names.

@@ -1,4 +1,4 @@
-"""The check of the training loss, and where one that is not finite began."""
+"""Check the training loss, and find the origin of a loss that is not finite."""
 
 import functools
 import itertools
@@ -14,10 +14,11 @@ from flyte_ddp.parallel.distributed import gather_objects, rank
 
 
 class LossWatch:
-    """Check every step's loss before the step's gradients change the weights.
+    """Checks every step's loss before the step's gradients change the weights.
 
-    On a GPU the host reads each loss one step later. Until then torch's fused optimisers skip all updates on the device
-    after a loss that is not finite; with others the host waits in every step.
+    With ``a_step_later``, the host reads each loss one step later if the optimiser is fused. Until then, torch's fused
+    optimisers skip all updates on the device after a loss that is not finite. With other optimisers, the host waits in
+    every step.
     """
 
     def __init__(
@@ -31,10 +32,18 @@ class LossWatch:
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Raise UserError if the loss of this step, or with ``a_step_later`` of the step before, is not finite.
+        """Check the loss of this step or, with ``a_step_later``, of the step before. Collective.
 
-        All ranks must call it, before the optimiser's step. ``loss_sum`` is over all ranks; ``forward`` repeats this
-        step's forward passes. Epochs count from 0, steps from 1.
+        Call this method before the optimiser's step.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            step: Number of the step, from 1.
+            loss_sum: Sum of the losses over all ranks.
+            forward: Repeats this step's forward passes.
+
+        Raises:
+            UserError: The loss is not finite.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -66,7 +75,11 @@ class LossWatch:
 
 
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Call ``forward`` without gradients on all ranks; return in words the first output that is not finite, or ""."""
+    """Run ``forward`` without gradients, and find the first module whose output is not finite. Collective.
+
+    Returns:
+        The module's name and the rank, as a phrase, or "" if all outputs are finite.
+    """
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()
 
@@ -89,7 +102,10 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 def non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
-    """Return the error of a loss; names a weight that the update of ``update_step`` broke, or else ``activation``."""
+    """Return the error for a loss that is not finite.
+
+    The error names a weight that the update of ``update_step`` made non-finite, or else ``activation``.
+    """
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     broken = [name for name, weight in trained if not bool(weight.isfinite().all())]

@@ -1,4 +1,4 @@
-"""Exact evaluation on all ranks, and what it decides: which weights are kept, and when training stops early."""
+"""Evaluate exactly on all ranks, select the weights to keep, and decide on early stopping."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ SAVED = ("best", "evaluations_since_best", "stopped", "epoch")  # of a Selection
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measures of one split, and the columns that they come from."""
+    """Measures of a split, and the columns from which the measures are computed."""
 
     measures: dict[str, float]  # "loss" and the objective's, by name; rank 0's on all ranks
     # By name [N] or [N, k], one row for each sample in the split's order: fp64 on the CPU. "loss" and the objective's;
@@ -41,13 +41,16 @@ class Evaluation:
 def gather_columns(
     predict: Callable[[Leaves, Leaves, int], Any], split: Split, batch_size: int, objective: Objective
 ) -> dict[str, Tensor]:
-    """Return a split's columns, equal on all ranks and for any number of ranks. All ranks must call it.
+    """Return a split's columns, equal on all ranks and for any number of ranks. Collective.
 
     ``predict`` maps a batch's inputs, targets and number of samples to outputs. A damaged image counts as the sample
-    that replaces it.
+    that replaces the image.
+
+    Raises:
+        UserError: Shapes of the columns differ between batches.
     """
-    # Of this rank's batches, which are whole. On the CPU buffers that grow: tensors that are kept would lie between the
-    # large tensors of the batches in the memory, and keep the allocator from using it again.
+    # Columns of this rank's batches, which are whole. On the CPU in buffers that grow: kept tensors would lie between
+    # the large tensors of the batches, and prevent the allocator from using memory again.
     buffers, on_device = defaultdict[Key, bytearray](bytearray), list[tuple[Key, Tensor]]()
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
@@ -83,9 +86,9 @@ def gather_columns(
 
 
 def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
-    """Yield a batch in parts of few logits, or whole where a sample's columns may depend on the rest of the batch.
+    """Yield a batch in parts of few logits, which limits the memory for columns in fp64.
 
-    The columns are computed in fp64, which takes several times the memory of a part's logits.
+    If a sample's columns may depend on the rest of the batch, yields the batch whole.
     """
     own = not isinstance(objective, Classification) or overrides(
         objective, Classification, "losses", "weights", "columns"
@@ -100,7 +103,7 @@ def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: in
 
 
 def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:
-    """Return the evaluation of a split from its columns, as the objective's threshold decides. Collective."""
+    """Return the evaluation of a split from its columns, with the objective's threshold. Collective."""
     threshold = objective.facts.threshold
     if threshold is not None and columns:
         columns = {**columns, "prediction": decide(columns["probability"], threshold).double()}
@@ -112,13 +115,13 @@ def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluatio
         if math.isfinite(loss):
             with hide_process_group():
                 measures = measure_columns(objective, columns)
-        else:  # outputs that are not finite are refused by scikit-learn, whose error would hide the cause
+        else:  # scikit-learn rejects outputs that are not finite, with an error that would hide the cause
             measures = {**dict.fromkeys(objective.order_measures(), math.nan), "loss": loss}
     return Evaluation(broadcast_object(measures), columns, threshold)
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
-    """Return the objective's columns of a batch, computed in fp64, with those of :func:`loss_columns`."""
+    """Return the objective's columns of a batch in fp64, with the columns of :func:`loss_columns`."""
     outputs, compared = (convert_outputs(values, torch.float64) for values in (outputs, targets))
     columns = loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
     for name, column in objective.columns(outputs, compared).items():
@@ -132,7 +135,7 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
 
 
 def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Return the objective's measures of one or more samples, the main one first, and the loss as the last."""
+    """Return the objective's measures of at least one sample, the main measure first and the loss last."""
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
@@ -143,7 +146,7 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
 
 
 def mean_loss(columns: dict[str, Tensor]) -> float:
-    """Return the weighted mean of the losses of one or more samples; 0 without any weight."""
+    """Return the weighted mean of the losses of at least one sample, or 0 without any weight."""
     weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
     return columns["loss"].sum().item() / (weight or 1)
 
@@ -156,13 +159,16 @@ class Selection:
         self.sign = -1.0 if higher_is_better else 1.0
         self.best = math.inf  # the measure of the best evaluation, times the sign
         self.evaluations_since_best = 0
-        self.stopped = ""  # why training stops early; empty: it does not
-        self.epoch = 0  # epochs that were done when the weights were kept; 0: none are kept yet
+        self.stopped = ""  # reason for early stopping; empty: none
+        self.epoch = 0  # epochs that were done when the weights were kept; 0: no weights are kept yet
         self.test: Evaluation
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and ``test``; with ``keep`` "best" a copy of ``validation``'s best. May set ``stopped``."""
+        """Keep ``weights`` and ``test``. With ``keep`` "best", keep a copy of the best weights by ``validation``.
+
+        Sets ``stopped`` after ``patience`` evaluations without a better measure.
+        """
         self.evaluations_since_best += 1
         found = self.sign * validation.measures.get(self.measure, math.inf)
         if better := found < self.best:

@@ -1,4 +1,4 @@
-"""The arguments of a training's Work, and how its prepared data come to a host. Needs no torch."""
+"""The arguments of a training's Work, and the search for its prepared data on a host. Needs no torch."""
 
 import shutil
 from collections.abc import Callable
@@ -19,31 +19,34 @@ INITIAL_WEIGHTS = "initial weights"  # key in Work.files
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What to train, and on which prepared data."""
+    """The hyperparameters of a training, and the prepared data."""
 
     hp: Hyperparameters
     data: Path  # folder of the prepared data set
-    part: int = 1  # training stops after 1 / part of the run's steps; no hyperparameter, as it changes no step
+    part: int = 1  # training stops after 1 / part of the steps; no hyperparameter: steps are the same
 
 
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
-    """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
+    """Return the work with a folder of the prepared data that this host can read.
 
-    Fetches what the cache lacks, in one process at a time, by ``fetch_into`` or from the source. Raises UserError if
-    the data differ from the launcher's.
+    Uses the launcher's folder if visible here, else a folder in this host's cache. If the cache lacks the data, fetches
+    the data by ``fetch_into`` or from the source, in one process at a time.
+
+    Raises:
+        UserError: The data differ from the launcher's data.
     """
     given: TrainingJob = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:
         return work
     hp = given.hp
-    # Named by content, not by source. Prepared data of encoded images refers to their addresses, so these count, too.
+    # Named by content, not by source. Prepared data of encoded images refer to addresses, so the addresses count, too.
     name = work.identity.data
     if encoded_kind(hp.dataset):
         name = digest_lines([name, hp.dataset, hp.test_dataset])
     folder = work.settings.cache_folder / "prepared" / name
     with hold_lock(folder.parent, f"{name}.lock"):
         if not is_whole(folder) or read_prepared_digest(folder) != work.identity.data:
-            shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or from an older state of the source
             if fetch_into is None:
                 kinds = {"test_dataset": hp.test_dataset, "sample": hp.sample}
                 fetch(hp.dataset, hp.data_source, folder, **kinds, progress="off")
@@ -58,7 +61,7 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
 
 
 def read_prepared_digest(folder: Path) -> str:
-    """Return the digest stored with prepared data, or "" if there is none."""
+    """Return the digest stored with prepared data, or "" without a digest."""
     try:
         return str(read_description(folder).get("digest", ""))
     except (UserError, OSError):

@@ -23,7 +23,7 @@ from flyte_ddp.user_code.callables import load_callable, require_parameters
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: BatchNorm and InstanceNorm
-STEPS_CHECKED = 1000  # steps for which an own schedule is called before the first one
+STEPS_CHECKED = 1000  # steps for which a user-defined schedule is called before training
 DECORATED_METHODS = ("add_param_group", "state_dict", "load_state_dict", "step")
 
 # Maps the share, 0 to 1, of the steps after the warm-up that are done to a factor of the learning rate.
@@ -34,11 +34,14 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
-Schedule = Callable[[float, int], float]  # takes an initial rate and an optimiser step, from 0; returns the step's rate
+Schedule = Callable[[float, int], float]  # maps an initial rate and an optimiser step, from 0, to the step's rate
 
 
 def create_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
-    """Return the user's own optimisers, or torch's one for the trained parameters, fused if none is complex."""
+    """Return the user's optimisers, or an optimiser of torch for the trained parameters.
+
+    An optimiser of torch is fused unless a parameter is complex.
+    """
     if ":" in hp.optimizer:
         return make_own_optimizers(model, hp)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -66,7 +69,10 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser whose methods do not import torch's compiler: that takes a second."""
+    """Return a subclass of torch's optimiser that does not import torch's compiler.
+
+    The import would take a second.
+    """
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
     methods["zero_grad"] = remove_gradients
@@ -80,14 +86,19 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 
 
 def make_own_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
-    """Return what the user's callable makes; UserError unless each trainable parameter is in exactly one optimiser."""
+    """Return the optimisers that the user's callable makes.
+
+    Raises:
+        UserError: A result is no optimiser, an optimiser needs a closure, or a trainable parameter is not in exactly
+            one optimiser.
+    """
     function = load_callable(hp.optimizer)
     require_parameters(f"optimizer={hp.optimizer!r}", function, "model", "hp")
     made = function(model, hp)
     optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
     known: set[nn.Parameter] = set()
     for optimizer in optimizers:
-        # Not isinstance: some of other libraries wrap one of torch's, and have no base class.
+        # Not isinstance, because optimisers of some libraries wrap an optimiser of torch without its base class.
         if any("lr" not in group for group in getattr(optimizer, "param_groups", [{}])):
             raise UserError(
                 f"optimizer={hp.optimizer!r}: returned {type(optimizer).__name__}; return an optimiser, each group of "
@@ -123,28 +134,38 @@ def closure_error(spec: str, reason: str) -> UserError:
 
 
 def do_first_step(optimizer: torch.optim.Optimizer, spec: str) -> None:
-    """Call ``step()``; UserError if it fails for want of a closure, or of gradients that have a graph."""
+    """Call ``step()`` of the optimiser.
+
+    Raises:
+        UserError: The step needs a closure, or gradients that have a graph.
+    """
     try:
         optimizer.step()
-    except Exception as error:  # each library has a class of its own for this
+    except Exception as error:  # libraries raise different classes for this
         if any(word in str(error) for word in ("closure", "create_graph", "grad_fn")):
             raise closure_error(spec, str(error)) from error
         raise
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:
-    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if negative; 0: no limit."""
+    """Return the norm to which gradients are clipped, or 0 for no limit.
+
+    The norm is ``grad_clip_norm``, or a default if ``grad_clip_norm`` is negative.
+    """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm
     return PHOTO_CLIP_NORM if hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset) else 0.0
 
 
 def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
-    """Return the function that gives the learning rate's factor for each of ``total_steps`` optimiser steps.
+    """Return the function that maps an initial learning rate and an optimiser step to the step's rate.
 
-    ``kind`` is one of SCHEDULES, or names the user's function. Built-in schedules rise for ``warmup_steps``, and
-    one_cycle rises for a quarter of the steps if ``warmup_steps`` is 0. A user's function is imported, and called up to
-    2,000 times. Raises UserError if a factor is negative or not finite, or differs between two calls.
+    ``kind`` is a name in SCHEDULES, or names the user's function. Built-in schedules rise for ``warmup_steps``. If
+    ``warmup_steps`` is 0, one_cycle rises for a quarter of the steps. A user's function is imported, and called up to
+    2,000 times.
+
+    Raises:
+        UserError: A factor of the user's function is negative or not finite, or differs between two calls.
     """
     if ":" in kind:
         factor = load_callable(kind)
@@ -179,7 +200,7 @@ def require_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
 
 
 class MovingAverage(AveragedModel):
-    """A copy of a model that averages weights and buffers; integers are only copied."""
+    """A copy of a model that averages weights and buffers. Integers are only copied."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
@@ -187,11 +208,11 @@ class MovingAverage(AveragedModel):
 
     @torch.no_grad()  # torch's own method copies its count to the device, for which the host waits in each step
     def update_parameters(self, model: nn.Module) -> None:
-        """Add the model's weights and buffers, by name, to their averages; the first call copies them."""
+        """Add the model's weights and buffers, by name, to the averages. The first call copies the values."""
         newest = dict(list_tensors(model, remove_duplicate=False))
         by_type: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for name, average in list_tensors(self.module):
-            if name not in newest:  # a buffer that was removed, which the end of the epoch refuses
+            if name not in newest:  # a removed buffer, which is rejected at the end of the epoch
                 continue
             if not self.n_averaged:
                 average.copy_(newest[name])

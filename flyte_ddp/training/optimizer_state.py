@@ -1,4 +1,4 @@
-"""What optimisers keep between steps: that checkpoints have all of it, and that a resume gives the same values back."""
+"""Check, save and restore the state that optimisers keep between steps."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ from flyte_ddp.models.zoo import find_refused_value
 
 
 def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
-    """Raise UserError if the state after a step holds what no checkpoint would have, or what no load would take."""
+    """Raise UserError if a checkpoint cannot hold all of an optimiser's state, or cannot be loaded again."""
     try:
         saved = optimizer.state_dict()
-    except (NotImplementedError, RuntimeError) as error:  # of optimisers that share out their state over the ranks
+    except (NotImplementedError, RuntimeError) as error:  # of optimisers that distribute state over the ranks
         raise UserError(
             f"optimizer={spec!r}: its state_dict() fails, so that no checkpoint would have its state "
             f"({error or type(error).__name__}); take an optimiser that each rank holds whole"
@@ -46,7 +46,7 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
 
 
 def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimisers in an optimiser's attributes and in their attributes, each once and with its name."""
+    """Yield the optimisers in an optimiser's attributes, also nested, each once and with the attribute's path."""
     seen = {id(optimizer)}
     waiting = [("", optimizer)]
     while waiting:
@@ -63,9 +63,9 @@ def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
 
 
 def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the attributes that are numbers, truth values or tensors, of an optimiser and of its inner optimisers.
+    """Return the attributes of an optimiser, and of inner optimisers, that are numbers, truth values or tensors.
 
-    No ``state_dict`` has such attributes, and an optimiser may count its steps in one.
+    A ``state_dict`` does not have these attributes. An optimiser may count steps in an attribute.
     """
     kinds = (bool, int, float, Tensor)
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
@@ -73,9 +73,10 @@ def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def changed_attributes(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those of an optimiser's attributes that differ from ``before``, a copy of what read_attributes returned.
+    """Return the attributes of an optimiser that differ from ``before``, a copy of read_attributes' result.
 
-    Attributes that no step changes may be the rank's own, such as the rank itself, and belong into no checkpoint.
+    Attributes that no step changes may be specific to this rank, such as the rank's number, and must not be in a
+    checkpoint.
     """
     pairs = zip(read_attributes(optimizer), before, strict=True)
     return [
@@ -91,7 +92,7 @@ def same_value(value: Any, other: Any) -> bool:
 
 
 def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Set the attributes that :func:`changed_attributes` has returned. Tensors stay on the optimiser's devices."""
+    """Set the attributes that :func:`changed_attributes` returned. Tensors stay on the optimiser's devices."""
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
     for holder, values in zip(holders, saved, strict=True):
         for name, value in values.items():
@@ -100,14 +101,14 @@ def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a ``state_dict`` into an optimiser, with the types that its values have there.
+    """Load a ``state_dict`` into an optimiser, and keep the types of the saved values.
 
-    torch's own method casts tensors to the parameter's type, also those in lists and dicts, and loses texts. Optimisers
-    in attributes are loaded as the optimiser's ``load_state_dict`` says, and keep their types, too.
+    By itself, torch casts tensors to the parameter's type, also in lists and dicts, and loses texts. Optimisers in
+    attributes are loaded by the optimiser's ``load_state_dict``, and keep their types, too.
     """
     with ExitStack() as hooks:
         for each in (optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))):
-            with suppress(AttributeError):  # one that wraps another may not have called torch's constructor
+            with suppress(AttributeError):  # a wrapper may not have called torch's constructor
                 restorer = TypeRestorer()
                 before = each.register_load_state_dict_pre_hook(restorer.keep)
                 hooks.callback(before.remove)
@@ -133,7 +134,10 @@ class TypeRestorer:
 
 
 def restore_value(saved: Any, loaded: Any) -> Any:
-    """Return a saved value with its tensors on the devices of those in ``loaded``, which torch has made of it."""
+    """Return a saved value with tensors on the devices of the tensors in ``loaded``.
+
+    ``loaded`` is the value that torch has made of the saved value.
+    """
     if isinstance(saved, Tensor):
         return saved.to(loaded.device, copy=True)  # the checkpoint is mapped from its file
     if type(saved) in (dict, OrderedDict):

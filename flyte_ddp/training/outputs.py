@@ -1,4 +1,4 @@
-"""Write a run's model, sidecar and predictions, the first and the last record of its metrics, notes for its report."""
+"""Write a run's model, sidecar, predictions, start and end record of the metrics, and notes for the report."""
 
 import json
 import math
@@ -57,7 +57,7 @@ MOST_APART = 1e-3  # share of the largest logit; a GPU may compute convolutions 
 
 
 def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from: Checkpoint | None) -> None:
-    """Append the start record to metrics.jsonl, and print warnings of how the training starts; on rank 0 alone."""
+    """Append the start record to metrics.jsonl, and print warnings about the start. On rank 0 only."""
     if rank() != 0:
         return
     hp, hardware, ranks = state.hp, state.hardware, world_size()
@@ -97,16 +97,19 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
 
 
 def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
-    """Write model, sidecar, predictions, and last the end record; UserError if the saved model predicts otherwise.
+    """Write model, sidecar, predictions, and finally the end record. Collective.
 
-    All ranks must call it. Loads the kept weights into the trained model of rank 0.
+    Loads the kept weights into the trained model of rank 0.
+
+    Raises:
+        UserError: The saved model gives other outputs than the trained model.
     """
     bad = state.splits.gather_bad_samples()
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
-    # Built anew and not copied, because load_model will build it, too.
+    # Built anew and not copied, because load_model will also build the model.
     hp = state.hp
     new_model = zoo.build_model(hp.model, state.objective.outputs, state.spec, hp.parse_options().get("model", {}))
-    wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
+    wait_for_all_ranks()  # detects a rank that hangs: rank 0's work from here on has no time limit
     if rank() != 0:
         return
     test = state.selection.test
@@ -128,7 +131,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     try:
         described = collect_predictions(state, with_threshold(objective, test.threshold), test, rows)
     except Exception as error:
-        if ":" not in hp.objective and "decode" not in hp.parse_options().get("objective", {}):  # no code of the user's
+        if ":" not in hp.objective and "decode" not in hp.parse_options().get("objective", {}):  # no user code
             raise
         recorder.add_warning(f"objective={hp.objective!r} could not describe its predictions: {error!r}")
         described = collect_predictions(state, Objective(objective.facts), test, rows)
@@ -154,7 +157,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
 
 
 def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> None:
-    """Write how good the weights are that a run would keep if it ended here; on rank 0 alone."""
+    """Write rung.json: the measure of the weights to keep if training ended now. On rank 0 only."""
     if rank() == 0:
         found = {"step": state.step, "value": state.selection.kept_measure(validation)}
         with replace_file(folder / RUNG) as file:
@@ -162,7 +165,10 @@ def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> No
 
 
 def describe_model(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:
-    """Return the sidecar of the kept weights; ``history`` has the main measure after each evaluation."""
+    """Return the sidecar of the kept weights.
+
+    ``history`` has the main measure after each evaluation.
+    """
     hp, data, main = state.hp, state.data, state.objective.main_measure
     digests = {"data": data.digest, "code": library_digest()}
     digests |= {"user_code": identity.user_code, "init_from": identity.initial_weights}
@@ -207,7 +213,11 @@ def test_measures(test: Evaluation) -> dict[str, float]:
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Load the saved weights into ``fresh``; UserError unless it predicts 64 test samples as the trained model does."""
+    """Load the saved weights into ``fresh``, and compare its outputs for 64 test samples with the trained model.
+
+    Raises:
+        UserError: The outputs differ.
+    """
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
     artifacts.load_weights(fresh, model_path, sidecar)
@@ -221,7 +231,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
         model = model.to(memory_format=state.memory_format)
         found = tensors_of(call_with_leaves(model, state.prepare_inputs(inputs)))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
-    # A model may mask classes by infinite logits: they must be equal, and are left out of the largest logit.
+    # A model may mask classes by infinite logits, which must be equal and do not count as the largest logit.
     if not torch.allclose(found, expected, rtol=0.0, atol=MOST_APART * largest, equal_nan=True):
         apart = (found - expected).abs().nan_to_num(nan=0.0, posinf=torch.inf).max().item()
         raise UserError(
@@ -236,7 +246,7 @@ def tensors_of(outputs: Any) -> Tensor:
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return sentences for the report: what depends on the number of ranks, and what a resume changed. Rank 0 only."""
+    """Return the report's sentences about the number of ranks and about a resume. Call on rank 0 only."""
     hp, other = state.hp, "another number of ranks would give another result."
     by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
     changed = sorted(state.buffers.changed_names())
@@ -260,10 +270,11 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
 
 
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
-    """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
+    """Return the arrays of the predictions file by name.
 
-    Only the first have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks``, ``true_masks``, and as
-    ``values`` [shown, k] the inputs that ``value_columns`` [k] names.
+    Arrays hold the first ``rows`` test samples, then the samples that sections of the report show. Only the first
+    ``rows`` samples have ``texts`` and ``numbers``, [rows, columns]. Only the shown samples have ``masks``,
+    ``true_masks`` and ``values``. ``values`` [shown, k] are the inputs that ``value_columns`` [k] names.
     """
     with hide_process_group():
         sections = objective.sections(test.columns)
@@ -289,7 +300,10 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
 
 
 def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
-    """Return the names of the columns of texts, and of numbers; of too many numbers only ``score``."""
+    """Return the names of the columns of texts, and the names of the columns of numbers.
+
+    If there are too many columns of numbers, the second list has only ``score``.
+    """
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
     return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]

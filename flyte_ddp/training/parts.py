@@ -1,4 +1,4 @@
-"""A rank's parts of a step's global batch: which samples they are, loading, mixing, and the weight of their losses."""
+"""A rank's parts of a step's global batch: samples, loading, mixing, and the weights of losses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,9 +17,12 @@ from flyte_ddp.training.training_state import TrainingState
 
 
 class RankSlice(NamedTuple):
-    """A rank's samples of a micro-batch; if it has none, another rank's sample, which must not count."""
+    """A rank's samples of a micro-batch.
 
-    samples: sampling.Indices  # never none: many models fail on an empty batch, and all ranks must join each exchange
+    A rank without samples has another rank's sample, which must not count.
+    """
+
+    samples: sampling.Indices  # never empty: many models fail on an empty batch, and all ranks must join each exchange
     has_samples: bool
     partners: sampling.Indices | None = None  # with mixup: the samples that these are mixed with
     step: int = 0  # the optimiser step, by which mixup draws
@@ -29,7 +32,7 @@ class RankSlice(NamedTuple):
 
 
 class LoadedPart(NamedTuple):
-    """Inputs of a slice, as they are stored, with the targets that its loss compares the outputs with."""
+    """Inputs of a slice, as stored, with the targets for the slice's loss."""
 
     samples: int  # of the slice
     inputs: list[Leaves]  # of the slice, and with mixup of its partners
@@ -54,7 +57,10 @@ class LoadedPart(NamedTuple):
 def split_for_rank(
     batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None, step: int = 0
 ) -> list[RankSlice]:
-    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples."""
+    """Return this rank's slice of each of ``parts`` micro-batches.
+
+    A batch with fewer samples than ``parts`` has a micro-batch for each sample.
+    """
     if parts == world_size() == 1 and partners is None:
         return [RankSlice(batch, has_samples=True)]
     parts = min(parts, len(batch))
@@ -94,15 +100,16 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
 def load_parts(
     state: TrainingState, parts: Sequence[RankSlice], samples: int
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
-    """Return an iterator that loads a step's slices, and the losses' weights added up over all ranks.
+    """Return an iterator that loads a step's slices, and the sum of the losses' weights over all ranks.
 
-    With weights loads the slices at once, and all ranks must call it. ``samples`` are the global batch's.
+    If the objective has weights, loads the slices at once, and all ranks must call this function. ``samples`` is the
+    size of the global batch.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
-        return loading, samples  # with mixup, too: the two shares of a sample are 1 together
+        return loading, samples  # with mixup, too: the two shares of a sample add up to 1
     with state.clock("loading"):
-        loaded = [*loading]  # now, as the first backward pass needs the sum
+        loaded = [*loading]  # now, because the first backward pass needs the sum
     with state.clock("communication"):
         own = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, each in zip(parts, loaded, strict=True):

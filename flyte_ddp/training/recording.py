@@ -1,4 +1,4 @@
-"""Metrics while a run trains, and the progress on the terminal. Rank 0 writes."""
+"""Write metrics while a run trains, and print progress on the terminal. Only rank 0 writes."""
 
 import time
 from collections import deque
@@ -29,7 +29,7 @@ SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", 
 
 
 class StepSums(NamedTuple):
-    """Sums over all samples of a global batch, on all ranks and in all its parts."""
+    """Sums over all samples of a global batch, on all ranks and in all micro-batches."""
 
     loss: torch.Tensor  # of the weighted losses, fp64 []
     weight: torch.Tensor | int  # of the losses' weights, fp64 []; without weights the number of samples
@@ -37,13 +37,13 @@ class StepSums(NamedTuple):
 
 
 class Recorder:
-    """Adds up losses of all ranks; on rank 0 writes metrics.jsonl and prints progress. All ranks must create it."""
+    """Adds up the losses of steps. On rank 0, writes metrics.jsonl and prints progress. Creation is collective."""
 
     def __init__(self, output_folder: Path, state: TrainingState) -> None:
         self.settings, self.log_interval = state.settings, state.hp.log_interval
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
-        self.own: deque[dict[str, Any]] = deque(maxlen=OWN_RECORDS)  # the last ones, on other ranks than 0
+        self.own: deque[dict[str, Any]] = deque(maxlen=OWN_RECORDS)  # the last records, on ranks other than 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.weight: torch.Tensor | int = 0  # sum of weights since the last record, as loss_sum and samples are
         self.samples = 0
@@ -59,7 +59,10 @@ class Recorder:
             self.progress = StepProgress(self.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record to metrics.jsonl; on other ranks than 0 keep the record, in case that rank 0 is lost."""
+        """Append a record to metrics.jsonl on rank 0.
+
+        Other ranks keep their last records, in case rank 0 is lost.
+        """
         if self.writes:
             self.log.write(record)
         else:
@@ -87,13 +90,16 @@ class Recorder:
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:
-        """Return the seconds since a fixed time, without those in evaluations."""
+        """Return the seconds since a fixed time, without the seconds of evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(
         self, epoch: int, step: int, sums: StepSums, learning_rate: float, gradient_norm: torch.Tensor | None = None
     ) -> None:
-        """Add a step to the sums; every ``log_interval`` steps and after the last wait for the GPU, and record them."""
+        """Add a step to the sums.
+
+        Every ``log_interval`` steps, and after the last step, waits for the GPU and writes a record.
+        """
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
         self.samples += sums.samples
@@ -122,7 +128,7 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Keep the test split's main measure; on rank 0 write and print both splits' measures."""
+        """Keep the test split's main measure. On rank 0, write and print the measures of both splits."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
         record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
         for split, evaluation in (("validation", validation), ("test", test)):
@@ -134,7 +140,7 @@ class Recorder:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
     def add_warning(self, warning: str) -> None:
-        """Keep a warning for the report, unless it is empty, and print it on rank 0."""
+        """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning."""
         if warning:
             self.warnings.append(warning)
             if self.writes:
@@ -143,7 +149,8 @@ class Recorder:
     def seconds_by_activity(self) -> dict[str, float]:
         """Return this rank's seconds by activity, and their sum as ``total``.
 
-        ``communication`` is what did not overlap with computation. Only a GPU has waits, in which it had nothing to do.
+        ``communication`` is the time that did not overlap with computation. Waits are times in which a GPU had nothing
+        to do, and exist on GPUs only.
         """
         spent = self.clock.seconds
         seconds = {
@@ -158,9 +165,10 @@ class Recorder:
 
 
 def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: int, step: int) -> bytes:
-    """Return the records of rank 0, which is lost, up to a state of another rank: ``epoch`` and ``step`` are done.
+    """Return the metrics of a lost rank 0 up to the state of another rank.
 
-    The last of them may be missing: ``own`` has those of the other rank. Later ones are left out.
+    Drops records after ``epoch`` and ``step``, which are done in that state. Adds missing records from ``own``, the
+    other rank's records.
     """
     lines: list[bytes] = []
     found: set[tuple[Any, Any]] = set()
@@ -181,7 +189,7 @@ def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: in
 def describe_waiting(
     seconds: Mapping[str, float], hp: Hyperparameters, hardware: Hardware, loaders: int, *, pictures: bool
 ) -> str:
-    """Return advice if the GPU had nothing to do for more than a fifth of the steps' time; else ""."""
+    """Return advice if the GPU had nothing to do for more than a fifth of the steps' time, else ""."""
     for_data, for_launches = (seconds.get(name, 0.0) for name in WAITING)
     share = (for_data + for_launches) / (seconds.get("steps") or 1.0)
     if share <= LONG_WAIT:
@@ -199,7 +207,7 @@ def describe_waiting(
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return what decides this run's rounding. All ranks must call it."""
+    """Return the facts that decide this run's rounding. Collective."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(
@@ -215,7 +223,7 @@ def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
     result = {}
     for name, parameter in model.named_parameters():
-        values = parameter.detach().double().cpu().numpy()  # NumPy refuses fp32 values that differ by a few last bits
+        values = parameter.detach().double().cpu().numpy()  # NumPy rejects fp32 values that differ by a few last bits
         counts, edges = np.histogram(values[np.isfinite(values)], bins=HISTOGRAM_BINS)
         result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
     return result

@@ -38,15 +38,18 @@ from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_part
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 
-OPTIMIZER_SEEDS = 2**34  # added to the seed for an own optimiser's random numbers
+OPTIMIZER_SEEDS = 2**34  # added to the seed for a user-defined optimiser's random numbers
 
 
 def train(rank: Rank) -> None:
-    """Train and evaluate on this rank, and write all files into the output folder: the function of a training's Work.
+    """Train and evaluate on this rank, and write all files into the output folder. Collective.
 
-    All ranks must call it. Resumes from the work's checkpoint, if there is one. Seeds the global random generators. If
-    the job is a part of a run, stops after its last step, and leaves a checkpoint and rung.json in place of the files.
-    Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
+    This is the function of a training's Work. Resumes from the work's checkpoint, if any. Seeds the global random
+    generators. If the job is a part of a run, stops after the part's last step. In place of the files, a part writes a
+    checkpoint and rung.json.
+
+    Raises:
+        UserError: The user can fix the cause, for example a non-finite loss, bad samples or a full disk.
     """
     rank.join()
     work, job = rank.work, cast("TrainingJob", rank.work.arguments)
@@ -74,7 +77,7 @@ def train(rank: Rank) -> None:
             while state.epoch < state.last_epoch and not state.selection.stopped:
                 for batch in state.clock.time_steps(remaining_batches(state)):
                     train_step(state, recorder, batch)
-                state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
+                state.loss_watch.check_pending_loss()  # the last step's loss, before the weights are evaluated or saved
                 is_last = state.step == state.total_steps
                 if state.step < (state.epoch + 1) * state.steps_per_epoch and not is_last:
                     break  # a part ends in the middle of an epoch
@@ -91,7 +94,7 @@ def train(rank: Rank) -> None:
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the indices of each global batch left in the epoch, while threads load later batches."""
+    """Yield the indices of each global batch left in the epoch, while threads or processes load later batches."""
     epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, hp.batch_size, first=done)
@@ -107,9 +110,13 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do one optimiser step on a global batch [B], and record it; UserError for a non-finite loss. Collective."""
+    """Do one optimiser step on a global batch [B], and record the step. Collective.
+
+    Raises:
+        UserError: The loss is not finite.
+    """
     sums, step = compute_gradients(state, batch), state.step
-    # Before the weights change, so that the last checkpoint has good ones, and the error can name the first bad value.
+    # Before the weights change, so that the last checkpoint is good, and the error can name the first bad value.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         with state.clock("optimizer"):
@@ -119,7 +126,7 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
-    """Compute the gradients of a global batch [B]; return the sums over all its samples. All ranks must call it."""
+    """Compute the gradients of a global batch [B], and return the sums over all samples. Collective."""
     state.set_optimizer_mode(training=True)
     part_sums = []
     parts = list_parts(state, batch, state.step)
@@ -155,7 +162,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             # Given to backward(), the factor would make torch import sympy: 0.3 s of each rank's first step.
             (factor * loss).backward()  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
-        # A copy, on the state's device: an own objective may have another, or compute in fp64.
+        # A copy, on the state's device: a user-defined objective may use another device, or fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
     state.refuse_late_parameters(state.frozen.items())  # cheap enough for each step
     loss_sum = reduce(torch.add, part_sums)
@@ -167,15 +174,22 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
 
 @lru_cache(maxsize=8)  # each tensor that a step makes costs microseconds
 def make_loss_factor(divisor: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return num_ranks / divisor. Gradients are averaged over the ranks, so that num_ranks cancels out."""
+    """Return num_ranks / divisor.
+
+    Gradients are averaged over the ranks, so num_ranks cancels out.
+    """
     return torch.full((), 1 / divisor, dtype=dtype, device=device) * num_ranks
 
 
 def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
-    """Average the gradients, copy rank 0's buffers if any changed; return ``loss_sum``, [], added up over the ranks."""
+    """Average the gradients over the ranks, and copy rank 0's buffers if any changed. Collective.
+
+    Returns:
+        The sum of ``loss_sum`` over the ranks, a scalar.
+    """
     numbers = loss_sum.view(1)
     if state.buffers.shared_names:  # on all ranks or on none
-        # Travels with the losses, because an exchange of its own would cost more than a small broadcast.
+        # Travels with the losses, because a separate exchange would cost more than a small broadcast.
         changed = torch.full_like(numbers, state.buffers.differ_from_last_broadcast())
         numbers = torch.cat((numbers, changed))
     sums = state.sync.average_gradients(numbers)
@@ -187,7 +201,13 @@ def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
 def compute_outputs(
     state: TrainingState, model: Callable[..., Any], inputs: Leaves, targets: Leaves, part: RankSlice
 ) -> Any:
-    """Begin a training pass on ``part``, seeding the generators, and return its outputs; finish_pass must follow."""
+    """Begin a training pass on ``part``, and return the model's outputs.
+
+    Seeds the random generators. A call of ``finish_pass`` must follow.
+
+    Raises:
+        UserError: The model fails on the inputs, or outputs do not fit the targets.
+    """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
@@ -211,7 +231,11 @@ def compute_outputs(
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Run a step's forward passes again, to find what is not finite; raise UserError for such a sample."""
+    """Run a step's forward passes again, to find values that are not finite.
+
+    Raises:
+        UserError: A sample is not finite.
+    """
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
         trial.refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
@@ -220,14 +244,18 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip gradients, update weights, count the step; return the norm before clipping, [], or None if unlimited."""
+    """Clip the gradients, update the weights, and count the step.
+
+    Returns:
+        The norm of the gradients before clipping (a scalar), or None without a limit.
+    """
     hp = state.hp
     largest = gradient_clip_norm(hp)
     norm = clip_grad_norm_(state.model.parameters(), largest) if largest else None
     for group, rate in zip(state.parameter_groups(), state.initial_rates, strict=True):
         group["lr"] = state.schedule(rate, state.step)
     if ":" in hp.optimizer:
-        # An own optimiser may draw random numbers: equal ones on all ranks, and no pass's of any seed.
+        # A user-defined optimiser may draw random numbers. All ranks need equal numbers, and no pass may have the same.
         state.this_pass.begin_pass(hp.seed + OPTIMIZER_SEEDS, state.step, np.zeros(1, dtype=np.int64), state.device)
     for optimizer in state.optimizers:
         if state.step or ":" not in hp.optimizer:
@@ -243,9 +271,9 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 
 
 def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, ...]:
-    """Average BatchNorm's running statistics over the ranks; evaluate the kept weights on these splits. Collective.
+    """Average BatchNorm's running statistics over the ranks, and evaluate the kept weights. Collective.
 
-    The first split is the validation split, on which a threshold is fitted for all of them.
+    The first split must be the validation split, on which a threshold for all splits is fitted.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -265,7 +293,11 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
 
 
 def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, ...]) -> None:
-    """Count the epoch; record ``evaluations``, and select the weights by them; UserError for a non-finite loss."""
+    """Count the epoch, record ``evaluations``, and select the weights to keep.
+
+    Raises:
+        UserError: A loss is not finite, or the model or its optimiser fails a check.
+    """
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1

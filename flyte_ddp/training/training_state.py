@@ -50,7 +50,7 @@ from flyte_ddp.user_code import source as user_source
 
 
 class TrainingState:
-    """The objects of training on one rank. ``sync`` is called in place of ``model``, and averages its gradients."""
+    """The objects of training on one rank. Call ``sync`` in place of ``model``, to average gradients over the ranks."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class TrainingState:
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
         self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed
-        self.inconsistent = False  # whether an update has raised halfway: then nothing is saved
+        self.inconsistent = False  # whether an update has failed halfway: then nothing is saved
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(hp.seed)
         random.seed(hp.seed)  # a model may draw from any of the three when it is made
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise torch rejects matrix products
             torch.use_deterministic_algorithms(True)
-        own_code = hp.own_code("dataset")  # but for the data set's, which has run before
-        writes = rank() == 0  # only rank 0 writes the results, to which the user's sources belong
-        # Before the user's code runs, as the digest finds them.
+        own_code = hp.own_code("dataset")  # except the data set's code, which has run before
+        writes = rank() == 0  # only rank 0 writes the results, which hold the sources of user code
+        # Before user code runs, as in the digest.
         own_files = user_source.list_user_files(*own_code) if writes else set()
         packed = data.preprocessing if isinstance(data, SampleArrays) else {}
         preparing = [packed[key] for key in ("prepare", TABLE) if key in packed]
@@ -84,7 +84,7 @@ class TrainingState:
         self._open_splits()
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         for source in self.splits.sources:
-            if isinstance(source, WorkerSource):  # its targets are made by the user's own code
+            if isinstance(source, WorkerSource):  # user code makes the targets
                 source.check_targets = self.objective.check_targets
         self.loss_exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
         model = self._build_model(initial_weights)
@@ -104,13 +104,13 @@ class TrainingState:
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizers = create_optimizers(model, hp)
         self.attributes_at_start = copy_to_cpu([read_attributes(optimizer) for optimizer in self.optimizers])
-        self.optimizers_train: bool | None = None  # whether their train() was called last, or eval()
+        self.optimizers_train: bool | None = None  # True after train(), False after eval()
         self.initial_rates = [float(group["lr"]) for group in self.parameter_groups()]
         self.schedule = make_schedule(hp.schedule, hp.warmup_steps, self.total_steps)
         self.average = MovingAverage(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
-        # With an own optimiser the host waits, because that optimiser may not know how to skip an update.
+        # With a user-defined optimiser the host waits, because the optimiser may be unable to skip an update.
         a_step_later = on_gpu and ":" not in hp.optimizer
         self.loss_watch = LossWatch(model, self.optimizers[0], hp.learning_rate, a_step_later=a_step_later)
         higher = self.objective.measures.get(hp.select_by) == HIGHER
@@ -120,13 +120,13 @@ class TrainingState:
         self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules) if writes else []
 
     def _open_splits(self) -> None:
-        """Open the splits, starting their loaders; set the numbers of steps and epochs, and the model's ``spec``."""
+        """Open the splits, start their loaders, and set the numbers of steps and epochs and the model's ``spec``."""
         hp = self.hp
         self.splits = open_splits(self.data, hp, self.hardware, self.device, self.settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
         self.steps_per_epoch = steps_per_epoch(len(self.training), hp.batch_size)
         self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
-        self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
+        self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last epoch may end early
         self.last_step, self.last_epoch = self.total_steps, self.epochs  # where this attempt stops
         self.spec = self.splits.inputs
         if isinstance(self.spec, InputSpec):
@@ -134,7 +134,11 @@ class TrainingState:
             self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
 
     def stop_after_part(self, part: int) -> None:
-        """Let training stop after 1 / ``part`` of the steps, rounded up; UserError if there are fewer steps."""
+        """Let training stop after 1 / ``part`` of the steps, rounded up.
+
+        Raises:
+            UserError: The run has fewer than ``part`` steps.
+        """
         if self.total_steps < part:
             raise UserError(
                 f"the run has {self.total_steps} steps, of which a rung takes 1/{part}: there must be at least {part}; "
@@ -144,7 +148,7 @@ class TrainingState:
         self.last_epoch = -(-self.last_step // self.steps_per_epoch)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, on the device; set dtype, memory format and ``frozen_modules``."""
+        """Return the model with its first weights, on the device. Set dtype, memory format and ``frozen_modules``."""
         hp = self.hp
         model = zoo.build_model(hp.model, self.objective.outputs, self.spec, hp.parse_options().get("model", {}))
         zoo.check_model(hp.model, model)
@@ -159,7 +163,10 @@ class TrainingState:
 
     @contextmanager
     def exclude_snapshots(self) -> Iterator[None]:
-        """Hold the state's lock for the block; no checkpoint copies the state meanwhile, or after an exception."""
+        """Hold the state's lock for the block, so no checkpoint copies the state meanwhile.
+
+        After an exception in the block, no checkpoint copies the state any more.
+        """
         with self.lock:
             self.inconsistent = True
             yield
@@ -169,9 +176,10 @@ class TrainingState:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def set_optimizer_mode(self, *, training: bool) -> None:
-        """Call ``train()`` or ``eval()`` of the optimisers that have them: schedule-free ones change the weights then.
+        """Call ``train()`` or ``eval()`` of the optimisers that have these methods.
 
-        Once at each change, because both round. So nothing goes back to training mode before the next step.
+        Schedule-free optimisers then change the weights. Each change of mode rounds, so the methods are called only if
+        the mode changes. For the same reason, training mode is set by the next step, not at the end of an evaluation.
         """
         if training != self.optimizers_train:
             with self.exclude_snapshots():
@@ -200,13 +208,13 @@ class TrainingState:
                 set_training_mode(module, self.frozen_modules)
 
     def check_model(self) -> None:
-        """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""
+        """Raise UserError if no file can hold the model, buffers changed, or the optimiser lacks a parameter."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
         self.refuse_late_parameters(self.model.named_parameters())
 
     def refuse_late_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise UserError if one of these parameters takes a gradient, and took none when the optimiser was made."""
+        """Raise UserError if a trainable parameter was frozen or missing when the optimiser was made."""
         for name, parameter in named:
             if parameter.requires_grad and parameter not in self.trained:
                 raise UserError(
@@ -233,17 +241,21 @@ class TrainingState:
             self.average.update_parameters(self.model)
 
 
-TRIED_TOKENS = 10_000  # first tokens of the texts, on which an own objective's weights are tried before training
+TRIED_TOKENS = 10_000  # first tokens of the texts, on which a user-defined objective's weights are tried
 
 
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective for these data, its weights tried on stored targets; UserError if anything is unfit."""
+    """Return the objective for these data. A user-defined objective's weights are tried on stored targets.
+
+    Raises:
+        UserError: Objective, data and hyperparameters do not fit together.
+    """
     if targets is None and ":" not in hp.objective:
         raise UserError(
             f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
             "none; name an objective of your own"
         )
-    # An own objective needs no classes if a sample's target is not a single number.
+    # A user-defined objective needs no classes if a sample's target is not a single number.
     of_numbers = targets is None or targets.dtype.kind == "f" or (":" in hp.objective and bool(targets.shape))
     # An image folder's names are no classes if a user's function has made the targets, which are numbers.
     named = () if of_numbers and catalog.encoded_kind(hp.dataset) == "image_folder" else data.classes
@@ -255,10 +267,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
             f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take "
             f"{' or '.join(catalog.OF_LENGTHS)}, or an objective of your own"
         )
-    # Targets without a known shape must not have that of a class number, ().
+    # Targets without a known shape must not have the shape of a class number, ().
     shape = (1,) if targets is None or targets.varies else targets.shape
     stored_targets = {} if ":" in hp.collate else collect_stored_targets(data)
-    # Shorter targets are padded with NaN, and own code may return NaN.
+    # Shorter targets are padded with NaN, and user code may return NaN.
     made = targets is None or targets.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
     no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets.values())
     facts = Facts(
@@ -286,7 +298,10 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
 
 
 def collect_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
-    """Return the targets of "train" and "test" that are one array; ragged ones as a single row."""
+    """Return the stored targets of "train" and "test", by side, if they are a single array.
+
+    Ragged targets are returned as a single row.
+    """
     sides = ("train", "test") if isinstance(data, SampleArrays) else ()
     stored = {side: getattr(data, f"{side}_targets") for side in sides}
     one = {side: each.values[np.newaxis] if isinstance(each, Ragged) else each for side, each in stored.items()}
@@ -294,7 +309,10 @@ def collect_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
 
 
 def check_stored_targets(objective: Objective, data: PreparedSet, side: str, stored: NDArray[Any]) -> None:
-    """Raise the objective's UserError for ``stored`` targets, with the split's name, and of ragged ones the sample."""
+    """Raise UserError if the objective does not accept ``stored`` targets.
+
+    The error names the split, and for ragged targets also the sample.
+    """
     split = {"train": "training", "test": "test"}[side]
     targets = getattr(data, f"{side}_targets")
     try:

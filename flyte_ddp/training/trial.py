@@ -1,4 +1,4 @@
-"""Try own code and single samples before the first step; find the sample that made a loss not finite."""
+"""Try user code and single samples before the first step, and find samples that made a loss not finite."""
 
 import copy
 import warnings
@@ -24,12 +24,16 @@ from flyte_ddp.training.evaluate import compute_columns, measure_columns
 from flyte_ddp.training.training_state import TrainingState
 
 TRIED = 8  # test samples
-# What a measure may raise because so few samples do not define it.
+# Errors of a measure that a few samples may not define.
 UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState) -> str:
-    """Try an own model or objective on a few samples; return a warning (no copy, or wrong shift), or ""."""
+    """Try a user-defined model or objective on a few samples.
+
+    Returns:
+        A warning if the model cannot be copied or a language model's targets are shifted wrongly, else "".
+    """
     hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
         return ""
@@ -57,14 +61,14 @@ def try_evaluation(state: TrainingState) -> str:
                 try_samples(state, model, "test", sample)
             elif np.isin(sample, state.validation.order.samples(slice(None))):
                 try_samples(state, model, "validation", sample)
-            elif hp.sampling == "shuffled":  # another sampling may leave the sample out
+            elif hp.sampling == "shuffled":  # another sampling may skip the sample
                 try_samples(state, model, "training", sample, epoch=0)
         inputs, targets, _ = test.load_batch(first)
         return warn_of_wrong_shift(state.objective, inputs, targets)
 
 
 def warn_of_wrong_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str:
-    """Return a warning if a language model's targets are its inputs, or would be shifted twice; else ""."""
+    """Return a warning if a language model's targets are its inputs, or would be shifted twice, else ""."""
     if not isinstance(objective, Language) or not isinstance(targets, Tensor):
         return ""
     counted = targets != IGNORED_TOKEN
@@ -89,7 +93,13 @@ def warn_of_wrong_shift(objective: Objective, inputs: Leaves, targets: Leaves) -
 def try_samples(
     state: TrainingState, model: nn.Module, split_name: str, samples: Indices, epoch: int | None = None
 ) -> dict[str, Tensor]:
-    """Return the columns of a split's samples; UserError if a loss is not finite because a sample is not."""
+    """Run ``model`` on samples of a split, and return the objective's columns, fp64 on the CPU.
+
+    Samples are augmented for an ``epoch`` of training, and not for None.
+
+    Raises:
+        UserError: A loss and its sample are not finite, or a loss compares each output with each target.
+    """
     inputs, targets, _ = getattr(state, split_name).load_batch(samples, epoch)
     outputs = state.predict(inputs, targets, len(samples), model)
     found = compute_columns(state.objective, outputs, targets, len(samples))
@@ -102,7 +112,10 @@ def try_samples(
 
 
 def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tensor) -> None:
-    """Raise UserError if the first sample with a non-finite loss has a non-finite input (own objective: or target)."""
+    """Raise UserError if the first sample with a non-finite loss has a non-finite input.
+
+    If the objective is user-defined, a non-finite target also raises the error.
+    """
     split: Split = getattr(state, split_name)
     for place in (~losses.isfinite()).nonzero()[:1, 0].tolist():
         samples = split.order.samples(slice(place, place + 1))
@@ -111,7 +124,7 @@ def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tens
 
 
 def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
-    """Raise UserError for a reduced loss of the table [n, n] that outputs [n, 1] and targets [n] make together."""
+    """Raise UserError if a reduced loss compares each output with each target, for outputs [n, 1] and targets [n]."""
     if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     samples = len(targets)
@@ -121,7 +134,7 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
     compute: Callable[[Tensor, Tensor], Any] = objective.losses
     try:
         compute(outputs[:2], targets[:3])
-    except Exception:  # so the loss takes one target for each output, and makes no table
+    except Exception:  # so the loss needs one target for each output, and makes no table
         return
     # The mean of a table is the same for outputs in another order, and not for other targets.
     pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
@@ -135,9 +148,12 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
 
 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
-    """Raise UserError, which names the sample, if an input is not finite, or a target of an own objective."""
+    """Raise UserError, which names the sample, if an input is not finite.
+
+    If the objective is user-defined, a non-finite target also raises the error.
+    """
     named = [("input", name, leaf) for name, leaf in name_leaves(inputs).items()]
-    if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
+    if ":" in state.hp.objective:  # for built-in objectives, NaN is an unknown target
         named += [("target", name, leaf) for name, leaf in name_leaves(targets).items()]
     for kind, name, leaf in named:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
@@ -152,7 +168,7 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
 
 
 def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
-    """Raise UserError if the loss depends on a parameter that is none of the model's, such as one of the objective."""
+    """Raise UserError if the loss depends on a parameter outside the model, such as an objective's parameter."""
     known, waiting, seen = {*model.parameters()}, [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
