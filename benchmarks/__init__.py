@@ -1,1 +1,1 @@
-"""Benchmarks that measure both sides in one run; ``python -m benchmarks --list`` names them."""
+"""Benchmarks that measure both sides in the same run. ``python -m benchmarks --list`` lists the names."""

@@ -22,7 +22,10 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    """Run what the command line names; a benchmark that fails does not stop the others."""
+    """Run the benchmarks named on the command line, and return the exit code.
+
+    If a benchmark fails, the next benchmarks still run.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     named = ", ".join((*LONG, *CHECKS))
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: {', '.join(NAMES)}; or {named}")
@@ -55,7 +58,10 @@ def description(name: str) -> str:
 
 
 def check(name: str, arguments: argparse.Namespace) -> bool:
-    """Run a check, which prints what it finds and raises what it cannot do; return whether it passed."""
+    """Run a check, and return whether it passed. The check prints the findings.
+
+    Errors of the check are raised.
+    """
     print(f"{name}: {description(name).splitlines()[0]}", flush=True)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
@@ -66,7 +72,7 @@ def check(name: str, arguments: argparse.Namespace) -> bool:
 
 
 def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
-    """Run a benchmark and write its results; return whether that went well."""
+    """Run a benchmark and write the results. Return whether the benchmark succeeded."""
     print(f"{name}: {description(name).splitlines()[0]}", flush=True)
     load, begin = os.getloadavg()[0], time.perf_counter()
     partial = output / f"{name}.json.partial"  # what there is, until that is all

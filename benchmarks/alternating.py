@@ -1,8 +1,8 @@
 """Models for ``cost`` whose every second epoch runs without the guards that make resume possible.
 
-In odd epochs (counted from 0) all guards work: the checkpoint of the previous epoch is copied and written, each step's
-loss is checked, buffers are copied after each step, and a lock is held during changes. Even epochs have no guards. Rank
-0 adds up the processor time of its guards and writes the sum to a file after each epoch.
+In odd epochs (counted from 0) all guards work. The checkpoint of the previous epoch is copied and written. Each step's
+loss is checked, and buffers are copied after each step. A lock is held during changes. Even epochs have no guards. Rank
+0 adds up the processor time of the guards, and writes the sum to a file after each epoch.
 """
 
 import itertools
@@ -102,7 +102,10 @@ def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 
 def with_batch_norm(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """A small network with BatchNorm, whose buffers are kept after each step; for images of 28 x 28 pixels."""
+    """Return a small network with BatchNorm, for images of 28 x 28 pixels.
+
+    The buffers of the network are kept after each step.
+    """
     alternate()
     widths = [input_shape[0], 16, 32, 64]
     blocks = [

@@ -60,7 +60,7 @@ HP = Hyperparameters(
 
 @dataclass(frozen=True)
 class Row:
-    """One fault and what came of it."""
+    """A fault and its consequences."""
 
     kind: str
     moment: float  # seconds after the start
@@ -117,12 +117,16 @@ def measure(options: Options) -> Result:
 def one_fault(
     kind: str, moment: float, which: float, begin: Callable[[], subprocess.Popen[bytes]], folder: Path
 ) -> Row | None:
-    """Begin a run, disturb it, and begin it again if it has ended; return None if there was nothing to disturb.
+    """Start and disturb a run, and start the run again if it has ended.
+
+    Returns None if the run was over before the fault, or had no process to disturb.
 
     Args:
-        moment: seconds after the start.
-        which: 0 to 1: of the ranks, or the place in the checkpoint.
-
+        kind: Name of the fault.
+        moment: Seconds from the start to the fault.
+        which: 0 to 1, chooses the rank, and the place of damage in the checkpoint.
+        begin: Starts the run.
+        folder: Folder of the run, removed first.
     """
     shutil.rmtree(folder, ignore_errors=True)
     process = begin()
@@ -179,7 +183,7 @@ def start(hp: Hyperparameters, data: Path, folder: Path) -> subprocess.Popen[byt
 
 
 def finish(process: subprocess.Popen[bytes]) -> int:
-    """Wait for its end; return its exit code."""
+    """Wait for the end of a process, and return the exit code. After a time limit the process is killed."""
     try:
         return process.wait(LIMIT_SECONDS)
     finally:
@@ -187,7 +191,10 @@ def finish(process: subprocess.Popen[bytes]) -> int:
 
 
 def is_of_ranks(pid: int) -> bool:
-    """Return whether the process is there, and a rank or their server, which may not have its name yet."""
+    """Return whether a living process is a rank, or the server from which ranks are forked.
+
+    A process that has no name yet counts as well.
+    """
     try:
         return bool(process_name(pid)) and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -195,9 +202,9 @@ def is_of_ranks(pid: int) -> bool:
 
 
 def damage(folder: Path, where: float) -> None:
-    """Change one byte of the newest checkpoint, or cut it off there, if there is another to go on from.
+    """Change a byte of the newest checkpoint, or cut off the file at this byte.
 
-    Without another one the same run would be refused, as it should.
+    Without a second checkpoint nothing is damaged, because the run would rightly be rejected.
     """
     checkpoints = folder / UNFINISHED / checkpoint.FOLDER
     newest = checkpoint.verify_checkpoints(checkpoints)[0]

@@ -1,6 +1,6 @@
-"""A function of the benchmarks in a process of its own: ``python -m benchmarks.child MODULE:FUNCTION OUTPUT JSON``.
+"""A function of the benchmarks in a separate process: ``python -m benchmarks.child MODULE:FUNCTION OUTPUT JSON``.
 
-Imports nothing more, so that each function decides what its process has imported when it begins to count.
+Imports nothing more, so that each function decides on the imports before the measurement.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def train_library(order: dict[str, Any]) -> float:
-    """Train in a process like that of ``pyflyte``, without torch; return the time at which the library was called."""
+    """Train in a process like ``pyflyte``, without torch, and return the time at which the library was called."""
     import workflows.training  # noqa: F401
     from flyte_ddp.config import Hyperparameters
     from flyte_ddp.run import run_training

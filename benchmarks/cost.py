@@ -101,5 +101,5 @@ def measure_saves(options: Options, result: Result) -> None:
 
 
 def quick(hp: dict[str, Any], options: Options) -> dict[str, Any]:
-    """With few images, if it is only to be seen that it works: epochs there must be."""
+    """Use few images, for a trial run that only tests the benchmark. At least some epochs are needed."""
     return {**hp, "validation_fraction": 0.98} if options.quick else hp

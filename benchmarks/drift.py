@@ -176,7 +176,10 @@ def make_table(options: Options) -> Population:
 
 
 def draw_texts(seed: int, texts: int, times: int = 1) -> tuple[list[Rows], Rows]:
-    """Texts of tokens whose commonness falls as that of words; the class is whether most tokens are even."""
+    """Return generated texts and their classes. The frequency of tokens falls like the frequency of words.
+
+    The class is whether most tokens are even.
+    """
     random = np.random.default_rng(seed)
     shares = 1 / np.arange(1, TOKENS)
     found = [

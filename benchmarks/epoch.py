@@ -60,7 +60,7 @@ def measure(options: Options) -> Result:
 
 
 def run_ours(result: Result, folder: Path, data: Path, precision: str, hp: dict[str, Any], seed: int) -> None:
-    """Add one run of the library; ``auto`` is what chooses bf16 here."""
+    """Add one run of the library. ``auto`` chooses bf16 on this machine."""
     hp = hp | {"precision": "auto" if precision == "bf16" else precision, "seed": seed}
     done = run_library(hp, data, folder / "run")
     note(result, precision, done.epoch_seconds(), done.of("evaluation")[-1]["test_accuracy"])
@@ -81,7 +81,10 @@ def note(result: Result, side: str, seconds: list[float], accuracy: float) -> No
 
 
 def accuracy_gap(result: Result, side: str) -> Target:
-    """Return the mean gain in test accuracy over the plain loop; at least 0 less two standard errors."""
+    """Return the mean gain in test accuracy over the plain loop.
+
+    The target is at least 0 minus two standard errors.
+    """
     pairs = zip(result.values(f"{side}: test accuracy"), result.values("plain: test accuracy"), strict=True)
     gaps = [ours - theirs for ours, theirs in pairs]
     error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0

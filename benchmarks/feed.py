@@ -106,7 +106,7 @@ def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def measure_rates(order: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the images/s of the sides' epochs, after one epoch of each in which everything starts."""
+    """Return the images/s of the epochs of all sides. The first epoch of each side is not counted."""
     torch.set_num_threads(1)
     keep_freed_memory()
     model = ManyOperations()

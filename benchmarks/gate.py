@@ -75,7 +75,10 @@ def measure(options: Options) -> Result:
 
 
 def measure_objective(random: np.random.Generator, objective: str, lives: int) -> list[Target]:
-    """Lives of equal models on a test split each; how often one is promoted, and how often one test at 0.05 errs."""
+    """Simulate lives of equal models, each life on its test split, and return the targets.
+
+    The targets are the shares of lives with a false promotion, of wrong tests at 0.05, and of promoted better models.
+    """
     p_values, found = np.ones((lives, SHORT_LIFE)), list[bool]()
     levels = [statistics.alpha_of_look(ALPHA, night + 1) for night in range(SHORT_LIFE)]
     for life in range(lives):
@@ -109,7 +112,10 @@ def score_model(
 
 
 def compare_with_outliers(random: np.random.Generator) -> float:
-    """The p-value of a model with a few large errors against one of the same expected squared error without them."""
+    """Return the p-value of a model with a few large errors against a champion without large errors.
+
+    Both models have the same expected squared error.
+    """
     truth = simulate_truth(random, "regression", SCORED)
     outliers, champion = (score_model(random, "regression", truth, tails=tails) for tails in (5.0, 1000.0))
     return compare_scores(outliers, champion, "squared error").p_value()
@@ -118,14 +124,18 @@ def compare_with_outliers(random: np.random.Generator) -> float:
 def promoted(
     random: np.random.Generator, champion: Correct, look: int, *, gain: float = 0.0, loss: float = 0.0
 ) -> bool:
-    """Whether the gate promotes a challenger that is as good, or differs by these shares of all samples."""
+    """Return whether the gate promotes a challenger on a given look.
+
+    Without a ``gain`` the challenger is as good as the champion. Otherwise it gains and loses the given shares of all
+    samples.
+    """
     changed = changed_model(random, champion, gain, loss)
     challenger = changed if gain else equal_model(random, SAMPLES, DISCORDANT)
     return RULES["the gate"](compare_scores(challenger, champion, "accuracy"), look)
 
 
 def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, float]:
-    """How often a rule promotes one of many equal models, and by how much it overstates the last champion."""
+    """Return how often a rule promotes an equal model, and by how much the last champion is overstated."""
     champion, promotions = equal_model(random, SAMPLES, DISCORDANT), 0
     for night in range(1, nights + 1):
         challenger = equal_model(random, SAMPLES, DISCORDANT)
@@ -135,7 +145,10 @@ def year(random: np.random.Generator, rule: Rule, nights: int) -> tuple[int, flo
 
 
 def worsening(random: np.random.Generator, *, anchored: bool) -> Target:
-    """50 challengers that each lose 0.4 points, under not_worse; with the best version ever, or without it."""
+    """Return the total loss after 50 challengers that each lose 0.4 points, under not_worse.
+
+    If ``anchored``, challengers are also compared with the best version ever.
+    """
     best = champion = np.ones(SAMPLES, dtype=bool)
     for _ in range(50):
         challenger = changed_model(random, champion, 0.0, 0.004)

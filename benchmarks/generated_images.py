@@ -17,7 +17,7 @@ QUALITY, STEEPNESS = 75, 1.4  # which make 37 KB of an image
 
 @functools.cache
 def jpeg(seed: int) -> bytes:
-    """Coloured noise, of all scales as a photograph is: about 37 KB."""
+    """Return a JPEG of about 37 KB: coloured noise on all scales, like a photograph."""
     rng = np.random.default_rng(seed)
     frequencies = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None, :])
     frequencies[0, 0] = np.inf
@@ -39,7 +39,10 @@ def label(number: int) -> int:
 
 
 def write_shards(folder: Path, shards: int, samples_per_shard: int, different: int = DIFFERENT) -> Path:
-    """Images in shards, so many of them different; returns their index."""
+    """Write shards of generated images, and return the path of the index.
+
+    ``different`` is the number of distinct images.
+    """
 
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         return f"{number:07d}", {".jpg": content(number % different), ".cls": str(label(number)).encode()}

@@ -77,7 +77,10 @@ def spawn_ranks(order: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
-    """Do blocks of steps of each side in turn, the first of each not counted; rank 0 writes the rates."""
+    """Run blocks of steps of each side in turn. The first block of each side is not counted.
+
+    Rank 0 writes the rates to rates.json.
+    """
     hp = Hyperparameters(**OURS)
     work = make_work(hp, Path(order["data"]), folder)
     torch.set_num_threads(1)

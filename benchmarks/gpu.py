@@ -49,7 +49,7 @@ RUN = {"validation_fraction": 0.0, "epochs": 1000, "log_interval": 1, "determini
 
 
 class Check:
-    """The cases, which add to one result; each is given the seconds that it may take."""
+    """The cases, which add to the same result. Each case gets its time limit in seconds."""
 
     def __init__(self, options: Options, gpus: int) -> None:
         self.options, self.gpus, self.blocks = options, gpus, options.number(5)
@@ -77,7 +77,7 @@ class Check:
         self.result.add(DECODING, found["rate"], "images/s")
 
     def time_shards(self, limit: float) -> None:
-        """Train from shards; the slower of a bare step and of bare decoding is the most that is possible."""
+        """Train from shards. The bound is the slower of a bare step and of bare decoding."""
         if not {f"{RESNET50}: bare", DECODING} <= {*self.result.series}:
             raise RuntimeError("nothing to compare with: there are no bare steps, or no decoding alone")
         began, number = time.perf_counter(), 1 if self.options.quick else 16
@@ -91,7 +91,7 @@ class Check:
         self.add_target("ResNet-50 from shards: rate, of the smaller of a bare step's and decoding's", share, 0.9)
 
     def kill_run(self, limit: float) -> None:
-        """Kill a run, and train it to its end; its weights must be those of a run beside it that nothing disturbs."""
+        """Kill a run, and train it to the end. The weights must equal the weights of an undisturbed run."""
         hp: dict[str, Any] = {**RUN, "model": "resnet18", "batch_size": 512, "max_steps": 160, "num_ranks": 1}
         hp |= {"augment": "crop_flip", "ema_decay": 0.9}
         if self.options.quick:
@@ -131,7 +131,7 @@ class Check:
         self.add_target("two ranks: largest difference of a loss", 1e9 * difference, at_most=1000, unit="billionths")
 
     def list_arguments(self, name: str, hp: dict[str, Any]) -> tuple[dict[str, Any], str, bool]:
-        """Return what ``train`` is given to train in the folder of that name."""
+        """Return the arguments with which ``train`` trains in the folder ``name``."""
         return hp, str(self.options.folder / name), self.options.quick
 
     def read_metrics(self, name: str) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class Check:
 
 
 def describe_device(gpus: int) -> dict[str, Any]:
-    """Return the cards and their driver, as nvidia-smi names them, and CUDA's version."""
+    """Return the cards and the driver, as nvidia-smi names both, and the version of CUDA."""
     facts: dict[str, Any] = {"gpus": gpus, "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

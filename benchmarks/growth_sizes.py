@@ -1,6 +1,6 @@
-"""What ``growth`` measures at one size, each function in a process of its own: processor seconds, or bytes.
+"""The measurements of ``growth`` at a single size, each function in a separate process: processor seconds, or bytes.
 
-Imports nothing that a function does not need, so that memory counts from the function's start.
+Modules are imported by the functions that need them, so that memory counts from the function's start.
 """
 
 import os
@@ -38,7 +38,7 @@ def build_linear(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
 
 
 def predict(rows: int, classes: int) -> float:
-    """Return the seconds of a table of predictions for so many images; the first images are not counted."""
+    """Return the seconds of a table of predictions for ``rows`` images. The first images are not counted."""
     import numpy as np
     import torch
     from PIL import Image
@@ -69,7 +69,7 @@ def predict(rows: int, classes: int) -> float:
 
 
 def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
-    """Return the most memory that an evaluation adds, by that of one batch's logits, and its seconds."""
+    """Return the peak memory that an evaluation adds, in units of a batch's logits, and the seconds."""
     import torch
 
     from flyte_ddp.objectives import Classification, Facts
@@ -104,7 +104,10 @@ def evaluate(where: str, classes: int, batches: int) -> dict[str, float]:
 
 
 def draw_sweep(trials: int) -> float:
-    """Return the seconds in which all waves of tpe are drawn; each is drawn from what is done, as in a pod."""
+    """Return the seconds for drawing all waves of tpe.
+
+    Each wave is drawn from the finished trials, as in a pod.
+    """
     import optuna  # noqa: F401
 
     from flyte_ddp.config import Hyperparameters
@@ -163,7 +166,7 @@ def fill_registry(folder: str, entries: int) -> tuple[Any, list[Any]]:
 
 
 def read_registry(entries: int) -> dict[str, float]:
-    """Return the seconds in which a log is read, and in which the champion is found."""
+    """Return the seconds for reading a log, and for finding the champion."""
     with tempfile.TemporaryDirectory() as folder:
         registry, _ = fill_registry(folder, entries)
         registry.read_log()

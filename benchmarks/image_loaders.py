@@ -1,9 +1,10 @@
-"""Loaders of images that are compared: this library's, its peers', and the least that any loader must do.
+"""Image loaders to compare: this library's, the peers', and the minimum work of any loader.
 
-All loaders read the same shards and return the same images in batches of random crops of 224 x 224 pixels, with two
-workers or threads. Each peer is measured as in its documentation (Pillow or torchvision decodes; crop, flip, conversion
-and normalisation for each image in the workers; DALI's pipeline does all of this itself). All but DALI are measured
-again with our decoder and torchvision's transforms on uint8, where the library's own function normalises the batch.
+All loaders read the same shards, and return the same images in batches of random crops of 224 x 224 pixels. Each loader
+has two workers or threads. Peers are measured as in their documentation: Pillow or torchvision decodes, and the workers
+crop, flip, convert and normalise each image. DALI's pipeline does all of this itself. All peers but DALI are measured
+again with our decoder and torchvision's transforms on uint8. In this variant the library's function normalises the
+batch.
 """
 
 import json
@@ -45,7 +46,7 @@ Side = Callable[[dict[str, Any], Path], Epoch]  # takes what is to be loaded, an
 
 
 class AsDocumented:
-    """An image of Pillow's, or a tensor, to a normalised float tensor."""
+    """Converts an image of Pillow, or a tensor, to a normalised float tensor."""
 
     def __init__(self) -> None:
         steps = [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]
@@ -65,7 +66,7 @@ class AsDocumented:
 
 
 class Fast:
-    """A stored image to a uint8 tensor."""
+    """Converts a stored image to a uint8 tensor."""
 
     def __init__(self) -> None:
         self.crop = v2.Compose([v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()])
@@ -113,7 +114,7 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
 
 
 def ours_uint8(order: dict[str, Any], folder: Path) -> Epoch:
-    """The same before it is normalised, which is a part of the training step."""
+    """Load batches like ``ours`` before normalisation, which is a part of the training step."""
     return ours(order, folder, normalise=False)
 
 
@@ -199,7 +200,10 @@ def shard_paths(order: dict[str, Any]) -> list[str]:
 
 
 def write_chunks(folder: Path, images: int) -> dict[str, str]:
-    """The images in LitData's format: as images, which it decodes itself, and as bytes."""
+    """Write the images in LitData's format, and return both folders.
+
+    The folder ``images`` has images that LitData decodes itself, and the folder ``bytes`` has bytes.
+    """
     from litdata import Jpeg, optimize
 
     found = {}
@@ -214,7 +218,7 @@ def write_chunks(folder: Path, images: int) -> dict[str, str]:
 
 
 def decode_and_crop(numbers: Sequence[int]) -> int:
-    """What there is to do at the least, from images in memory; returns how many."""
+    """Decode and crop images from memory, the minimum work of a loader. Return the number of images."""
     for number, draws in zip(numbers, cropping.draw_crops(0, 0, np.arange(len(numbers))), strict=True):
         pixels = decode_image(generated_images.content(number))
         height, width, _ = pixels.shape
@@ -227,14 +231,17 @@ def bare_threads(order: dict[str, Any], _: Path) -> Epoch:
 
 
 def bare_processes(order: dict[str, Any], _: Path) -> Epoch:
-    """Decoding and cropping alone, in as many processes, or in those and of those images that the order names."""
+    """Decode and crop alone, in processes.
+
+    The order may set the number of processes (``workers``) and of distinct images (``different``).
+    """
     workers, different = order.get("workers", WORKERS), order.get("different", order["images"])
     numbers = [number % different for number in range(order["images"])]
     return in_workers(ProcessPoolExecutor(workers, multiprocessing.get_context("fork")), workers, numbers)
 
 
 def in_workers(pool: Executor, workers: int, images: Sequence[int]) -> Epoch:
-    """Decoding and cropping, each worker its own part of the images; processes have them by being forked."""
+    """Decode and crop in workers, each with a part of the images. Processes inherit the images by fork."""
     keep_freed_memory()
     parts = [images[start::workers] for start in range(workers)]
     [generated_images.content(number) for part in parts for number in part]
@@ -266,7 +273,7 @@ SIDES: dict[str, Side] = {
 
 
 def measure_loader(order: dict[str, Any]) -> dict[str, float]:
-    """Return the images a second in the last of some epochs, their number, and the most memory in use, in bytes."""
+    """Return the images/s of the last epoch, the number of images, and the peak memory in bytes."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)  # the cores are for the two workers or threads that are compared
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:

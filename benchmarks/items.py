@@ -50,7 +50,7 @@ class Items(Dataset[Item]):
 
 
 def make_set(source: str) -> OnDemand:
-    """Return the items as a data set of the library; ``source`` is their kind and number."""
+    """Return the items as a data set of the library. ``source`` has the kind and the number of items."""
     kind, number = source.split()
     return on_demand(Items(kind, int(number)), Items(kind, 1))
 

@@ -1,4 +1,4 @@
-"""The function that ranks of ``launchers`` run, in a module of its own, so that they import nothing else."""
+"""The function that ranks of ``launchers`` run, in a separate module, so that ranks import nothing else."""
 
 import os
 import time
@@ -10,7 +10,7 @@ RANKS = 2
 
 
 def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
-    """The tutorial's network, in ranks that say who they are."""
+    """Return the tutorial's network. Writes the process id of the rank to a file."""
     from flyte_ddp.models.inputs import InputSpec
     from flyte_ddp.models.zoo import Tutorial
     from flyte_ddp.parallel.distributed import rank
@@ -21,7 +21,7 @@ def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> Any:
 
 
 def bare_rank(rank: int, folder: str) -> None:
-    """Forms a group and takes a step; rank 0 notes when it was done."""
+    """Form a group and take a step. Rank 0 writes the time of the step."""
     import torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel

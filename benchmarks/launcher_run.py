@@ -1,4 +1,4 @@
-"""One launch for ``launchers``, by this library or by an engine alone, in a process like that of ``pyflyte``."""
+"""A launch for ``launchers``, by this library or by an engine alone, in a process like ``pyflyte``."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def engine(name: str) -> Iterator[tuple[Launch, Callable[[str], None]]]:
 
 
 def main(request: str) -> None:
-    """Run what the request (JSON) says, and leave what was measured in ``found.json``."""
+    """Run the JSON request, and write the measurements to ``found.json``."""
     order = json.loads(request)
     folder = Path(order["folder"])
     folder.mkdir(parents=True)
@@ -107,7 +107,7 @@ def ours(order: dict[str, Any], run: Path, launch: Launch, began: float) -> dict
 
 
 def kill_rank_1(run: Path, killed: list[float]) -> None:
-    """Kill it when the run has come to its first record, and note when that was."""
+    """Kill rank 1 after the run's first record, and store the time."""
     metrics = run / UNFINISHED / "metrics.jsonl"
     while not metrics.exists() or '"train"' not in metrics.read_text():
         time.sleep(0.01)

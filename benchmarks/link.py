@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, joined by a veth pair with a limit on its speed."""
+"""Two hosts on a single machine: network namespaces, joined by a veth pair with limited speed."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with an address, and a core of its own."""
+    """A network namespace with an address and a processor core."""
 
     name: str
     address: str
@@ -28,19 +28,19 @@ class Host:
                 os.kill(int(pid), signal.SIGKILL)
 
     def sent(self) -> int:
-        """Bytes that have gone over the link from here, as the interface counts them."""
+        """Return the bytes sent over the link from this host, as the interface counts them."""
         path = f"/sys/class/net/{self.name}/statistics/tx_bytes"
         return int(subprocess.run(self.command("cat", path), check=True, capture_output=True).stdout)
 
 
 @contextmanager
 def linked_hosts(megabits: int) -> Iterator[tuple[Host, Host]]:
-    """Two of them; the link carries so many Mbit/s each way, or if that is 0, what it can.
+    """Yield two linked hosts. The link carries ``megabits`` Mbit/s each way, or is unlimited for 0.
 
-    What still runs there at the end of the block is killed.
+    At the end of the block, processes on the hosts are killed.
 
     Raises:
-        OSError, subprocess.CalledProcessError: this takes root's rights, and iproute2.
+        OSError, subprocess.CalledProcessError: Root's rights or iproute2 are missing.
     """
     names = [f"fdb{os.getpid()}{letter}" for letter in "ab"]
     hosts = [Host(name, address, core) for core, (name, address) in enumerate(zip(names, ADDRESSES, strict=True))]

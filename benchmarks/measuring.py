@@ -33,7 +33,7 @@ class Options:
     keep: Callable[[Result], object] = lambda _: None  # is given what there is, after each measurement
 
     def number(self, full: int, quick: int = 1) -> int:
-        """Return the repeats that are asked for, else the benchmark's own."""
+        """Return the repeats requested on the command line, else the benchmark's default."""
         return self.repeats or (quick if self.quick else full)
 
 
@@ -45,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure with the bound set for it; without a bound it is only reported."""
+    """A figure and its bound. Without a bound the figure is only reported."""
 
     what: str
     value: float
@@ -55,7 +55,7 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """Return whether the bound is kept; None without a bound."""
+        """Return whether the bound is kept, or None without a bound."""
         if self.at_least is None and self.at_most is None:
             return None
         return (self.at_least is None or self.value >= self.at_least) and (
@@ -74,7 +74,7 @@ class Result:
         return {label: len(series.values) for label, series in self.series.items()}
 
     def cut(self, lengths: Mapping[str, int]) -> None:
-        """Take back what was added since the series had these lengths."""
+        """Remove the values that were added since the series had these lengths."""
         self.series = {label: series for label, series in self.series.items() if label in lengths}
         for label, length in lengths.items():
             del self.series[label].values[length:]
@@ -89,9 +89,9 @@ class Result:
         return statistics.median(self.values(label))
 
     def ratio(self, label: str, above: str, below: str) -> float:
-        """Add the series of the pairs' ratios ``above / below``, and return its median.
+        """Add a series of the ratios ``above / below`` of pairs, and return the median.
 
-        A side that was given up has fewer measurements than the other, which are of the first repeats.
+        If a side was given up, only its repeats are paired.
         """
         pairs = zip(self.values(above), self.values(below), strict=False)
         self.series[label] = Series("x", [first / second for first, second in pairs])
@@ -110,14 +110,15 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def interleaved(options: Options, result: Result, sides: Mapping[str, Callable[[int], None]], repeats: int) -> None:
-    """Measure A B A B: slow changes of the machine then meet all sides alike.
+    """Measure sides in turn (A B A B), so that slow changes of the machine affect all sides alike.
 
-    A measurement that fails is taken again, some times; then its side is given up, and the others go on.
+    A failed measurement is repeated some times. If all tries fail, the side is given up, and the other sides continue.
 
     Args:
-        result: to which the sides add what they have measured.
-        sides: takes a measurement, given the number of the repeat.
-
+        options: Options of the command line.
+        result: Result to which the sides add measurements.
+        sides: Functions that take a measurement, given the number of the repeat.
+        repeats: Number of measurements of each side.
     """
     left = dict(sides)
     for repeat in range(repeats):
@@ -129,7 +130,7 @@ def interleaved(options: Options, result: Result, sides: Mapping[str, Callable[[
 
 
 def taken(result: Result, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
-    """Take a measurement, again if it fails; return whether that went well."""
+    """Take a measurement, with repeated tries after failures. Return whether a try succeeded."""
     before = result.lengths()
     for number in range(1, tries + 1):
         try:
@@ -163,7 +164,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return those of Python and of the packages that are installed."""
+    """Return the versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

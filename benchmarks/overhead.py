@@ -29,7 +29,7 @@ def measure(options: Options) -> Result:
 
 
 def add_steps(result: Result, options: Options, order: dict[str, Any], limit: float = LIMIT_SECONDS) -> None:
-    """Add the milliseconds of the steps of a case of benchmarks/step_sides.py, which a process of its own takes."""
+    """Add the milliseconds of steps of a case of benchmarks/step_sides.py, measured in a separate process."""
     found = call("benchmarks.step_sides:time_blocks", order | {"quick": options.quick}, limit=limit)
     for side, seconds in found.items():
         for value in seconds:

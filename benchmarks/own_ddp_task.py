@@ -1,4 +1,4 @@
-"""The first function of own_loop.py as a task of this project's."""
+"""The first function of own_loop.py as a task with DDP of this project."""
 
 from flytekit import task
 

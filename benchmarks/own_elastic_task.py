@@ -1,4 +1,4 @@
-"""The first function of own_loop.py as a task of kfpytorch's."""
+"""The first function of own_loop.py as a task with Elastic of kfpytorch."""
 
 from flytekit import task
 from flytekitplugins.kfpytorch import Elastic

@@ -1,4 +1,4 @@
-"""The part of ``launchers`` that measures functions of users: to the first collective, and what a step costs."""
+"""The part of ``launchers`` on users' functions: the time to the first collective, and the cost of a step."""
 
 import statistics
 import sys
@@ -54,7 +54,7 @@ def first(options: Options, result: Result, side: str, repeat: int) -> None:
 
 
 def steps(options: Options, result: Result) -> None:
-    """Add one run of the loop: medians of its blocks."""
+    """Add one run of the loop, as medians of the blocks."""
     found = call("benchmarks.own_loop:run_one", "steps", 2 if options.quick else 300, 100)["returned"]
     for side, values in found.items():
         result.add(f"own loop: {side}, of a step", 1e6 * statistics.median(values), "us")

@@ -1,6 +1,6 @@
-"""Functions for ``launchers`` as users write them, and what runs one: a script, or a launcher on a standing cluster.
+"""User-style functions for ``launchers``, and their runners: a script, or a launcher on a running cluster.
 
-Imports nothing when it is imported, as ranks and workers import it.
+Only the standard library is imported at module level, because ranks and workers import this module.
 """
 
 import os
@@ -18,7 +18,7 @@ RECORD_STEPS = 50  # from one record to the next
 
 
 def join_and_add() -> float:
-    """Join by torchrun's variables and add a number up; return when that was done."""
+    """Join by torchrun's variables, add up a number, and return the time of completion."""
     import torch
     from torch import distributed
 
@@ -30,9 +30,9 @@ def join_and_add() -> float:
 
 
 def step_seconds(blocks: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of a step in blocks, in turn plain ones and ones that call due() and record().
+    """Return the seconds of a step in blocks. Plain blocks alternate with blocks that call due() and record().
 
-    Each pair of blocks is followed by the calls alone, of as many steps.
+    Each pair of blocks is followed by a block of the same number of calls alone.
     """
     import torch
     from torch import nn
@@ -80,7 +80,7 @@ def step_seconds(blocks: int, steps: int) -> dict[str, list[float]]:
 
 @contextmanager
 def open_launcher(name: str) -> Iterator[tuple[Any, Any]]:
-    """Yield a launcher for 2 ranks, on a cluster that stands, and Dask's client if it has one."""
+    """Yield a launcher for 2 ranks on a running cluster, and Dask's client, else None."""
     launcher = import_module(f"flyte_ddp.launch.{name}")
     if name == "dask":
         with launcher.connected(num_ranks=2) as client:
@@ -92,7 +92,7 @@ def open_launcher(name: str) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def open_runner(name: str, arguments: list[int]) -> Iterator[tuple[Callable[[], Any], float]]:
-    """Yield what runs a function on 2 ranks, and how long its import took."""
+    """Yield a callable that runs a function on 2 ranks, and the seconds of the import."""
     begin = time.time()
     if name in TASKS:
         task: Callable[..., Any] = import_module(TASKS[name]).join_and_add
@@ -109,7 +109,7 @@ def open_runner(name: str, arguments: list[int]) -> Iterator[tuple[Callable[[], 
 
 
 def run_one(name: str, *arguments: int) -> dict[str, Any]:
-    """Return what a run returned, when it was called, and the seconds of the import before."""
+    """Return a run's return value, the time of the call, and the seconds of the import before."""
     import flytekit  # noqa: F401
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -119,7 +119,10 @@ def run_one(name: str, *arguments: int) -> dict[str, Any]:
 
 
 def main(output: str) -> None:
-    """Write when the function was done; under torchrun on rank 0, else with ranks of this library."""
+    """Write the time at which the function was done.
+
+    Under torchrun rank 0 writes. Otherwise the function runs on ranks of this library.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ended = join_and_add()
     else:

@@ -1,8 +1,8 @@
 """The peers' loops of ``epoch`` and ``table``: plain DDP, Lightning's ``ddp_spawn`` and Accelerate.
 
-None uses the library's training. As with ours, there is one thread a rank, and nothing is logged or saved. The loops of
-``table`` have an optimiser in one kernel, those of ``epoch`` what the tutorial has: items that come one by one through
-PIL and torchvision's transforms, and in the plain loop rank 0 evaluates while the others wait.
+No peer uses the library's training. As in our runs, each rank has a single thread, and nothing is logged or saved. The
+loops of ``table`` use an optimiser in one kernel. The loops of ``epoch`` follow the tutorial. Items pass singly through
+PIL and torchvision's transforms. In the plain loop, other ranks wait while rank 0 evaluates.
 """
 
 import json
@@ -28,7 +28,7 @@ Epoch = dict[str, float]  # its seconds, and in the task ``images`` its test acc
 
 
 class Tutorial(nn.Module):
-    """The tutorial's network as the tutorial writes it: relu before pooling, log-probabilities as its output."""
+    """The tutorial's network as the tutorial writes it: relu before pooling, and log-probabilities as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def make_optimizer(model: nn.Module, order: Order) -> torch.optim.Optimizer:
 
 
 def train_plain(rank: int, order: Order, store: str) -> None:
-    """Train as one rank of a DDP loop; rank 0 writes the epochs."""
+    """Train as a rank of a DDP loop. Rank 0 writes the epochs."""
     ranks: int = order["num_ranks"]
     model = MODELS[order["task"]]()
     sampler: Any = None
@@ -122,7 +122,7 @@ def compute_accuracy(model: nn.Module, loader: Any) -> float:
 
 
 def train_accelerate(rank: int, order: Order, store: str) -> None:
-    """Train as one rank with Accelerate; rank 0 writes the epochs."""
+    """Train as a rank with Accelerate. Rank 0 writes the epochs."""
     from accelerate import Accelerator
 
     ranks: int = order["num_ranks"]
@@ -158,7 +158,7 @@ def time_epochs(rank: int, order: Order, train_epoch: Callable[[int], Epoch]) ->
 
 
 class Network(lightning.LightningModule):
-    """The task's network with its loss and optimiser; notes its epochs."""
+    """The task's network with loss and optimiser, which records the epochs."""
 
     def __init__(self, order: Order) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def measure(options: Options) -> Result:
 
 
 def train(hp: dict[str, Any], folder: Path) -> tuple[float, float]:
-    """Return the seconds of one ``pyflyte run`` with nothing cached, and the test accuracy that it reached."""
+    """Return the seconds of a ``pyflyte run`` with nothing cached, and the test accuracy."""
     shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
     folder.mkdir()
     (folder / "hp.json").write_text(json.dumps(hp))

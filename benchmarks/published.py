@@ -96,7 +96,7 @@ def measure(options: Options) -> Result:
 
 
 def unnormalised(folder: Path) -> Path:
-    """Return FashionMNIST with a mean of 0 and a deviation of 1: its pixels reach the model as they are, in [0, 1]."""
+    """Return FashionMNIST with a mean of 0 and a deviation of 1. The model then gets pixels in [0, 1]."""
     target = folder / "unnormalised"
     if not target.exists():
         partial = folder / "unnormalised.partial"
@@ -119,7 +119,7 @@ def train(ranks: int, batch: int, data: Path, run: Path, max_steps: int) -> None
 
 
 def losses(run: Path, batch: int) -> dict[str, list[float]]:
-    """Return the mean of each epoch's losses, a batch each as in the document, and the library's own test losses."""
+    """Return the mean training loss of each epoch, by batches as in the document, and the library's test losses."""
     records = read_records(run / "metrics.jsonl")
     steps = [record["loss"] for record in records if record["kind"] == "train"]
     of_epoch = -(-IMAGES // batch)
@@ -129,7 +129,7 @@ def losses(run: Path, batch: int) -> dict[str, list[float]]:
 
 
 def documents_validation(weights: Path, data: Path, ranks: int, batch: int) -> float:
-    """Return the document's validation loss of N ranks, which in one process are whole batches in order."""
+    """Return the document's validation loss of N ranks, computed in a single process."""
     arrays = open_arrays(data)
     count = len(arrays.test_targets) // ranks
     images = torch.tensor(np.array(arrays.test_inputs[:count])).permute(0, 3, 1, 2) / 255
@@ -150,11 +150,11 @@ class Published(nn.Module):
         self.net = resnet18(num_classes=num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, classes] of images [N, 1, 28, 28]."""
+        """Return logits [N, classes] of images [N, 1, 28, 28]."""
         return cast("Tensor", self.net(images.expand(-1, 3, -1, -1)))
 
     def train(self, mode: bool = True) -> Published:
-        """An evaluation in the library begins with ``train(False)``: after the last step of an epoch."""
+        """Handle ``train(False)``, with which an evaluation in the library begins after the last step of an epoch."""
         if self.training and not mode and (folder := os.environ.get(FOLDER)):
             path = Path(folder, f"{int(self.net.bn1.num_batches_tracked)}.pt")
             first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

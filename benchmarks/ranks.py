@@ -159,7 +159,7 @@ def over_links(options: Options, result: Result, base: dict[str, Any], batch: in
 
 
 def hold_against_the_model(result: Result, network: str, size: int, steps: int) -> None:
-    """Compare what was measured with the model, and report what it makes of more hosts."""
+    """Compare the measurements with the model, and report the model's prediction for more hosts."""
 
     def step(speed: int) -> float:
         return result.median(f"{network}: a step at {named(speed)}, {steps} steps")
@@ -189,10 +189,10 @@ def step_seconds(ranks: int, computation: float, handling: float, size: int, meg
     """Return the model's step, at best and at worst, in seconds.
 
     Args:
-        computation: of a step on one rank, in seconds.
-        handling: what gradients add to it on two ranks over an unlimited link, in seconds.
-        size: of the gradients, in bytes.
-        megabits: of the link, a second.
+        computation: Seconds of a step on a single rank.
+        handling: Seconds that gradients add on two ranks over an unlimited link.
+        size: Bytes of the gradients.
+        megabits: Speed of the link in Mbit/s.
     """
     buckets = 1 + math.ceil(max(0, size - FIRST_BUCKET) / BUCKET)
     stages = 2 * (ranks - 1) * LATENCY
@@ -205,7 +205,7 @@ def step_seconds(ranks: int, computation: float, handling: float, size: int, meg
 
 
 def ring_bytes(ranks: int, size: int) -> float:
-    """Return what each rank of a ring sends."""
+    """Return the bytes that each rank of a ring sends."""
     return 2 * (ranks - 1) / ranks * size
 
 
@@ -219,7 +219,7 @@ def gradient_bytes(base: Mapping[str, Any]) -> int:
 
 
 def order_for(host: Host, first: Host, nodes: int, hp: Mapping[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the command of a host: one of torchrun's workers, with Elastic's store on the first."""
+    """Return the command of a host, which is a worker of torchrun. Elastic's store is on the first host."""
     arguments = json.dumps([dict(hp), str(data), str(folder)])
     return host.command(
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"),
@@ -230,10 +230,10 @@ def order_for(host: Host, first: Host, nodes: int, hp: Mapping[str, Any], data: 
 
 
 def run_hosts(commands: list[list[str]]) -> None:
-    """Run them side by side.
+    """Run the commands of the hosts side by side.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: A command failed.
     """
     started = [
         subprocess.Popen(
@@ -255,7 +255,7 @@ def rate_of(folder: Path) -> float:
 
 
 def train(hyperparameters: dict[str, Any], data: str, run: str) -> None:
-    """Train with each rank on one core: on this machine, or as a worker of torchrun on one of two hosts."""
+    """Train with each rank on one core: on this machine, or as a worker of torchrun on two hosts."""
     hp, folder = Hyperparameters(**hyperparameters), Path(run)
     settings = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
     if "RANK" not in os.environ:

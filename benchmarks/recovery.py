@@ -121,7 +121,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_and_measure(process: subprocess.Popen[bytes], folder: Path, rank: int, at: int) -> tuple[float, int]:
-    """Kill a rank after step ``at``; return the seconds to the next new step, and how many steps were done twice."""
+    """Kill a rank after step ``at``, and return the seconds to the next new step, and the repeated steps."""
     wait_for_step(process, folder, at)
     if (folder / f"rank {rank}").exists():  # torchrun's
         victim = int((folder / f"rank {rank}").read_text())

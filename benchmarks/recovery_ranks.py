@@ -1,4 +1,4 @@
-"""What ``recovery`` trains: the wide model, and a plain loop for ``torchrun`` that saves every 10 steps."""
+"""Models and loops for ``recovery``: the wide model, and a plain loop for ``torchrun`` that saves every 10 steps."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def tutorial() -> Any:
 
 
 def main(net: str, folder: Path, steps: int) -> None:
-    """Train; rank 0 writes a line for each step, and each rank a file with its process's number."""
+    """Train. Rank 0 writes a line for each step, and each rank writes a file with the process id."""
     import torch
     from torch import distributed, nn
     from torch.nn.parallel import DistributedDataParallel

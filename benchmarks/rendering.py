@@ -30,7 +30,7 @@ def targets_table(contents: list[dict[str, Any]]) -> str:
 
 
 def section(content: dict[str, Any]) -> str:
-    """One benchmark: what, where, and the statistics of all its series."""
+    """Return the section of a benchmark: description, machine, and statistics of all series."""
     machine, packages = content["machine"], content["versions"]
     warning = "**Quick settings: these figures mean nothing.**\n\n" if content["quick"] else ""
     instructions = ", ".join(machine["bf16_instructions"]) or "no bf16 instructions"

@@ -33,13 +33,13 @@ class Run:
         return [record for record in self.records if record["kind"] == kind]
 
     def epoch_seconds(self) -> list[float]:
-        """Return the seconds of each epoch with its evaluation; start-up and the end's writing are left out."""
+        """Return the seconds of each epoch with its evaluation, without start-up and the final writes."""
         times = [self.of("start")[0]["time"], *(record["time"] for record in self.of("evaluation"))]
         return [after - before for before, after in itertools.pairwise(times)]
 
 
 def environment(changes: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
-    """Return this process's environment without settings of ours, of wandb and of OpenMP, and with another HOME."""
+    """Return this process's environment without settings of this project, wandb and OpenMP, and with another HOME."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLYTE_", "WANDB_", "OMP_"))}
     if home is not None:
         home.mkdir(parents=True, exist_ok=True)
@@ -48,12 +48,12 @@ def environment(changes: Mapping[str, str], home: Path | None = None) -> dict[st
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living children of a process, theirs and so on."""
+    """Return the living children of a process, including indirect children."""
     return list_living_trees([pid])[1:]
 
 
 def process_name(pid: int) -> str:
-    """Return the name of a living process, such as ``rank 0``; empty if it runs no more of its code."""
+    """Return the name of a living process, such as ``rank 0``, or "" if the process has ended or is exiting."""
     try:
         before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
@@ -63,9 +63,9 @@ def process_name(pid: int) -> str:
 
 
 def most_memory() -> int:
-    """Return the most bytes that this process has had at a time.
+    """Return the peak memory of this process in bytes.
 
-    Not getrusage's figure, which the kernel hands on to a child: that of a benchmark that has run long is larger.
+    The figure of getrusage is not used, because the kernel passes the peak of a long-running benchmark on to a child.
     """
     [kilobytes] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(kilobytes) * 1024
@@ -74,11 +74,10 @@ def most_memory() -> int:
 def run_command(
     command: list[str], variables: Mapping[str, str], limit: float = LIMIT_SECONDS, folder: Path = ROOT
 ) -> None:
-    """Run a command from a folder, by default the repository's root, up to ``limit`` seconds.
+    """Run a command from a folder, by default the repository's root, for up to ``limit`` seconds.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
-
+        RuntimeError: The command failed. The error has the end of the output.
     """
     done = subprocess.run(
         command, cwd=folder, env=dict(variables), capture_output=True, text=True, timeout=limit, check=False
@@ -89,11 +88,10 @@ def run_command(
 
 
 def call(name: str, *arguments: Any, limit: float = LIMIT_SECONDS, variables: Mapping[str, str] | None = None) -> Any:
-    """Return what the function ``module:name`` returns in a process of its own; all goes through JSON.
+    """Return the result of the function ``module:name`` in a separate process. Arguments and result are JSON.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
-
+        RuntimeError: The function failed. The error has the end of the output.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "returned.json")
@@ -110,7 +108,7 @@ def run_library(
     wandb: str = "disabled",
     variables: Mapping[str, str] | None = None,
 ) -> Run:
-    """Train once, in a fresh process that has imported what ``pyflyte`` has, and remove the folder."""
+    """Train once in a fresh process with the imports of ``pyflyte``, and remove the folder."""
     shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
     order = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb}
     began = call("benchmarks.child:train_library", order, variables=variables)
@@ -120,7 +118,11 @@ def run_library(
 
 
 def extract_revision(revision: str, folder: Path, *parts: str) -> None:
-    """Make a folder with parts of this repository at a revision; SystemExit if git has none there."""
+    """Make a folder with parts of this repository at a revision.
+
+    Raises:
+        SystemExit: git has no such parts at the revision.
+    """
     folder.mkdir()
     archive = folder / "revision.tar"
     command = ["git", "archive", f"--output={archive}", revision, *parts]

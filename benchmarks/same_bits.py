@@ -110,9 +110,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 def check(folder: Path, revision: str, *, quick: bool) -> bool:
     """Train all configurations with the library of both sides, print a line for each, return whether all are the same.
 
-    Copies both libraries into ``folder``, and trains there, in a process for each side; kills both if interrupted. With
-    ``quick`` trains 3 steps of the first two configurations. Raises SystemExit if git has no library at the revision,
-    and RuntimeError, with the end of its output, if a process ends early.
+    Copies both libraries into ``folder``, and trains there, in a process for each side. Both processes are killed after
+    an interrupt. With ``quick`` trains 3 steps of the first two configurations.
+
+    Raises:
+        SystemExit: git has no library at the revision.
+        RuntimeError: A process ended early. The error has the end of the output.
     """
     there, here = folder / "revision", folder / "working-tree"
     extract_revision(revision, there, LIBRARY)
@@ -138,7 +141,7 @@ def check(folder: Path, revision: str, *, quick: bool) -> bool:
 
 
 def start_runs(side: Path, configurations: list[dict[str, Any]]) -> subprocess.Popen[str]:
-    """Start the process that trains the configurations one after the other in ``side``, by the library in there."""
+    """Start the process that trains the configurations in turn in ``side``, with the library there."""
     for script in (SCRIPT, ZYGOTE):
         shutil.copy(script, side)
     variables = environment(VARIABLES | {"FLYTE_DDP_RUNS": str(side / "runs")})
@@ -154,7 +157,11 @@ def start_runs(side: Path, configurations: list[dict[str, Any]]) -> subprocess.P
 
 
 def read_outcome(process: subprocess.Popen[str], side: Path) -> dict[str, Any]:
-    """Wait, without a limit, for the outcome of the next configuration, and return it; RuntimeError if none comes."""
+    """Wait for the outcome of the next configuration, without a time limit, and return the outcome.
+
+    Raises:
+        RuntimeError: The process ended without an outcome.
+    """
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -164,7 +171,7 @@ def read_outcome(process: subprocess.Popen[str], side: Path) -> dict[str, Any]:
 
 
 def describe_difference(expected: Mapping[str, Any], found: Mapping[str, Any], revision: str) -> str:
-    """Return in words what differs first between the outcomes at the revision and here; "" if all is the same."""
+    """Return the first difference between the outcomes of the revision and the working tree, or "" without any."""
     sides = {f"at {revision}": expected, "here": found}
     if errors := [f"failed {where}: {each['error']}" for where, each in sides.items() if "error" in each]:
         return "; ".join(errors)
@@ -178,7 +185,7 @@ def describe_difference(expected: Mapping[str, Any], found: Mapping[str, Any], r
 
 
 def compared_values(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the losses, accuracies and learning rates of metrics records by where they are, in their order."""
+    """Return the losses, accuracies and learning rates of metrics records by position, in the same order."""
     return {
         f"{field} of {record['kind']}" + (f" at step {record['step']}" if "step" in record else ""): value
         for record in records

@@ -1,7 +1,7 @@
-"""Train configurations one after the other, and print the SHA-256 of each model and the records of its metrics.
+"""Train configurations in turn, and print the SHA-256 of each model and the metrics records.
 
-same_bits.py copies this script into a folder, beside the library that it is to use and zygote.py of tests/helpers, and
-runs it there. It is also the file from which a configuration takes a model of the user's own.
+This script is copied by same_bits.py into a folder, beside the library to use and zygote.py of tests/helpers, and runs
+there. Configurations also load a user-defined model from this file.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class OwnModel(nn.Module):
-    """A model with what ranks must agree on: BatchNorm, dropout, and a buffer that its forward passes change."""
+    """A model with layers on which ranks must agree: BatchNorm, dropout, and a buffer changed by forward passes."""
 
     level: Tensor
 
@@ -38,7 +38,7 @@ class OwnModel(nn.Module):
         self.head = nn.Linear(8 * height * width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes]; in training also moves ``level`` towards the images' mean."""
+        """Return logits [N, classes]. In training also moves ``level`` towards the mean of the images."""
         if self.training:
             self.level.lerp_(images.mean(), 0.1)
         hidden = torch.relu(self.norm(self.conv(images - self.level)))
@@ -47,9 +47,10 @@ class OwnModel(nn.Module):
 
 
 def train_configuration(hyperparameters: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Train with one thread a rank; return the SHA-256 ``model`` and the ``records`` of the metrics, or the ``error``.
+    """Train with a single thread per rank, and return the outcome.
 
-    Writes the run to the folder ``run``, and its prepared data beside it.
+    The outcome has the SHA-256 ``model`` and the ``records`` of the metrics, or the ``error``. Writes the run to the
+    folder ``run``, and prepared data beside this folder.
     """
     try:
         hp = Hyperparameters(**hyperparameters)

@@ -25,7 +25,7 @@ def generate_table(rows: int, seed: int) -> Pair:
 
 
 def generate_texts(texts: int, seed: int, tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> Pair:
-    """Return texts int64 [texts, tokens], each token one to four more than its forerunner, and the next tokens."""
+    """Return texts int64 [texts, tokens], and the next tokens. Each token is one to four more than the token before."""
     generator = np.random.default_rng(seed)
     steps = generator.integers(1, 5, (texts, tokens + 1))
     content = steps.cumsum(1) % vocabulary

@@ -1,6 +1,6 @@
-"""How long a save holds a rank, in turn with a clone of the same tensors: in a training, and in a user's function.
+"""The time for which a save blocks a rank, against a clone of the same tensors.
 
-A save is written to disk before the next side is timed.
+Measured in a training, and in a user's function. A save is written to disk before the next side is timed.
 """
 
 import json

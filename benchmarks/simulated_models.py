@@ -18,7 +18,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, confidence: float = 3.0) -> Evaluation:
-    """Of a model that names the next class where it is wrong."""
+    """Return the evaluation of a model that predicts the next class where it is wrong."""
     logits = np.zeros((len(labels), classes), dtype=np.float32)
     logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
     objective = Classification(Facts(tuple(map(str, range(classes)))))
@@ -26,9 +26,10 @@ def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, conf
 
 
 def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:
-    """One of many equally good models, any two of which differ on that share of the samples.
+    """Return the correct samples of a model. Any two such models differ on the share ``discordant`` of the samples.
 
-    On twice as many samples, the hard ones, each is right by the toss of a coin; on the others all are right.
+    All models are correct on the easy samples. On the hard samples, which are twice this share, each model is correct
+    by a coin toss.
     """
     correct = np.ones(samples, dtype=bool)
     hard = round(2 * discordant * samples)
@@ -37,14 +38,14 @@ def equal_model(random: np.random.Generator, samples: int, discordant: float) ->
 
 
 def changed_model(random: np.random.Generator, before: Correct, gain: float, loss: float) -> Correct:
-    """A model whose true gains and losses against another are these shares of all samples."""
+    """Return a model whose true gains and losses against another model are the given shares of all samples."""
     right, wrong = float(np.mean(before)), float(np.mean(~before))
     chances = np.where(before, loss / max(right, 1e-9), gain / max(wrong, 1e-9))
     return np.asarray(before ^ (random.random(len(before)) < chances))
 
 
 def simulate_truth(random: np.random.Generator, objective: str, samples: int) -> NDArray[np.float64]:
-    """Targets of a test split, and for segmentation the numbers of pixels of each class: [samples, ...]."""
+    """Return targets of a test split [samples, ...]. For segmentation, the targets are pixel counts of each class."""
     if objective == "multilabel":
         return (random.random((samples, LABELS)) < np.linspace(0.05, 0.5, LABELS)).astype(float)
     if objective == "regression":
@@ -55,9 +56,10 @@ def simulate_truth(random: np.random.Generator, objective: str, samples: int) ->
 def simulate_columns(
     random: np.random.Generator, objective: str, truth: NDArray[np.float64], error: float, tails: float = 5.0
 ) -> Columns:
-    """Columns of one of many equally good models; ``error`` is by how much it errs, ``tails`` of Student's t.
+    """Return the columns of a simulated model, of which all are equally good for the same ``error``.
 
-    Errors of labels and numbers have heavy tails; of images some are hard for all classes.
+    Errors of labels and numbers have heavy tails, with ``tails`` degrees of Student's t. Some images are hard for all
+    classes.
     """
     size = error * random.standard_t(tails, truth.shape) * np.sqrt((tails - 2) / tails)
     if objective == "multilabel":

@@ -101,7 +101,7 @@ def measure(options: Options) -> Result:
 
 
 def cache_hits(options: Options, result: Result) -> None:
-    """Add the times of cache hits; the run that fills each cache comes first and is not counted."""
+    """Add the times of cache hits. The run that fills each cache comes first and is not counted."""
     scripts = {"empty": EMPTY, "typed": TYPED}
     for name, text in scripts.items():
         (options.folder / f"{name}.py").write_text(text)

@@ -1,7 +1,8 @@
-"""Times of training steps of named cases, ours and those of a bare loop, in one process in turn, on a CPU or a GPU.
+"""Times of training steps of named cases, ours and a bare loop's in turn, on a CPU or a GPU.
 
-Ours is the library's step with its data path and its records. The bare loop does what a case asks for, crops and moving
-averages too, with its data on the device, torch's fused optimiser and autocast, but checks, records and saves nothing.
+Both sides run in the same process. Ours is the library's step with data path and records. The bare loop does the work
+of a case, including crops and moving averages. The data is on the device, and the loop uses torch's fused optimiser and
+autocast. It checks, records and saves nothing.
 """
 
 import itertools
@@ -51,7 +52,7 @@ class Case(NamedTuple):
 
 
 def image_case(model: str, batch_size: int, steps: int, *images: int, quick: bool, **hp: Any) -> Case:
-    """Return a case of so many images of noise, their side, channels and classes, with labels at random."""
+    """Return a case of noise images with random labels, of the given number, side, channels and classes."""
     if quick:
         model, batch_size, images = "small_cnn", 8, (64, 32, 3, 10)
     return Case({**hp, "model": model, "batch_size": batch_size}, make_images(*(images or GREY)), steps)
@@ -72,7 +73,7 @@ def table_case(width: int, batch_size: int, steps: int, rows: int = 20_000, *, q
 
 
 def gpt_case(dropout: float = 0.0, *, quick: bool, **hp: Any) -> Case:
-    """Return a case of GPT-2 with 124 million parameters; if ``quick``, of a small one."""
+    """Return a case of GPT-2 with 124 million parameters, or of a small GPT-2 if ``quick``."""
     batch, width, blocks, tokens, vocabulary = (2, 32, 2, 16, 64) if quick else (16, 768, 12, 1024, 50304)
     sizes = {"width": width, "blocks": blocks, "heads": blocks, "tokens": tokens, "vocabulary": vocabulary}
     hp |= {"model": "benchmarks.sample_tasks:GPT", "objective": "language", "num_classes": vocabulary}
@@ -101,7 +102,7 @@ CASES: dict[str, Callable[..., Case]] = {
 
 
 def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
-    """Do the library's steps, with their records; yield each global batch's number of samples."""
+    """Run the library's steps, with their records, and yield each global batch's number of samples."""
     while True:
         for batch in state.clock.time_steps(remaining_batches(state)):
             train_step(state, recorder, batch)
@@ -110,7 +111,7 @@ def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
 
 
 def train_bare(state: TrainingState) -> Iterator[None]:
-    """Do the steps of a plain loop on the training data of a state, with a model of its own."""
+    """Run the steps of a plain loop on the training data of a state, with a separate model."""
     hp, device = state.hp, state.device
     model = zoo.build_model(hp.model, state.objective.outputs, state.spec, hp.parse_options().get("model", {}))
     model = model.to(device).to(memory_format=state.memory_format)
@@ -148,7 +149,10 @@ def draw_batches(state: TrainingState) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def make_preparation(state: TrainingState) -> Callable[[Tensor], Tensor]:
-    """Return what makes the bare loop's inputs of stored ones; images [N, H, W, C] become normalised [N, C, H, W]."""
+    """Return the function that converts stored inputs to inputs of the bare loop.
+
+    Images [N, H, W, C] become normalised [N, C, H, W].
+    """
     spec = state.spec
     if not isinstance(spec, InputSpec):
         return lambda inputs: inputs
@@ -158,7 +162,7 @@ def make_preparation(state: TrainingState) -> Callable[[Tensor], Tensor]:
 
 
 def move_and_mirror(images: Tensor) -> Tensor:
-    """Return images [N, H, W, C] that are moved by up to MOVED pixels, half of them mirrored."""
+    """Return images [N, H, W, C] moved by up to MOVED pixels, half of which are mirrored."""
     count, height, width, _ = images.shape
     padded = functional.pad(images, (0, 0, MOVED, MOVED, MOVED, MOVED))
     above, left = torch.randint(2 * MOVED + 1, (2, count, 1), device=images.device)
@@ -169,7 +173,7 @@ def move_and_mirror(images: Tensor) -> Tensor:
 
 
 def time_blocks(order: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of a step in each block, by side; each side's first block is not counted."""
+    """Return the seconds of a step in each block, by side. The first block of each side is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         return time_blocks_in(Path(folder), order)
 
@@ -205,7 +209,7 @@ def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings 
 
 
 def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:
-    """Return the seconds of one of the next steps, until the device has done them all."""
+    """Return the seconds per step of the next steps, until the device has finished all."""
     begin = time.perf_counter()
     for _ in itertools.islice(steps, number):
         pass

@@ -70,7 +70,7 @@ def measure(options: Options) -> Result:
 
 
 def measure_rungs(order: dict[str, Any], parts: list[int]) -> list[tuple[int, dict[str, Any]]]:
-    """Train a trial from rung to rung, and return what each has found."""
+    """Train a trial from rung to rung, and return the measurement at each rung."""
     hp, folder, found = Hyperparameters(**order["hp"]), Path(order["folder"]), []
     for part in parts:
         run_part(hp, Path(order["data"]), folder, part, Settings(progress="off", wandb_mode="disabled"))
@@ -116,7 +116,7 @@ def halve(found: list[list[Rung]]) -> tuple[float, int]:
 
 
 def prune(found: list[list[Rung]]) -> tuple[float, int]:
-    """Return the loss of the best trial that Optuna's pruner let come to its end, and the steps of all."""
+    """Return the loss of the best trial that Optuna's pruner completed, and the steps of all trials."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

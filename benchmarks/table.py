@@ -53,7 +53,7 @@ def measure(options: Options) -> Result:
 
 @contextmanager
 def on_cores(number: int) -> Iterator[None]:
-    """Run what is started in the block on this many cores, so that ranks of all sides have one thread each."""
+    """Run the processes started in the block on this many cores. All ranks then have a thread each."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[-number:])
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Registers this commit's tasks, workflows and launch plans, with all sources; schedules start with --activate only.
+# Registers this commit's tasks, workflows and launch plans, with all sources. Schedules start only with --activate.
 set -euo pipefail
 
 usage() {
@@ -66,9 +66,9 @@ pyflyte=pyflyte
 command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"
 python=$(dirname "$(command -v "$pyflyte")")/python
 
-# Flyte keeps what it has under a version that exists, without a word. So everything that is registered is in the version:
-# the commit, the profile, and a digest of image, account and the settings that tasks and launch plans are made from.
-settings=$("$python" -m flyte_ddp.pods.environment) # no secrets; says which variables it does not know or does not send
+# Flyte silently ignores a registration under an existing version. Therefore the version contains everything that is
+# registered: the commit, the profile, and a digest of image, account and settings of tasks and launch plans.
+settings=$("$python" -m flyte_ddp.pods.environment) # no secrets; prints variables that are unknown or not sent
 digest=$(printf '%s\n' "$image" "$copy" "$service_account" "$settings" | git hash-object --stdin | cut -c1-6)
 version=$(git describe --tags --always --abbrev=12)-$profile-$digest
 

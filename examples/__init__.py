@@ -1,1 +1,1 @@
-"""Programs of others on ranks of this library's launchers; README.md lists them."""
+"""Example programs on ranks of this library's launchers. README.md lists the examples."""

@@ -1,4 +1,4 @@
-"""Data for the examples, without a network: scikit-learn's 1,797 digits, in the forms that the documents read."""
+"""Data for the examples, without a network: scikit-learn's 1,797 digits, in the formats that the documents use."""
 
 import gzip
 import struct
@@ -8,11 +8,11 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-TEST_SHARE = 6  # one digit of so many is for tests
+TEST_SHARE = 6  # one digit in six is for tests
 
 
 def make_digits(size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return grey images, uint8 [N, size, size], and labels of "train" and "t10k", which is MNIST's name for test."""
+    """Return grey images, uint8 [N, size, size], and labels of "train" and "t10k", MNIST's name for test."""
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).astype(np.uint8)
     images = np.stack([np.asarray(Image.fromarray(image).resize((size, size))) for image in pixels])
@@ -21,10 +21,10 @@ def make_digits(size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def unpack_mnist_files(name: str, source: str | None, folder: Path, count: int = 0) -> Path:
-    """Write MNIST's four files to where ``torchvision.datasets.NAME(folder)`` looks for them; return ``folder``.
+    """Write MNIST's four files for ``torchvision.datasets.NAME(folder)``, and return ``folder``.
 
-    Unpacks those in the folder ``source``; without it writes the digits, images of 28x28, ``count`` of each part or
-    all.
+    Unpacks the files in the folder ``source``. Without ``source``, writes the digits as images of 28x28 pixels. A
+    ``count`` limits the digits of each part.
     """
     raw = folder / name / "raw"
     raw.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,10 @@ def unpack_mnist_files(name: str, source: str | None, folder: Path, count: int =
 
 
 def write_image_folder(folder: Path, count: int = 0) -> Path:
-    """Write training digits of 32x32 pixels as files ``class/number.png``, ``count`` or all; return the folder."""
+    """Write training digits of 32x32 pixels as files ``class/number.png``, and return the folder.
+
+    A ``count`` limits the number of digits.
+    """
     images, labels = make_digits(32)["train"]
     for number, (image, label) in enumerate(zip(images[: count or None], labels, strict=False)):
         path = folder / str(label) / f"{number:04}.png"

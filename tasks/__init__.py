@@ -5,7 +5,7 @@ import click
 from flytekitplugins.ddp.flyte import remove_execution_id_outside_tasks
 from tasks import input_form
 
-__all__ = ["input_form"]  # its import registers the forms
+__all__ = ["input_form"]  # importing it registers the forms
 
 remove_execution_id_outside_tasks()
 context = click.get_current_context(silent=True)

@@ -1,8 +1,8 @@
-"""What a person sees of ``pyflyte``: errors as one panel, missing engines, hyperparameters in its help, no litter.
+"""Adapt ``pyflyte`` for users: errors as panels, install hints for engines, help on fields, and no leftover files.
 
-flytekit reads the command line before any code of ours runs, and shows most mistakes in it as a traceback. But it
-imports our modules within click's context of the command, and click (since 8.3) passes exceptions to a context's
-resources. So a resource of ours translates the exceptions.
+The command line is parsed by flytekit before any code of this project runs, and most user errors would end in a
+traceback. However, flytekit imports this project's modules within click's context of the command. Since version 8.3,
+click passes exceptions to the resources of a context. The resource registered here translates the exceptions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FILE_OPTIONS = ("--hp", "--policy", "--sweep", "--window", "--inputs-file")  # w
 
 
 def set_up_command(context: click.Context) -> None:
-    """Set up the ``pyflyte`` command that imports our modules: run, register or package."""
+    """Set up the ``pyflyte`` command (run, register or package) that imports this project's modules."""
     command = context.find_root().invoked_subcommand
     context.with_resource(show_errors_in_panels(context))
     remove_temporary_folders_at_exit()
@@ -64,7 +64,7 @@ def set_up_command(context: click.Context) -> None:
         environment.check_settings_for_pods()
         leave_out_virtual_environment()
     else:
-        context.with_resource(outcomes.hold_last_outcome())  # flytekit then prints the outputs
+        context.with_resource(outcomes.hold_last_outcome())  # printed after flytekit's outputs
     if is_remote:
         from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
@@ -73,12 +73,15 @@ def set_up_command(context: click.Context) -> None:
 
 
 def leave_out_virtual_environment() -> None:
-    """Make flytekit skip .venv when packing sources. Asking for each file there whether it is ignored takes seconds."""
+    """Make flytekit skip .venv when packing sources.
+
+    Checking every file there against the ignore rules would take seconds.
+    """
     script_mode.EXCLUDE_DIRS.add(".venv")
 
 
 def print_fields(context: click.Context) -> None:
-    """Print name, default and meaning of the fields of each dataclass that the command takes."""
+    """Print name, default and meaning of the fields of each dataclass that the command accepts."""
     if context.invoked_subcommand is None:  # --help of the file
         return
     command = context.command.get_command(context, context.invoked_subcommand)  # type: ignore[attr-defined]
@@ -92,33 +95,39 @@ def print_fields(context: click.Context) -> None:
 
 
 def change_remote_run(parameters: RunLevelParams) -> None:
-    """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version."""
-    if parameters.copy == CopyFileDetection.LOADED_MODULES:  # only those imported by now
+    """Make ``pyflyte run --remote`` send all sources, and add a digest of the settings to the version.
+
+    Also passes --overwrite-cache to pods as an environment variable.
+    """
+    if parameters.copy == CopyFileDetection.LOADED_MODULES:  # only the modules imported so far
         parameters.copy = CopyFileDetection.ALL
-    remote = parameters.remote_instance()  # whose method makes the version from sources alone
+    remote = parameters.remote_instance()  # register_script derives the version from sources alone
     remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
-    if parameters.overwrite_cache:  # Flyte does not tell pods
+    if parameters.overwrite_cache:  # Flyte does not pass this flag to pods
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 def remove_temporary_folders_at_exit() -> None:
-    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours."""
+    """Delete flytekit's temporary folders when this process exits. The folders hold no outputs."""
     sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
     for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
         if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
-            # Processes that multiprocessing starts do not run functions of atexit.
+            # Processes started by multiprocessing do not run atexit functions.
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
-    """Replace exceptions of the block that a person can fix by a click exception, shown as a panel; let others pass."""
+    """Convert exceptions that the user can resolve to click exceptions, which click shows as panels.
+
+    Other exceptions pass unchanged.
+    """
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
         again = "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
         text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
-        # Whoever typed a command knows the run by the command.
+        # The user knows the run by the command.
         raise click.ClickException(text.replace("the same run ", "the same command ")) from None
     except FlyteEntityNotFoundException as error:
         names = context.command.list_commands(context)  # type: ignore[attr-defined]
@@ -132,31 +141,31 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
 
 
 def describe_missing_engine(name: str) -> str:
-    """Return that an engine is not installed, and how to install it, or "" if it is installed."""
+    """Return an error text with an install hint if an engine is not installed, else ""."""
     plugin = ENGINES[name].flytekit_plugin
     with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
-        if importlib.util.find_spec(plugin) is not None:  # a plugin needs its engine, so that is installed too
+        if importlib.util.find_spec(plugin) is not None:  # the plugin depends on the engine
             return ""
     return f"{plugin} is not installed: {install_hint(name)}"
 
 
 def unfit_path_error(error: Exception) -> UserError | None:
-    """Return the error for an option whose path flytekit cannot take; None if the exception has another cause."""
+    """Return the error for an option whose path flytekit cannot accept, or None for any other cause."""
     found = re.match(r"Failed argument '(\w+)'", str(error)) if isinstance(error, TypeTransformerFailedError) else None
     words = [word for option, word in list_options() if found and option == f"--{found[1]}"]
     return UserError(f"--{found[1]} {words[0]!r}: is no such file or folder; see --help") if found and words else None
 
 
 def list_options() -> Iterator[tuple[str, str]]:
-    """Return each pair of neighbouring words of the command line, where ``--option=value`` is two words."""
+    """Return all pairs of neighbouring command-line words, where ``--option=value`` counts as two words."""
     split = (word.split("=", 1) if word.startswith("--") else [word] for word in sys.argv)
     return pairwise(chain.from_iterable(split))
 
 
 def refuse_misread_input(option: str, word: str) -> None:
-    """Raise UserError for JSON or YAML of FILE_OPTIONS that flytekit would understand otherwise than it is written.
+    """Raise UserError if flytekit would misread JSON or YAML of FILE_OPTIONS, such as an octal number.
 
-    Does nothing if a text cannot be read or parsed, because flytekit reports the reason.
+    Does nothing if the text cannot be read or parsed, because flytekit reports this error.
     """
     if option not in FILE_OPTIONS:
         return
@@ -173,9 +182,9 @@ def refuse_misread_input(option: str, word: str) -> None:
 
 
 def input_file_error(error: Exception) -> UserError | None:
-    """Return the error for a file of FILE_OPTIONS that cannot be parsed; read each once more.
+    """Return the error for a file of FILE_OPTIONS that cannot be parsed, or None.
 
-    The exception alone does not tell: a user's own code may raise the same.
+    Reads each file once more, because user code may raise the same exception.
     """
     if not isinstance(error, (OSError, UnicodeDecodeError, yaml.YAMLError)):
         return None
@@ -189,7 +198,10 @@ def input_file_error(error: Exception) -> UserError | None:
 
 
 def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:
-    """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another."""
+    """Return the error for a failed call to a Flyte cluster, by the call's status code.
+
+    Returns None if no failed gRPC call caused ``error``.
+    """
     from flytekit.configuration import PlatformConfig
     from grpc import RpcError, StatusCode
 

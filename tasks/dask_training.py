@@ -1,4 +1,7 @@
-"""The training task on Dask: a worker for each rank, set up by Flyte for the run; locally, workers of this machine."""
+"""The training task on Dask. Flyte sets up a cluster with a worker for each rank.
+
+A local run uses workers of this machine.
+"""
 
 from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
@@ -21,11 +24,12 @@ WORKERS = read_node_range()[1] * RANKS_EACH
     task_config=dask_cluster(WORKERS, ResourceSpec(**requests_and_limits(PROFILE)), RANKS_EACH),
     **pods.launching_pod(RUNNER),
     cache=pods.training_cache(),
-    shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
+    shared_memory=PROFILE.shared_memory,  # of the workers: the plugin creates all pods from one template
 )
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
 
-    Takes what check_inputs returns, and returns what train_model does. A local run uses DASK_SCHEDULER_ADDRESS, if set.
+    The inputs are outputs of check_inputs. The outputs are those of train_model. A local run uses
+    DASK_SCHEDULER_ADDRESS, if set.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("dask", WORKERS)))

@@ -1,4 +1,7 @@
-"""The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
+"""The training task on torch Elastic, in a single pod or several (Kubeflow's PyTorchJob).
+
+The task's body runs in every rank.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -23,21 +26,24 @@ from tasks.training import TrainingOutputs, train_in_run_folder, training_output
 
 
 class ElasticTraining(Elastic):  # type: ignore[misc]
-    """The plugin's configuration, under a type of our own, for which ElasticTrainingTask is registered."""
+    """The plugin's configuration as a separate type, by which flytekit chooses ElasticTrainingTask."""
 
 
 class ElasticTrainingTask(ReplacedPodsTask):
-    """The task type of :func:`train_on_elastic`, which is registered for ElasticTraining."""
+    """The task type of :func:`train_on_elastic`, registered for ElasticTraining."""
 
     def _execute(self, **inputs: Any) -> Any:
-        """Train in workers of this machine; in a pod, start workers, show the report, return rank 0's outputs."""
+        """Train, and return the outputs of rank 0.
+
+        A local run trains in workers of this machine. A pod starts workers and publishes the report during training.
+        """
         from flyte_ddp.launch import elastic
 
         version = inputs["run_version"]
         if not is_in_pod():
             with translate_errors_for_flyte():
                 return training_outputs(train_in_run_folder(inputs["hp"], inputs["data"], version, elastic.launch))
-        folder = resolve_folder(version)  # sets the variable by which workers know the folder
+        folder = resolve_folder(version)  # sets the variable by which workers find the folder
         with translate_errors_for_flyte(), publish_report_while_training(PLATFORM, folder):
             return training_outputs(self.launch_workers(self.task_function, folder / UNFINISHED, **inputs))
 
@@ -53,16 +59,16 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
     cache=pods.training_cache(),
 )
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
+    """Train a model on torch Elastic, on a single node or several, with a rank in each of Elastic's workers.
 
-    Takes what check_inputs returns, and returns what train_model does.
+    The inputs are outputs of check_inputs. The outputs are those of train_model.
     """
     from flyte_ddp.launch import elastic
     from flyte_ddp.training.job import find_data_on_host
 
     run = partial(train_in_run_folder, hp, data, run_version, elastic.launch)
     prepare = partial(find_data_on_host, fetch_into=partial(download_data, data))
-    # Only workers in pods run this function; the plugin takes rank 0's result, of which _execute makes outputs.
+    # Only workers in pods run this function. _execute converts rank 0's result to outputs.
     return elastic.run_in_worker(run, prepare)  # type: ignore[arg-type, return-value]
 
 

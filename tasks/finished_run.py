@@ -1,4 +1,4 @@
-"""The task that stands in for training when a finished run is released."""
+"""The task that replaces training when a finished run is released."""
 
 from typing import List, NamedTuple
 
@@ -16,7 +16,10 @@ from tasks.flyte import PythonPickledFile, download_from_folder, flyte_task, out
 
 
 class LoadedRun(NamedTuple):
-    """The first outputs of train_model, in the same order, because local runs of flytekit join branches by place."""
+    """The first outputs of train_model, in the same order.
+
+    In local runs, flytekit matches the outputs of branches by position.
+    """
 
     epoch_accuracies: List[float]
     model_state: PythonPickledFile
@@ -25,7 +28,7 @@ class LoadedRun(NamedTuple):
 
 @flyte_task(**pods.storing_pod())
 def load_finished_run(run: str, data: FlyteDirectory) -> LoadedRun:
-    """Return the model of a finished run in place of training. Refuses data that the run was not trained on."""
+    """Return the model of a finished run in place of training. Rejects data that the run was not trained on."""
     finished = FinishedRun.read(run)
     description = download_from_folder(data, DESCRIPTION)
     assert description is not None

@@ -1,7 +1,7 @@
-"""The Flyte types of our dataclasses, each made once, and with forms for the console.
+"""Flyte types of this project's dataclasses, each created once, with forms for the console.
 
-A form has a field for each field of a dataclass, with help, default and choices. The console draws a form from a JSON
-schema of an older draft than flytekit writes into the type of a dataclass. So the types have both schemas.
+A form shows help, default and choices for each field of a dataclass. The console draws forms from an older draft of
+JSON schema than flytekit writes. Therefore the types contain both schemas.
 """
 
 import copy
@@ -25,7 +25,7 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 class KnownTransformer(DataclassTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
-    """Flytekit's transformer of a dataclass, with the type kept: flytekit asks for a type up to 16 times."""
+    """Flytekit's transformer of a dataclass, with a cached type: flytekit requests a type up to 16 times."""
 
     def __init__(self, known: type[Any]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class KnownTransformer(DataclassTransformer):  # type: ignore[misc]  # which fly
         self.literal_type: LiteralType | None = None
 
     def get_literal_type(self, t: type[Any]) -> LiteralType:
-        """Return a new object for each call, whose metadata may be replaced."""
+        """Return a copy of the cached type. Callers may replace the copy's metadata."""
         if self.literal_type is None:
             self.literal_type = self.make_literal_type(t)
         return copy.copy(self.literal_type)
@@ -48,7 +48,8 @@ class KnownTransformer(DataclassTransformer):  # type: ignore[misc]  # which fly
 class FormTransformer(KnownTransformer):
     """Flytekit's transformer of a dataclass of checked fields, with a schema for the console.
 
-    Without this schema the type equals flytekit's, which takes 0.1 s and a compiled class for each field.
+    Apart from the schema, the type equals flytekit's. However, flytekit would need 0.1 s and a compiled class for each
+    field.
     """
 
     def make_literal_type(self, t: type[CheckedFields]) -> LiteralType:
@@ -65,7 +66,7 @@ class FormTransformer(KnownTransformer):
         }
         return LiteralType(
             simple=SimpleType.STRUCT,
-            # pyflyte's help would print all of it; set_up_command() prints columns.
+            # pyflyte's --help would print the whole schema. print_fields() prints columns instead.
             metadata={} if "--help" in sys.argv else schema | form_metadata(values),
             structure=TypeStructure("", {name: TypeEngine.to_literal_type(kind) for name, kind in types.items()}),
             annotation=TypeAnnotation({CACHE_KEY_METADATA: {SERIALIZATION_FORMAT: MESSAGEPACK}}),
@@ -79,9 +80,10 @@ class FormTransformer(KnownTransformer):
 
 
 def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
-    """Return a copy of a launch plan's parameter, whose form in the console begins with these values.
+    """Return a copy of a launch plan's parameter whose console form starts with ``values``.
 
-    The console takes the values from the type, ignores the parameter's default, and sends all values of the form.
+    The console reads the initial values from the type, ignores the parameter's default, and sends all values of the
+    form.
     """
     found = LiteralType.from_flyte_idl(parameter.var.type.to_flyte_idl())  # the type may be shared
     found.metadata = {**(found.metadata or {}), **form_metadata(values)}
@@ -89,10 +91,10 @@ def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
 
 
 def form_metadata(values: CheckedFields) -> dict[str, Any]:
-    """Return the metadata of a dataclass's type, with a JSON schema (draft 7) for the console and these values in it.
+    """Return a dataclass type's metadata: a JSON schema (draft 7) for the console, with ``values`` as defaults.
 
-    Flyte keeps the schema as a protobuf Struct, which keeps the order of lists but not of objects. So each field is a
-    schema of its own in a list. Without a title the console would turn the list into an object.
+    Flyte stores the schema as a protobuf Struct, which preserves the order of lists but not of objects. Therefore each
+    field is a separate schema in a list. Without a title, the console would turn the list into an object.
     """
     name, fields = type(values).__name__, []
     for field in dataclasses.fields(values):  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Tasks that watch a champion: its window against its held-out samples, and the alarm. None is ever cached."""
+"""Tasks that monitor a champion: compare a window of samples with the held-out samples, and raise an alarm.
+
+None of these tasks is cached.
+"""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +28,10 @@ from tasks.release import open_registry
 
 
 class Monitored(NamedTuple):
-    """What was found in the window, and a folder with its page and the tables of its columns and the reference's."""
+    """The findings about a window, and a folder with the page and tables of columns.
+
+    The tables are window.csv, and reference.csv for the held-out samples.
+    """
 
     found: Window
     files: FlyteDirectory
@@ -33,7 +39,10 @@ class Monitored(NamedTuple):
 
 @flyte_task(**pods.prediction_pod())
 def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime) -> Monitored:
-    """Predict a window with the champion, compare it with the held-out samples, and record it in the registry."""
+    """Predict a window with the champion, compare it with the held-out samples, and record the findings.
+
+    The findings are written to the registry, and shown as a deck.
+    """
     from flyte_ddp.monitor.page import write_page, write_table
     from flyte_ddp.monitor.watch import predict_window
 
@@ -59,7 +68,7 @@ def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime
 
 
 def fetch_samples(source: WindowSource) -> Path:
-    """Return where the images or the table are on this machine, after a download if need be."""
+    """Return the local path of a window's images or table, after a download if the address is remote."""
     address = source.images or source.table
     if (path := storage.local_path(address)) is not None:
         return path
@@ -71,6 +80,9 @@ def fetch_samples(source: WindowSource) -> Path:
 
 @flyte_task(**pods.registry_pod())
 def raise_alarm(found: Window, window: WindowSource) -> None:
-    """Fail if the window is an alarm, so that Flyte notifies people; ``window`` may say that it must not."""
+    """Fail if the window is an alarm, so that Flyte notifies people.
+
+    Does nothing if ``window.fail_on_alarm`` is false.
+    """
     if found.alarm and window.fail_on_alarm:
         raise UserError(f"{found.address}: {found.describe()}; see the page of watch_champion")

@@ -1,4 +1,4 @@
-"""What tasks get from the cluster: resources, GPUs, secrets, environment, pod template, retries and cache policy."""
+"""Cluster options of tasks: resources, GPUs, secrets, environment, pod template, retries and cache policy."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,10 @@ WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # without 
 
 
 def registry_pod(disk: str = "") -> dict[str, Any]:
-    """Return the options of a task that checks inputs or uses the registry; ``disk`` "" takes the profile's."""
+    """Return the options of a task that checks inputs or uses the registry.
+
+    If ``disk`` is empty, the profile's disk size applies.
+    """
     limits = chosen_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
     requests = replace(limits, cpu="500m", memory="1Gi")
@@ -37,7 +40,11 @@ def data_pod() -> dict[str, Any]:
 
 
 def prediction_pod() -> dict[str, Any]:
-    """Return the options of a task that applies a model: one GPU and its share of the profile, else all of it."""
+    """Return the options of a task that applies a model.
+
+    If the profile has GPUs, the pod gets one GPU and the matching share of CPUs and memory. Otherwise the pod gets the
+    size of the profile.
+    """
     profile = chosen_profile()
     variables = environment.cache_limit_variable() | environment.registered_settings(REGISTRY_PODS)
     variables[REQUESTED_GPUS] = str(min(1, profile.gpus))
@@ -51,7 +58,10 @@ def training_pod() -> dict[str, Any]:
 
 
 def launching_pod(size: Size) -> dict[str, Any]:
-    """Return the options of a training task whose own pod has this size; it launches its ranks there or in others."""
+    """Return the options of a training task whose pod has this size.
+
+    The pod launches the ranks in place or in other pods.
+    """
     profile, secret = chosen_profile(), environment.wandb_secret_id()
     return {
         **pod_options(size, environment.training_environment(), template=profile.pod_template),
@@ -71,9 +81,14 @@ def pod_options(
     template: Optional[str] = None,
     hours: float = 0,
 ) -> dict[str, Any]:
-    """Return the options that every task has, for a pod with these limits, and variables beside those of every pod.
+    """Return the options that all tasks share, for a pod of this size.
 
-    Without ``requests`` the pod requests its limits, so as not to be evicted for memory. ``hours`` 0: FLYTE_DDP_HOURS.
+    Args:
+        size: Limits of the pod.
+        variables: Environment variables in addition to those of every pod.
+        requests: Requested resources. None requests the limits, which avoids eviction for memory.
+        template: Name of a pod template in the cluster. None uses FLYTE_DDP_POD_TEMPLATE.
+        hours: Timeout. 0 uses FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),
@@ -92,19 +107,23 @@ def gpu_type() -> Optional[GPUAccelerator]:
 
 
 def training_cache() -> Cache:
-    return cache_by_content(ignored_inputs=("data",))  # whose address differs each time; run_version stands for them
+    return cache_by_content(ignored_inputs=("data",))  # run_version identifies the data
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
-    """Return the setting by which Flyte caches results by inputs and sources; of equal executions at once, one runs."""
+    """Return the setting by which Flyte caches results by inputs and source code.
+
+    Of equal executions at the same time, only one runs. The rest reuse the result.
+    """
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 
 class RestrictedPod(PodTemplate):  # type: ignore[misc]
     """The pod template of every task, which satisfies Kubernetes' PodSecurity level "restricted".
 
-    flytekit puts the task's image, command, resources and environment into its container. Flyte then merges the
-    cluster's pod template that the task names, and makes the pods of PyTorchJobs, RayJobs and DaskJobs from the result.
+    The task's image, command, resources and environment are added to the container by flytekit. Flyte then merges the
+    cluster's pod template that the task names. From the result, Flyte makes the pods of PyTorchJobs, RayJobs and
+    DaskJobs.
     """
 
     def __init__(self) -> None:
@@ -112,7 +131,7 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
 
     @cached_property
     def pod_spec(self) -> "V1PodSpec":
-        """The pod's specification, made when a task is serialized: importing Kubernetes' client takes a second."""
+        """The pod's specification, created on first use because importing Kubernetes' client takes a second."""
         from kubernetes import client
 
         capabilities, seccomp = client.V1Capabilities(drop=["ALL"]), client.V1SeccompProfile(type="RuntimeDefault")
@@ -121,7 +140,7 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
         primary = client.V1Container(
             name=self.primary_container_name,
             security_context=container,
-            termination_message_policy="FallbackToLogsOnError",  # so that a lost pod's last lines are its error
+            termination_message_policy="FallbackToLogsOnError",  # the last log lines of a lost pod become its error
         )
-        # No code of ours asks Kubernetes' API, whose token would be in every pod.
+        # No code calls Kubernetes' API, so pods get no token for it.
         return client.V1PodSpec(containers=[primary], security_context=pod, automount_service_account_token=False)

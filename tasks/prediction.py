@@ -1,4 +1,4 @@
-"""The prediction task: a trained model applied to a folder of images, a data set's test split, or new rows."""
+"""The prediction task: applies a trained model to a folder of images, a data set's test split, or new rows."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ from tasks.flyte import PythonPickledFile, flyte_task, output_file, output_folde
 
 
 class Predictions(NamedTuple):
-    """A table (CSV) of predictions, one row for each sample, and a folder of PNG files if the model predicts masks."""
+    """A table (CSV) with a row for each sample, and a folder of PNG files if the model predicts masks."""
 
     table: FlyteFile
     masks: Optional[FlyteDirectory]
@@ -39,9 +39,10 @@ def predict_images(
     table: Optional[FlyteFile] = None,
     top_classes: int = 5,
 ) -> Predictions:
-    """Predict a folder of images, the test split of a data set, or the rows of a file, into a table (CSV).
+    """Predict a folder of images, the test split of a data set, or the rows of a file.
 
-    The inputs are those of predict_wf. The first predictions are on the task's page.
+    Returns a table (CSV) of predictions. The inputs are those of predict_wf. The first predictions are on the task's
+    page.
     """
     from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
 

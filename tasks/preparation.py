@@ -1,4 +1,4 @@
-"""Tasks that come before training: check what was asked for, and fetch the data set."""
+"""Tasks that come before training: check the inputs, and fetch the data set."""
 
 from datetime import datetime
 from typing import NamedTuple, Optional
@@ -13,7 +13,7 @@ from tasks.flyte import flyte_task, output_folder
 
 
 class CheckedInputs(NamedTuple):
-    """What training needs: all hyperparameters, the prepared data set, and the versions of the data and the run.
+    """Inputs of training: all hyperparameters, the prepared data set, and the versions of the data and the run.
 
     The run's version is empty if nothing is to be trained.
     """
@@ -26,9 +26,9 @@ class CheckedInputs(NamedTuple):
 
 @flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
-    """Download, verify and prepare a data set, once for each version of its content, and return its folder.
+    """Download, verify and prepare a data set, once for each version of the content, and return the folder.
 
-    Give the hyperparameters of these names, and the data_version that check_inputs returns.
+    The data_version is an output of check_inputs. The other inputs are the hyperparameters of the same names.
     """
     from flyte_ddp.pods.run_inputs import find_or_fetch_data_set
 
@@ -45,12 +45,12 @@ def check_inputs(
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
-    The engine is elastic, ray, dask, or empty for training in one pod. Data sets that are downloaded as a whole are
-    prepared by the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
-    Given the folder or address of a finished ``run``, returns the hyperparameters of the run, and an empty run_version.
+    The engine is elastic, ray, dask, or empty for training in a single pod. If a data set is downloaded as a whole, the
+    task fetch_dataset prepares the data on a larger disk. With a model_name also checks the registry's address. Given
+    the folder or address of a finished ``run``, returns the hyperparameters of the run, and an empty run_version.
 
-    Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
-    start from, or the kickoff time of a schedule that retrains at every tick.
+    This task is never cached. The outputs change exactly when training has to run again. This is the case for new data,
+    code or initial weights, and at each kickoff time of a schedule that always retrains.
     """
     from flyte_ddp.datasets import is_quickly_prepared
     from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set, identify_data
@@ -58,7 +58,7 @@ def check_inputs(
     if model_name is not None:
         from flyte_ddp.release.registry import Registry
 
-        Registry(paths.registry_address(), model_name)  # refuses a bad name
+        Registry(paths.registry_address(), model_name)  # raises UserError for an invalid name
     if run:
         from flyte_ddp.release.finished_run import FinishedRun
 

@@ -1,4 +1,7 @@
-"""The training task on Ray: a cluster that Flyte sets up for the run, or a running one, or locally this machine."""
+"""The training task on Ray. Flyte sets up a cluster for the run.
+
+A local run uses a running cluster, or this machine.
+"""
 
 from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
@@ -13,15 +16,16 @@ from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 PROFILE = chosen_profile()
-# KubeRay starts the job when all nodes are there, so the lower end of a range has no use.
+# KubeRay starts the job when all nodes are available, so the lower end of a range is unused.
 NODES = read_node_range()[1]
 CLUSTER = ray_cluster(NODES, ResourceSpec(**requests_and_limits(PROFILE)), PROFILE.shared_memory, PROFILE.gpu_type)
 
 
 @flyte_task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER), cache=pods.training_cache())
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
+    """Train a model on a Ray cluster that Flyte sets up for this task.
 
-    Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
+    Each rank uses a GPU, or CPUs if the nodes have no GPUs. The inputs are outputs of check_inputs. The outputs are
+    those of train_model. A local run uses RAY_ADDRESS, if set.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, engine_launcher("ray", NODES)))

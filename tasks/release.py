@@ -1,4 +1,4 @@
-"""Tasks that release a model: the judgement against the champion, promotion, and the way back. None is ever cached."""
+"""Tasks that release a model: comparison with the champion, promotion and rollback. None of them is cached."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ TypeEngine.register(KnownTransformer(Verdict))
 
 
 class Judged(NamedTuple):
-    """Whether to promote, the verdict with its checks, and a folder with the verdict's page and the exports."""
+    """Whether to promote, the verdict with all checks, and a folder with the verdict's page and the exports."""
 
     promotes: bool
     verdict: Verdict
@@ -46,9 +46,9 @@ def judge_model(
     policy: Policy,
     changes: List[str],
 ) -> Judged:
-    """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
+    """Compare a model with the champion on the test split of a data set, by the checks of a policy.
 
-    The registry counts the comparison. The verdict shows ``changes``, which are notes on the data.
+    Promotes nothing. The registry counts the comparison. The verdict shows ``changes``, which are notes on the data.
     """
     model = Path(model_state.download()), Path(sidecar.download())
     return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile, changes)
@@ -58,7 +58,10 @@ def judge_model(
 def evaluate_version(
     model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
 ) -> Judged:
-    """Compare a version (empty: the champion) with the champion on the test split of any data set; decide nothing."""
+    """Compare a stored version with the champion on the test split of any data set.
+
+    Promotes nothing. An empty ``version`` means the champion.
+    """
     from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
 
     registry = open_registry(model_name)
@@ -76,7 +79,7 @@ def evaluate_version(
 def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a judged model as a version; if its verdict says so, make it the champion.
+    """Store a judged model as a version. If the verdict is to promote, make the version the champion.
 
     If another model was promoted since the judgement, the champion stays.
     """
@@ -89,7 +92,7 @@ def carry_out_verdict(
 
 @flyte_task(**pods.storing_pod())
 def promote_version(model_name: str, version: str, reason: str) -> Released:
-    """Make a stored version the champion, as the person who launched this says; the log keeps the reason."""
+    """Make a stored version the champion, at the request of a user. The log records the reason."""
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
     return announce_champion(registry, entry)
@@ -97,7 +100,7 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 
 @flyte_task(**pods.storing_pod())
 def roll_back_champion(model_name: str, reason: str) -> Released:
-    """Make the champion before the present one the champion again; the log keeps the reason."""
+    """Make the previous champion the champion again. The log records the reason."""
     registry = open_registry(model_name)
     entry = promotion.roll_back_champion(registry, reason, by=author_name(), once=is_in_pod())
     return announce_champion(registry, entry)
@@ -117,8 +120,8 @@ def judge_files(
 ) -> Judged:
     """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    With the data's ``profile`` the verdict may promote: then the folder also gets exports, profile, reference, and what
-    tells the samples of this night from those of others.
+    The verdict may promote only if the ``profile`` of the data is given. The folder then also gets exports, profile,
+    reference, and digests that identify the samples.
     """
     from flyte_ddp.predict.sample_columns import write_reference
     from flyte_ddp.release.judge import judge_challenger
@@ -149,6 +152,6 @@ def announce_champion(registry: Registry, entry: Entry) -> Released:
 
 
 def announce_release(released: Released) -> Released:
-    """Return the outcome; in a local run print it, too."""
+    """Return the outcome, and print a summary in a local run."""
     print_outcome(f"{released.outcome}; champion {released.champion[:12] or 'none'}")
     return released

@@ -1,4 +1,4 @@
-"""Tasks that make data sets of shards: pack, index, check. ``python -m flyte_ddp.shards`` has the rest."""
+"""Tasks that make data sets of shards: pack, index, verify. ``python -m flyte_ddp.shards`` has more commands."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from tasks.flyte import flyte_task, output_folder
 
 
 class PackedShards(NamedTuple):
-    """The folder of shards, and its name as a data set: the value of the hyperparameter ``dataset``."""
+    """The folder of shards, and the value of the hyperparameter ``dataset`` for training on the shards."""
 
     shards: FlyteDirectory
     dataset: str
@@ -23,10 +23,10 @@ class PackedShards(NamedTuple):
 def pack_shards(
     source: str, split: str = "train", name: str = "train", samples_per_shard: int = 1000, seed: int = 0
 ) -> FlyteDirectory:
-    """Pack images into shards with an index: a folder of class/name.jpg, or a data set by its name.
+    """Pack images into shards with an index, and return the folder.
 
-    The source is either; the split (train or test) is for a name only. The seed mixes the images. Returns a folder with
-    the shards and the index NAME.json.
+    The source is a folder of class/name.jpg, or the name of a data set. The split (train or test) applies to a named
+    data set only. The seed shuffles the images. The index is NAME.json in the same folder.
     """
     from flyte_ddp.datasets.packing import pack_source
 
@@ -47,9 +47,9 @@ def pack_shards(
 
 @flyte_task(**pods.data_pod())
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
-    """Check the shards that pack_shards returned where they were put, and return them with their name as a data set.
+    """Verify shards at their final address, and return the folder and the name of the data set.
 
-    Reads all shards and decodes each image; fails with the first 20 differences from the index NAME.json.
+    Reads all shards and decodes each image. Fails with the first 20 differences from the index NAME.json.
     """
     from flyte_ddp.shards.scanning import verify_index
 

@@ -1,4 +1,7 @@
-"""Tasks of sweeps: which trials come next, a trial's rung in a pod of its own, and the page. None is ever cached."""
+"""Tasks of sweeps: plan the rungs, train each trial in a separate pod, and write the page.
+
+None of these tasks is cached.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -32,7 +35,10 @@ LOST = "its pods were lost in all attempts, perhaps as memory ran out; the conso
 
 
 class Planned(NamedTuple):
-    """The trials of the next rung, the results of all rungs so far, and at the end the hyperparameters that won."""
+    """The trials of the next rung, the results of all rungs so far, and the best hyperparameters.
+
+    After the last rung, ``trials`` is empty, and ``best`` has the winner's hyperparameters.
+    """
 
     trials: List[Rung]
     done: List[Rung]
@@ -48,7 +54,7 @@ def plan_rung(
     trials: List[Rung],
     results: List[Optional[Rung]],
 ) -> Planned:
-    """Add a rung's results to those before, and return the trials of the next one, or who has won."""
+    """Add a rung's results to ``done``, and return the next rung's trials, or the winner after the last rung."""
     done = done + [result or replace(trial, failed=LOST) for trial, result in zip(trials, results, strict=True)]
     following = halving.plan_rung(sweep, hp, data_version, done)
     return Planned(following, done, hp if following else halving.pick_winner(done).hp)
@@ -56,12 +62,15 @@ def plan_rung(
 
 @flyte_task(**pods.training_pod())
 def run_rung(trial: Rung, data: FlyteDirectory) -> Rung:
-    """Train a trial up to its rung, from its newest checkpoint; in a pod keep checkpoints for the next rung."""
+    """Train a trial up to the end of a rung, from the newest checkpoint.
+
+    In a pod, keeps checkpoints for the next rung.
+    """
 
     def train(run: str, folder: Path) -> None:
         with (
             upload_unsent_wandb(PLATFORM, folder),
-            # The run has no result yet, which would make others ignore its checkpoints.
+            # A recorded result would make other executions ignore the checkpoints.
             sync_checkpoints(PLATFORM, run, folder / UNFINISHED, defer=lambda _: None) as record_attempt_start,
         ):
             prepared = Path(data.download())
@@ -76,11 +85,11 @@ def run_rung(trial: Rung, data: FlyteDirectory) -> Rung:
 
 @flyte_task(**pods.registry_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version: str) -> Planned:
-    """Check a sweep, and train its trials rung by rung, each in a pod of its own."""
+    """Check a sweep, and train the trials rung by rung, each in a separate pod."""
     check_sweep(sweep, hp)
     plan = partial(plan_rung, hp=hp, sweep=sweep, data_version=data_version)
     planned = plan(done=[], trials=[], results=[])
-    # Locally, without Flyte's retries, a machine's failure must be seen.
+    # A local run has no retries by Flyte, so a machine's failure must end it.
     rung = map_task(partial(run_rung, data=data), min_success_ratio=SOME if is_in_pod() else 1.0)
     for _ in range(sweep.count_rungs()):
         results = rung(trial=planned.trials)

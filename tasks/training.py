@@ -1,4 +1,4 @@
-"""The training task: one pod, one rank for each of its GPUs."""
+"""The training task, in a single pod with a rank on each GPU."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, List, NamedTuple
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TrainingOutputs(NamedTuple):
-    """What training returns."""
+    """The outputs of a training."""
 
     epoch_accuracies: List[float]  # the main measure on the test split after each evaluation, by default the accuracy
     model_state: PythonPickledFile
@@ -31,10 +31,11 @@ class TrainingOutputs(NamedTuple):
 
 @flyte_task(**pods.training_pod(), cache=pods.training_cache())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
+    """Train a model with distributed data parallelism in a single pod, with a rank on each GPU, else on CPUs.
 
-    Takes what check_inputs returns, and returns what training_wf does. A local run trains only if its run folder lacks
-    these files. A pod continues from the run's newest checkpoint, and shows the report while it trains.
+    The inputs are outputs of check_inputs. The outputs are those of training_wf. If the folder of a local run already
+    has the outputs, returns them without training. A pod resumes from the run's newest checkpoint, and publishes the
+    report during training.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version))
 
@@ -42,7 +43,10 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 def train_in_run_folder(
     hp: Hyperparameters, data: FlyteDirectory, run_version: str, launch: "Launch | None" = None
 ) -> "Result":
-    """Download the data, train in the run's folder unless a local run is finished there, and return the result."""
+    """Download the data, train in the run's folder, and return the result.
+
+    If a local run is finished, returns the result without training, unless retraining is requested.
+    """
     from flyte_ddp.pods.live_page import publish_report_while_training
     from flyte_ddp.pods.retries import sync_checkpoints
     from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
@@ -54,7 +58,7 @@ def train_in_run_folder(
     if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
         print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
         return read_result(folder)
-    with (  # none of the three does anything outside pods
+    with (  # outside pods all three do nothing
         publish_report_while_training(PLATFORM, folder),
         upload_unsent_wandb(PLATFORM, folder),
         sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,
@@ -65,7 +69,7 @@ def train_in_run_folder(
 
 
 def training_outputs(result: "Result") -> TrainingOutputs:
-    """Return a result as a training task's outputs; in a local run, print where the files are."""
+    """Return a result as a training task's outputs. A local run also prints the paths of the files."""
     files = {
         result.model: "the weights, a bare state_dict",
         result.sidecar: "what makes them usable: classes, normalisation, metrics",

@@ -1,4 +1,4 @@
-"""Tasks between the data set and training: it is looked through once, and refused if something is wrong with it."""
+"""Tasks between fetching a data set and training: profile the samples, and reject faulty data."""
 
 from pathlib import Path
 from typing import List, NamedTuple
@@ -26,7 +26,7 @@ HELD_OUT = (
 
 
 class Validated(NamedTuple):
-    """The data set, unchanged, and its differences from the champion's data set."""
+    """The data set, unchanged, and warnings, such as differences from the champion's data set."""
 
     data: FlyteDirectory
     warnings: List[str]
@@ -34,7 +34,10 @@ class Validated(NamedTuple):
 
 @flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
-    """Read and decode all samples of a data set, once for each version of its content; return their profile."""
+    """Read and decode all samples of a data set, and return the profile.
+
+    Runs once for each version of the data set's content.
+    """
     from flyte_ddp.validation.profiling import compute_profile
 
     del data_version  # an input for the cache key only
@@ -45,10 +48,10 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
-    """Refuse data that should not be trained on, and warn of differences from the champion's data.
+    """Reject data that should not be trained on, and warn of differences from the champion's data.
 
-    Also refuses a policy by which no model of these data could be judged, and a registry that cannot be written to or
-    whose log has a gap.
+    Also rejects a policy that could not judge any model of this data. Also rejects a registry that cannot be written to
+    or whose log has a gap.
     """
     from flyte_ddp.release.policy_check import check_policy
     from flyte_ddp.validation.profiling import SHIFT, Difference, check_profile, find_differences
@@ -56,7 +59,7 @@ def validate_dataset(
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
     registry = Registry(registry_address(), model_name)
-    # A registry that cannot be written to, or whose log has a gap, must be noticed before training.
+    # A registry that cannot be written to, or whose log has a gap, must be rejected before training.
     registry.refuse_storage_that_overwrites()
     history = registry.read_log()
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
@@ -66,7 +69,7 @@ def validate_dataset(
         found += [*find_differences(profile, champions, min(SHIFT, policy.max_shift))] if champions is not None else []
     except UnreachableError:
         raise
-    except UserError as error:  # the champion's profile is damaged or missing: the judgement compares no data then
+    except UserError as error:  # the champion's profile is damaged or missing, so no data are compared
         warnings.append(f"the champion's data are not known: {error}")
     warnings += [each.text for each in found]
     for warning in warnings:
@@ -79,7 +82,10 @@ def validate_dataset(
 
 
 def read_test_ids(data: FlyteDirectory) -> list[str]:
-    """Download only the file of the user's ids of the test samples, and return them; [] without."""
+    """Return the user-defined ids of the test samples, or [] if the data set has none.
+
+    Downloads only the file test_ids.npy.
+    """
     import numpy as np
 
     path = download_from_folder(data, "test_ids.npy")

@@ -1,4 +1,4 @@
-"""Parse YAML of users, and refuse what YAML 1.1 understands otherwise than written."""
+"""Parse users' YAML, and reject values that YAML 1.1 reads differently from how they are written."""
 
 import re
 from typing import Any
@@ -8,12 +8,12 @@ import yaml
 from flyte_ddp.checks.parsing import DEEPEST, TOO_DEEP, MisreadError, find_doubled, parse_json
 
 TAG = "tag:yaml.org,2002:"
-MOST_PARTS = 100_000  # of a file, with each alias as what it stands for
+MOST_PARTS = 100_000  # of a file, with each alias counted as a copy of its target
 OCTAL_OR_CLOCK = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8, and 1:30 is 90
 
 
 class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leaves untyped
-    """A loader of PyYAML that refuses doubled keys, octal numbers, clock times and dates."""
+    """A PyYAML loader that rejects duplicate keys, octal numbers, clock times and dates."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -40,7 +40,7 @@ def load_strictly(text: str) -> Any:
     """Return the value of a text of JSON or YAML.
 
     Raises:
-        MisreadError: A part of the text would be understood otherwise than it is written.
+        MisreadError: A part of the text would be read differently from how it is written.
         yaml.YAMLError: The text is neither JSON nor YAML.
     """
     try:
@@ -56,21 +56,24 @@ def load_strictly(text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except RecursionError:
         raise MisreadError(TOO_DEEP) from None
-    except (ValueError, TypeError, OverflowError) as error:  # of numbers and keys that Python does not have
+    except (ValueError, TypeError, OverflowError) as error:  # for numbers and keys that Python cannot represent
         if isinstance(error, MisreadError):
             raise
         raise MisreadError(f"it has a value that cannot be read ({error}); put it in quotes") from None
 
 
 def measure_node(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return how many parts and levels a node has. An alias counts as all that the alias stands for.
+    """Return the number of parts and of levels of a node. An alias counts as a copy of its target.
 
-    ``known`` gets the answers by the ids of nodes. Raises MisreadError for too many.
+    ``known`` caches the results by the ids of nodes.
+
+    Raises:
+        MisreadError: The node has too many parts or levels.
     """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1, 0
     if id(node) not in known:
-        known[id(node)] = MOST_PARTS, 0  # until it is measured: an alias of itself has no end
+        known[id(node)] = MOST_PARTS, 0  # until measured: an alias may contain itself
         pairs = isinstance(node, yaml.MappingNode)
         measured = [measure_node(each, known) for entry in node.value for each in (entry if pairs else (entry,))]
         parts, levels = zip((1, 0), *measured, strict=True)
@@ -87,7 +90,7 @@ def describe_place(mark: Any) -> str:
 
 
 def unreadable_reason(error: Exception) -> str:
-    """Return a short reason why a file of YAML, which JSON is too, cannot be read or parsed."""
+    """Return a short reason why a file of YAML or JSON cannot be read or parsed."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"is not valid YAML: {error.problem}, {describe_place(error.problem_mark)}"
     return getattr(error, "strerror", None) or f"is not text: {error}"

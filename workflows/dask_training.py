@@ -1,4 +1,4 @@
-"""Data set to model on a Dask cluster, one that Flyte sets up for the run.
+"""Data set to model on a Dask cluster that Flyte sets up for the run.
 
 Run it with ``pyflyte run workflows/dask_training.py dask_training_wf --hp config/fast.json``.
 """

@@ -1,4 +1,4 @@
-"""Data set to model on torch Elastic, in one pod or several.
+"""Data set to model on torch Elastic, in a single pod or several.
 
 Run it with ``pyflyte run workflows/elastic_training.py elastic_training_wf --hp config/fast.json``.
 """

@@ -1,4 +1,4 @@
-"""The training workflows of engines, which differ in the task that trains."""
+"""The training workflows of the engines, which differ only in the training task."""
 
 from importlib import import_module
 from typing import Any
@@ -24,7 +24,8 @@ Args:
 def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
     """Return ENGINE_training_wf and its launch plans by name, for workflows/ENGINE_training.py.
 
-    Prints a note and returns nothing if the engine is not installed. ``place``, in words, is what it trains on.
+    If the engine is not installed, prints a note and returns {}. ``place`` describes the cluster in the workflow's
+    help.
     """
     name, module = f"{engine}_training_wf", f"workflows.{engine}_training"
     if reason := reason_left_out(name):
@@ -37,7 +38,7 @@ def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
         checked = check_inputs(hp=hp, engine=engine)
         return train(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
-    training_wf.__name__, training_wf.__module__ = name, module  # by which Flyte finds the workflow
+    training_wf.__name__, training_wf.__module__ = name, module  # Flyte finds the workflow by name and module
     training_wf.__doc__ = DESCRIPTION.format(place)
     made = workflow(training_wf)
     return {name: made, **make_launch_plans(made, taken=(name,))}

@@ -1,4 +1,4 @@
-"""Champion to alarm: what it predicts now is compared with what it predicted on its held-out samples.
+"""Champion to alarm: compare the champion's predictions of new samples with the predictions of held-out samples.
 
 Run it with ``pyflyte run workflows/monitor.py monitor_wf --model_name digits --window '{"dataset": "digits"}'``.
 """
@@ -19,13 +19,14 @@ def monitor_wf(
 ) -> Monitored:
     """Compare a window of new samples with the champion's held-out samples, and fail if columns move for long.
 
-    Returns what was found, which the registry keeps, and a folder with a page, also the deck of watch_champion, and
-    tables of the columns. Trains and promotes nothing.
+    Returns the findings, which the registry keeps, and a folder with a page and tables of the columns. The page is also
+    the deck of watch_champion. Trains and promotes nothing.
 
     Args:
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits.
         window: Where the new samples are, and perhaps their truth. Give images, a dataset or a table.
-        kickoff_time: When a schedule started this, which the schedule fills in. Leave 1 January 1970: it means now.
+        kickoff_time: Time at which a schedule started this execution, set by the schedule. Leave 1 January 1970 for
+            now.
     """
     watched = watch_champion(model_name=model_name, window=window, kickoff_time=kickoff_time)
     raise_alarm(found=watched.found, window=window)

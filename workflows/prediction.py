@@ -1,6 +1,8 @@
 """Trained model to predictions.
 
-Example: pyflyte run workflows/prediction.py predict_wf --model_state model.pt --sidecar model.json --images FOLDER
+This command predicts a folder of images:
+
+    pyflyte run workflows/prediction.py predict_wf --model_state model.pt --sidecar model.json --images FOLDER
 """
 
 from typing import Optional
@@ -28,7 +30,7 @@ def predict_wf(
     """Predict a folder of images, the test split of a data set, or new rows, with a trained model.
 
     Give the model as model_state and sidecar, or as model_name. Give images, a dataset or a table. Returns a table
-    (CSV) with one row for each sample, and the predicted masks, PNG files, of a model for segmentation.
+    (CSV) with a row for each sample. A model for segmentation also returns the predicted masks as PNG files.
 
     Args:
         model_state: Weights (model.pt) that a training returned. Give sidecar too.
@@ -38,8 +40,8 @@ def predict_wf(
         dataset: Data set whose test split is predicted, such as fashion_mnist or shards:s3://bucket/val.json.
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
         test_dataset: Data set to predict in place of the tenth of dataset that is held out.
-        bad_samples: How many images may be impossible to decode. None allows as many as in training.
-        table: File of new rows, which the model's own prepare reads, such as new.csv or s3://bucket/new.parquet.
+        bad_samples: How many images may be undecodable. None allows as many as in training.
+        table: File of new rows, read by the model's user-defined prepare, such as new.csv or s3://bucket/new.parquet.
         top_classes: How many of the likeliest classes or labels a row lists, of more than 100. 0 for a column for each.
     """
     return predict_images(

@@ -1,4 +1,4 @@
-"""Data set to model on a Ray cluster, one that Flyte sets up for the run.
+"""Data set to model on a Ray cluster that Flyte sets up for the run.
 
 Run it with ``pyflyte run workflows/ray_training.py ray_training_wf --hp config/fast.json``.
 """

@@ -1,4 +1,4 @@
-"""Data set to champion: train, judge against the champion, and promote or keep; and what a person decides.
+"""Data set to champion: train, judge against the champion, and promote or keep. Also manual promotion and rollback.
 
 Run it with ``pyflyte run workflows/release.py release_wf --model_name digits``.
 """
@@ -27,16 +27,17 @@ def release_wf(
     kickoff_time: datetime = NO_SCHEDULE,
     run: str = "",
 ) -> Released:
-    """Train a model, or take a finished run's, judge it against the champion, and promote it if it passes all checks.
+    """Train a model, or load a finished run's, and promote the model if it passes all checks against the champion.
 
-    Returns the model's version, which the registry keeps in any case, the champion's version, and what was
-    decided and why. The deck of judge_model is a page with all checks.
+    Returns the version of the model, the champion's version, and the decision with its reason. The registry keeps every
+    judged version. The deck of judge_model is a page with all checks.
 
     Args:
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits. Must be given.
-        hp: What to train, on which data, and how. Fields that are left out have their defaults.
-        policy: What the data must be like, and what the new model must show. Fields that are left out have defaults.
-        kickoff_time: When a schedule started this, which the schedule fills in. Leave 1 January 1970: it means now.
+        hp: Model, data and training settings. Omitted fields have their defaults.
+        policy: Requirements on the data and on the new model. Omitted fields have their defaults.
+        kickoff_time: Time at which a schedule started this execution, set by the schedule. Leave 1 January 1970 for
+            now.
         run: Folder of a finished run to release without training, or its address, such as s3://bucket/runs/NAME.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name, run=run)
@@ -56,13 +57,13 @@ def release_wf(
 
 @workflow
 def promote_wf(model_name: str, version: str, reason: str) -> Released:
-    """Make a stored version the champion. The log of the registry records who launched this, and the reason.
+    """Make a stored version the champion. The log of the registry records the author of this execution and the reason.
 
     Returns the version, the champion's version now, and the outcome in words.
 
     Args:
         model_name: Name of the model in the registry.
-        version: Version to promote: the SHA-256 of its weights, or the first 12 digits or more.
+        version: Version to promote: the SHA-256 of its weights, or at least the first 12 digits.
         reason: Why, in your words.
     """
     return promote_version(model_name=model_name, version=version, reason=reason)
@@ -70,13 +71,13 @@ def promote_wf(model_name: str, version: str, reason: str) -> Released:
 
 @workflow
 def rollback_wf(model_name: str, reason: str) -> Released:
-    """Take the last promotion back: the champion before it is the champion again.
+    """Take back the last promotion: the previous champion is the champion again.
 
     Returns the version that is the champion again, the champion's version now, and the outcome in words.
 
     Args:
         model_name: Name of the model in the registry.
-        reason: Why, in your words; the log of the registry keeps it.
+        reason: Why, in your words. The log of the registry keeps the text.
     """
     return roll_back_champion(model_name=model_name, reason=reason)
 
@@ -92,16 +93,16 @@ def evaluate_wf(
 ) -> Judged:
     """Judge a stored version against the champion on the test split of any data set. Nothing is promoted.
 
-    Returns whether the policy would promote the version, the verdict, as for a first judgement on these data, and a
-    folder with a page of all checks.
+    Returns the policy's decision, the verdict, and a folder with a page of all checks. The verdict is computed as for a
+    first judgement on this data.
 
     Args:
         model_name: Name of the model in the registry.
         dataset: Data set on whose test split both models are judged, as in the hyperparameters.
-        version: Version to judge: the SHA-256 of its weights, or the first 12 digits or more. Empty: the champion.
+        version: Version to judge: the SHA-256 of its weights, or at least the first 12 digits. Empty: the champion.
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
         test_dataset: Data set to judge on in place of the tenth of dataset that is held out.
-        policy: What the version must show. Fields that are left out have their defaults.
+        policy: Requirements on the version. Omitted fields have their defaults.
     """
     return evaluate_version(
         model_name=model_name,

@@ -1,6 +1,7 @@
-"""Launch plans, one for each entry of config/schedules.yaml. To change the plans, edit that file.
+"""Launch plans, one for each entry of config/schedules.yaml. To change the plans, edit this file.
 
-The import of the workflows reads the file. So every ``pyflyte`` command refuses a wrong entry before it sends anything.
+The file is read when workflows are imported. Therefore every ``pyflyte`` command rejects an invalid entry before
+anything is sent.
 """
 
 import json
@@ -41,7 +42,7 @@ EXAMPLE = "{name: weekly, workflow: training_wf, hyperparameters: config/fast.js
 RELEASING, MONITORING, SWEEPING = "release_wf", "monitor_wf", "sweep_wf"
 TRAINING = ("training_wf", "retraining_wf", *(f"{engine}_training_wf" for engine in ENGINES))
 WORKFLOWS = (*TRAINING, RELEASING, MONITORING, SWEEPING)
-# The keys of an entry that are inputs, by its workflow; of others hyperparameters alone.
+# The keys of an entry that are inputs, by workflow. Other workflows have hyperparameters alone.
 INPUTS = {
     RELEASING: ("hyperparameters", "model_name", "policy"),
     MONITORING: ("model_name", "window"),
@@ -66,7 +67,7 @@ Fields = TypeVar("Fields", bound=CheckedFields)
 
 @dataclass(frozen=True)
 class Schedule(CheckedFields, called="key"):
-    """An entry of the file: the workflow to start, its inputs, and when."""
+    """An entry of the file: the workflow to start, its inputs, and the times."""
 
     name: str = setting("", "Name of the launch plan.")
     workflow: str = setting("", "Name of the workflow's function.", choices=WORKFLOWS)
@@ -96,7 +97,10 @@ class Schedule(CheckedFields, called="key"):
         return INPUTS.get(self.workflow, ("hyperparameters",))
 
     def describe(self) -> str:
-        """Return why the plan is left out, or JSON of all that is not a default, the content of files included."""
+        """Return all values that are not defaults as JSON, including the content of files.
+
+        If the plan is skipped, returns the reason instead.
+        """
         if reason := reason_left_out(self.workflow):
             return f"is left out, as {reason}"
         values = json.loads(self.json())
@@ -106,22 +110,29 @@ class Schedule(CheckedFields, called="key"):
         )
 
     def inputs(self) -> dict[str, Any]:
-        """Return the default inputs of the plan; UserError if they are unfit or a file cannot be read."""
+        """Return the default inputs of the plan.
+
+        Raises:
+            UserError: An input is invalid, or a file cannot be read.
+        """
         forms = [(key, *FORMS[key]) for key in self.keys if key in FORMS]
         inputs: dict[str, Any] = {name: read_fields(form, key, getattr(self, key)) for key, name, form in forms}
         if "model_name" in self.keys:
             inputs["model_name"] = self.model_name
         if self.workflow == MONITORING:
-            inputs["window"].at(datetime.now(UTC))  # which refuses a window of no samples
+            inputs["window"].at(datetime.now(UTC))  # raises UserError for a window without samples
         if self.workflow == SWEEPING:
             check_sweep(inputs["sweep"], inputs["hp"])
         return inputs
 
 
 def make_launch_plans(*workflows: PythonFunctionWorkflow, taken: Container[str]) -> dict[str, LaunchPlan]:
-    """Make the launch plans of workflows from config/schedules.yaml, and return them by their names.
+    """Make the launch plans of ``workflows`` from config/schedules.yaml, and return the plans by name.
 
-    A registration prints which plans are left out, and why. A wrong entry, or a name in ``taken``, is a UserError.
+    A registration prints which plans are skipped, and why.
+
+    Raises:
+        UserError: An entry is invalid, or its name is in ``taken``.
     """
     by_name = {workflow.short_name: workflow for workflow in workflows}
     context, plans = click.get_current_context(silent=True), dict[str, LaunchPlan]()
@@ -169,7 +180,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 
 @cache
 def read_schedules(file: Path = FILE) -> list[Schedule]:
-    """Return all entries of the file, checked, and read once in a process; [] for no entries."""
+    """Return all checked entries of the file, or [] for an empty file. Cached for the process."""
     label = f"{file.parent.name}/{file.name}"
     entries = read_yaml(file, label, "mend it (a cron stands in quotes); an empty file has no launch plans") or []
     if not isinstance(entries, list):
@@ -190,9 +201,9 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
 
 
 def read_fields(kind: type[Fields], key: str, text: str) -> Fields:
-    """Return hyperparameters, policy or window of an entry, from JSON or the path of a file of the repository.
+    """Return hyperparameters, policy, sweep or window of an entry, from JSON or from a file of the repository.
 
-    Only such a file is part of a registration's version.
+    Other files are rejected, because only files of the repository are part of a registration's version.
     """
     if not text or text.startswith("{"):
         return kind.from_json(text or "{}")
@@ -213,7 +224,10 @@ def read_yaml(file: Path, label: str, fix: str) -> Any:
 
 
 def refuse_bad_cron(text: str) -> None:
-    """Raise UserError for a cron expression that Flyte's scheduler refuses or that never comes, such as 30 February."""
+    """Raise UserError for a cron expression that Flyte's scheduler rejects.
+
+    Also rejects dates that never occur, such as 30 February.
+    """
     # flytekit checks with croniter, which accepts a range that ends before it begins. Flyte's scheduler does not.
     place = {name: number for names in (DAYS, MONTHS) for number, name in enumerate(names)}
     ranges = re.findall(r"(\w+)-(\w+)", text.lower())

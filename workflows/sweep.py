@@ -1,4 +1,4 @@
-"""A search for hyperparameters: many trials are trained a little, few of them to the end.
+"""A search for hyperparameters: many trials are trained briefly, and few of them to the end.
 
 Run it with ``pyflyte run workflows/sweep.py sweep_wf --sweep config/sweep.json``.
 """
@@ -18,7 +18,7 @@ from workflows.schedules import make_launch_plans
 
 
 class SweepOutputs(NamedTuple):
-    """The hyperparameters that won, what their training returns, and the sweep's page."""
+    """The winning hyperparameters, the outputs of their training, and the sweep's page."""
 
     best: Hyperparameters
     epoch_accuracies: List[float]
@@ -31,14 +31,14 @@ class SweepOutputs(NamedTuple):
 
 @workflow
 def sweep_wf(hp: Hyperparameters = Hyperparameters(), sweep: Sweep = Sweep()) -> SweepOutputs:
-    """Try hyperparameters by successive halving, and train the best. A sweep given again trains nothing twice.
+    """Search hyperparameters by successive halving, and train the best. A repeated sweep trains nothing twice.
 
-    Returns the hyperparameters that won, what training_wf returns for them, and a page of all trials, which is also the
-    deck of report_sweep.
+    Returns the winning hyperparameters, the outputs of training_wf for them, and a page of all trials. The page is also
+    the deck of report_sweep.
 
     Args:
-        hp: What all trials have in common. Fields that are left out have their defaults.
-        sweep: What is varied, in how many trials and rungs. Must be given.
+        hp: Hyperparameters that all trials have in common. Omitted fields have their defaults.
+        sweep: Varied hyperparameters, and the number of trials and rungs. Must be given.
     """
     checked = check_inputs(hp=hp)
     found = search(hp=checked.hp, sweep=sweep, data=checked.data, data_version=checked.data_version)

@@ -18,14 +18,15 @@ from workflows.schedules import make_launch_plans
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
     """Train a model. A run with the same hyperparameters, data and code is answered from the cache.
 
-    Returns the main measure on the test split after each evaluation (epoch_accuracies, also where it is another measure
-    than the accuracy), the weights (a bare state_dict), a JSON sidecar that makes them usable, the report (one HTML
-    page, also the deck of train_model), and all metrics (one JSON object a line).
+    Returns the main measure on the test split after each evaluation, the weights, a sidecar, the report and all
+    metrics. The measures are in epoch_accuracies, even if the main measure is not the accuracy. The weights are a bare
+    state_dict, and the JSON sidecar holds the facts needed to use the model. The report is an HTML page, also the deck
+    of train_model. The metrics have a JSON object on each line.
 
     Args:
-        hp: What to train, on which data, and how. Fields that are left out have their defaults.
+        hp: Model, data and training settings. Omitted fields have their defaults.
     """
-    checked = check_inputs(hp=hp)  # fetches the data set, too
+    checked = check_inputs(hp=hp)  # also fetches the data set
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
 
 
@@ -36,8 +37,9 @@ def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetim
     Returns accuracies, weights, sidecar, report and metrics, as training_wf does.
 
     Args:
-        hp: What to train, on which data, and how. Fields that are left out have their defaults.
-        kickoff_time: When a schedule started this, which the schedule fills in. Leave 1 January 1970: it means now.
+        hp: Model, data and training settings. Omitted fields have their defaults.
+        kickoff_time: Time at which a schedule started this execution, set by the schedule. Leave 1 January 1970 for
+            now.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)

@@ -1,12 +1,15 @@
-"""An Accelerate program on scikit-learn's digits, on the ranks of any launcher. Lines for that end in ``# flyte_ddp``.
+"""An Accelerate program on scikit-learn's digits, on the ranks of any launcher.
+
+Lines for this library end in ``# flyte_ddp``.
 
     python examples/accelerate/accelerate_digits.py
 
-- ``run_ranks`` calls ``main`` on each rank. Accelerate takes the ranks for torchrun's, as ACCELERATE_USE_CPU is set on
-  CPUs. The program runs under ``accelerate launch`` or torchrun and by itself, too.
-- ``load`` and ``save`` in place of ``load_state`` and ``save_state``: what is saved outlives the rank's host. Called
-  again after a failure, the program goes on after the step saved last, also inside an epoch.
-- ``record`` in place of ``log``: in metrics.jsonl, on the page, and in wandb.
+- ``run_ranks`` calls ``main`` on each rank. Accelerate treats the ranks as torchrun's workers, because
+  ACCELERATE_USE_CPU is set on CPUs. The program also runs under ``accelerate launch``, under torchrun, or without a
+  launcher.
+- ``load`` and ``save`` replace ``load_state`` and ``save_state``. Saves outlive the rank's host. After a failure, a new
+  call resumes after the last saved step, also inside an epoch.
+- ``record`` replaces ``log``. Values are written to metrics.jsonl, shown on the page, and sent to wandb.
 """
 
 import torch
@@ -21,8 +24,8 @@ import flyte_ddp
 
 
 def main(epochs: int = 5, learning_rate: float = 0.05, save_every: int = 10) -> dict[str, float]:
-    """Train; return loss and accuracy on the validation samples."""
-    # The order of the samples is to follow from seed and epoch alone, so that a resumed run goes on in it.
+    """Train, and return loss and accuracy on the validation samples."""
+    # The order of the samples must depend on seed and epoch alone, so that a resumed run continues in this order.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     set_seed(0)
     digits = load_digits()

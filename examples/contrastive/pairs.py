@@ -1,6 +1,6 @@
-"""Contrastive learning: which left side of a handwritten digit belongs to which right side.
+"""Contrastive learning: match the left and the right sides of handwritten digits.
 
-pyflyte run workflows/training.py training_wf --hp examples/contrastive/hp.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp examples/contrastive/hp.json``.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,11 @@ from flyte_ddp.objectives import HIGHER, Objective
 TEST, PIXELS = 360, 40
 
 
-def load_sides(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
-    """Return scikit-learn's 1797 digits as pairs of float [40]: the left and the right 5 of 8 columns; no targets."""
+def load_sides(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, unused here)
+    """Return scikit-learn's 1797 digits as pairs of float [40], without targets.
+
+    A pair has the left and the right 5 of 8 columns.
+    """
     images = load_digits().images / 16
     sides = images[:, :, :5].reshape(len(images), PIXELS), images[:, :, 3:].reshape(len(images), PIXELS)
     train, test = (tuple(side[part] for side in sides) for part in (slice(TEST, None), slice(TEST)))
@@ -27,7 +30,7 @@ def load_sides(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter
 
 
 class Towers(nn.Module):
-    """Maps left and right sides [n, 40] to embeddings [n, width] of length 1; also returns a scale []."""
+    """Maps left and right sides [n, 40] to embeddings [n, width] of length 1."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -38,12 +41,12 @@ class Towers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the embeddings of both sides, and the scale of their products."""
+        """Return the embeddings of both sides, and the scale of their products, a scalar."""
         return normalize(self.left(left)), normalize(self.right(right)), self.log_scale.exp()
 
 
 class Contrastive(Objective):
-    """Each side's partner among those of the whole batch, on whichever ranks they are (Radford et al., ICML 2021)."""
+    """A loss that compares each side with all partners in the global batch (Radford et al., ICML 2021)."""
 
     coupled = True
     measures: Mapping[str, str] = {"recall_at_1": HIGHER}
@@ -57,7 +60,10 @@ class Contrastive(Objective):
         return (by_left + cross_entropy(scale * right @ lefts.T, own, reduction="none")) / 2
 
     def scores(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return minus the loss of each pair, [N]; a release would else call ``measure`` once for each sample."""
+        """Return the negative loss of each pair, [N].
+
+        Without this method, a release would call ``measure`` for each sample.
+        """
         return -columns["loss"]
 
     def columns(self, outputs: Any, targets: None) -> dict[str, Tensor]:  # noqa: ARG002
@@ -65,6 +71,6 @@ class Contrastive(Objective):
         return {"left": outputs[0], "right": outputs[1]}
 
     def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the share of left sides whose partner is the nearest of all right sides of the split."""
+        """Return the share of left sides whose nearest right side in the split is the partner."""
         nearest = (columns["left"] @ columns["right"].T).argmax(1)
         return {"recall_at_1": (nearest == torch.arange(len(nearest))).double().mean().item()}

@@ -1,6 +1,6 @@
-"""Counting by regression: how many grains lie on a photo, some of them on top of each other.
+"""Counting by regression: the number of grains on a photo, some of which overlap.
 
-pyflyte run workflows/training.py training_wf --hp examples/counting/hp.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp examples/counting/hp.json``.
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ from flyte_ddp.datasets import SampleArrays, image_arrays
 TRAIN, TEST, SIDE, MOST = 1600, 400, 32, 20
 
 
-def load_grains(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
-    """Return 2000 photos uint8 [32, 32, 1] with 0 to 20 grains, and their numbers as float: numbers have no classes."""
+def load_grains(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, unused here)
+    """Return 2000 photos uint8 [32, 32, 1] with 0 to 20 grains, and the numbers of grains as float."""
     random = np.random.default_rng(0)
     counts = random.integers(0, MOST + 1, TRAIN + TEST)
     images = random.normal(60, 10, (len(counts), SIDE, SIDE))
@@ -25,9 +25,9 @@ def load_grains(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparamete
 
 
 def make_counter(num_classes: int, input_shape: tuple[int, int, int], width: int = 16) -> nn.Module:
-    """Return a model whose output is a sum over the photo's places, as a count is.
+    """Return a model whose output is a sum over all places of the photo, like a count.
 
-    ``num_classes`` is the numbers in a target, 1. ``width`` comes from the hyperparameter ``options``.
+    ``num_classes`` is the number of values in a target, 1. The hyperparameter ``options`` sets ``width``.
     """
     return nn.Sequential(
         nn.Conv2d(input_shape[0], width, 5, padding=2),

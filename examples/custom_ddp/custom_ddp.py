@@ -1,16 +1,16 @@
-"""A DistributedDataParallel and a sampler of one's own, from the blog that builds them: ResNet18 on FashionMNIST.
+"""A user-defined DistributedDataParallel and sampler, from a blog that builds both: ResNet18 on FashionMNIST.
 
     python examples/custom_ddp/custom_ddp.py                    # digits, in FashionMNIST's format
     python examples/custom_ddp/custom_ddp.py --source /usr/share/datasets/fashion-mnist --ddp torch --num-epochs 10
 
-What was changed:
+Changes to the blog's program:
 
-- run_ranks() is there instead of mp.spawn(), current_rank() tells the device, init_process_group() needs no address.
-- gloo cannot average, so gradients are added up and divided. torch has no SyncBatchNorm for CPUs, so there each rank
-  normalises by its own samples, also with torch's DistributedDataParallel (--ddp torch).
-- CustomDistSampler leaves out what does not divide by the number of ranks, and may begin in the middle of an epoch.
-- Losses are averaged over ranks in each step, not each epoch, because it is rank 0's state that load() returns.
-- load(), save() and due(): after a kill the same command goes on. record() writes the losses that were printed.
+- run_ranks() replaces mp.spawn(), current_rank() returns the device, and init_process_group() needs no address.
+- gloo cannot average, so gradients are summed and divided. torch has no SyncBatchNorm for CPUs. Therefore each CPU rank
+  normalises by its own samples, also with --ddp torch.
+- CustomDistSampler drops the samples beyond a multiple of the number of ranks. An epoch can begin in the middle.
+- Losses are averaged in each step instead of each epoch, because load() returns rank 0's state.
+- load(), save() and due(): after a kill the same command resumes. record() writes the losses that were printed.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class CustomDistSampler(Sampler[int]):
 
 
 def train_dist(data: str, num_epochs: int, batch_size: int, ddp: str = "custom") -> list[tuple[float, float]]:
-    """Train on all ranks; return the mean losses of training and validation of each epoch."""
+    """Train on all ranks, and return the mean training and validation loss of each epoch."""
     here = current_rank()
     torch.manual_seed(0)
     dist.init_process_group("nccl" if here.device.type == "cuda" else "gloo")
@@ -94,7 +94,7 @@ def train_dist(data: str, num_epochs: int, batch_size: int, ddp: str = "custom")
             if here.due():
                 here.save(step, {"losses": train_losses, "history": history, "step": step, "model": net.state_dict()})
         val_losses = []
-        with torch.no_grad():  # in training mode, as in the blog: batches are normalised by themselves
+        with torch.no_grad():  # in training mode, as in the blog, so each batch is normalised by its own statistics
             for batch in DataLoader(val_set, per_rank, sampler=CustomDistSampler(val_set, shuffle=False)):
                 average(loss := compute_loss(*batch))
                 val_losses.append(loss.item())

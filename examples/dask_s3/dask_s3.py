@@ -1,19 +1,19 @@
-"""Transfer learning on Dask with images on S3, as in the introduction of dask-pytorch-ddp: ResNet18.
+"""Transfer learning on Dask with images on S3: ResNet18, from the introduction of dask-pytorch-ddp.
 
     python examples/dask_s3/dask_s3.py                                            # digits, in a folder
     FLYTE_DDP_RESULTS=s3://bucket/results python examples/dask_s3/dask_s3.py --images s3://bucket/images \
         --weights s3://bucket/resnet18.pt
 
-Images are ``class/name.png`` below a path, s3://, gs:// or az://. Without DASK_SCHEDULER_ADDRESS it starts a Dask
-cluster of this machine.
+Images are ``class/name.png`` below a path, s3://, gs:// or az://. Without DASK_SCHEDULER_ADDRESS the program starts a
+Dask cluster of this machine.
 
-What was changed:
+Changes to the original program:
 
-- run_ranks(..., launch=partial(dask.launch, client=client)) is there instead of dispatch.run(client, ...).
-- results.submit() and results.event() are there instead of a DaskResultsHandler. They write to results/ of the run's
-  folder; with FLYTE_DDP_RESULTS also there, while the run goes on.
-- batches() is there instead of a train_sampler: it deals each sample to one rank, and begins where a run was cut off.
-- load(), save() and due(): after a kill the same command goes on.
+- run_ranks(..., launch=partial(dask.launch, client=client)) replaces dispatch.run(client, ...).
+- results.submit() and results.event() replace a DaskResultsHandler. Both write to results/ in the run's folder. During
+  the run both also write to FLYTE_DDP_RESULTS, if set.
+- batches() replaces a train_sampler. Each sample goes to a single rank. A resumed run begins where the run was stopped.
+- load(), save() and due(): after a kill the same command resumes.
 """
 
 import argparse
@@ -53,7 +53,10 @@ class S3ImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
 
 def make_model(weights: str, num_classes: int) -> nn.Module:
-    """Return a ResNet18 with these weights (address of a state_dict; "": random ones), and a new last layer."""
+    """Return a ResNet18 with a new last layer.
+
+    ``weights`` is the address of a state_dict. "" uses random weights.
+    """
     model: nn.Module = models.resnet18()
     if weights:
         model.load_state_dict(torch.load(io.BytesIO(read_file(weights)), weights_only=True))
@@ -62,7 +65,10 @@ def make_model(weights: str, num_classes: int) -> nn.Module:
 
 
 def run_transfer_learning(images: str, weights: str, n_epochs: int, batch_size: int, image_size: int = 32) -> float:
-    """Train; return the last loss of this rank. Rank 0 submits its weights now and then, all ranks their losses."""
+    """Train, and return the last loss of this rank.
+
+    Rank 0 submits the weights every 10 steps. All ranks submit their losses.
+    """
     here = current_rank()
     here.join()
     torch.manual_seed(0)

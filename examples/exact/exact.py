@@ -1,17 +1,20 @@
-"""A training loop of one's own that is exact: N ranks train as one process does, and a run resumes inside an epoch.
+"""An exact training loop: N ranks train like a single process, and a run resumes inside an epoch.
+
+This command compares the weights of whole runs:
 
     python examples/exact/exact.py
 
-compares the weights of whole runs. What is equal depends on who averages the gradients:
+The degree of equality depends on the class that averages gradients.
 
-- torch's DistributedDataParallel: a resumed run has the same bits as one that was never stopped. Another number of
-  ranks gives the same numbers up to rounding, because it adds up the samples of a batch in another order (in fp64 to
-  1e-9 and better; in fp32, as here, to the last digits).
-- PartAverage below: also another number of ranks gives the same bits, and a run may resume on another number. Each
-  global batch is cut into PARTS parts, whatever the number of ranks. The gradient of a part is computed by itself, on
-  one rank. The parts are then added up in their order, and not in that of the ranks. The price: an exchange of PARTS
-  gradients instead of one, smaller passes, and at most PARTS ranks. Same bits also need the same torch, the same kind
-  of processor, and one number of threads.
+With DistributedDataParallel of torch, a resumed run has the same bits as an uninterrupted run. Another number of ranks
+gives the same numbers up to rounding, because the samples of a batch are added up in another order. The difference is
+at most 1e-9 in fp64, and in the last digits in fp32, as here.
+
+With PartAverage below, another number of ranks gives the same bits, too, and a run may resume on another number. Each
+global batch is cut into PARTS parts, whatever the number of ranks. Each part's gradient is computed separately, on a
+single rank. The parts are then added up in a fixed order that does not depend on the ranks. The price is an exchange of
+PARTS gradients instead of one, smaller passes, and at most PARTS ranks. Equal bits also require the same torch, the
+same kind of processor, and the same number of threads.
 """
 
 import tempfile
@@ -45,12 +48,12 @@ class DDPAverage:
             self.network = DistributedDataParallel(model, find_unused_parameters=True)
 
     def load_batches(self, training: Subset[Any], epoch: int, first: int) -> Iterator[Any]:
-        """Yield this rank's part of each global batch that is left of an epoch, with the factor for its mean loss."""
+        """Yield this rank's part of each remaining global batch of an epoch, with the factor for the mean loss."""
         order = flyte_ddp.batches(len(training), BATCH, SEED, epoch, first)
         return zip(order.loss_factors(), DataLoader(training, batch_sampler=order), strict=True)
 
     def compute_gradients(self, batch: Any) -> float:
-        """Set the gradients to those of the global batch; return its mean loss. All ranks must call it."""
+        """Set the gradients of the global batch, and return its mean loss. All ranks must call this method."""
         factor, (images, labels) = batch
         loss = factor * functional.cross_entropy(self.network(images.to(self.device)), labels.to(self.device))
         loss.backward()
@@ -58,7 +61,7 @@ class DDPAverage:
 
 
 class PartAverage:
-    """Gradients of a global batch from those of its parts, which are added up in a fixed order."""
+    """Gradients of a global batch, added up from the gradients of parts in a fixed order."""
 
     def __init__(self, model: nn.Module, parts: int) -> None:
         rank = flyte_ddp.current_rank()
@@ -66,11 +69,11 @@ class PartAverage:
             raise flyte_ddp.UserError(f"{rank.world_size} ranks: take at most {parts}, one for each part")
         self.device, self.model, self.parameters = rank.device, model, list(model.parameters())
         self.own_parts = range(rank.rank, parts, rank.world_size)
-        # For each part a row: its gradients one after another, and its loss.
+        # A row for each part: all gradients, flattened, and the loss.
         self.rows = torch.zeros(parts, sum(map(Tensor.numel, self.parameters)) + 1, device=rank.device)
 
     def load_batches(self, training: Subset[Any], epoch: int, first: int) -> Iterator[Any]:
-        """Yield this rank's parts of each global batch that is left of an epoch, with the factors for their losses."""
+        """Yield this rank's parts of each remaining global batch of an epoch, with the factors for their losses."""
         loads = []
         for part in self.own_parts:
             order = flyte_ddp.batches(len(training), BATCH, SEED, epoch, first, rank=part, num_ranks=len(self.rows))
@@ -78,7 +81,7 @@ class PartAverage:
         return zip(*loads, strict=True)
 
     def compute_gradients(self, batch: Any) -> float:
-        """Set the gradients to those of the global batch; return its mean loss. All ranks must call it."""
+        """Set the gradients of the global batch, and return its mean loss. All ranks must call this method."""
         self.rows.zero_()
         for part, (factor, (images, labels)) in zip(self.own_parts, batch, strict=True):
             loss = factor * functional.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
@@ -86,7 +89,7 @@ class PartAverage:
             self.rows[part] += torch.cat([*map(Tensor.flatten, gradients), loss.detach().view(1)])
         flyte_ddp.sum_over_ranks(self.rows)  # exact: in a row all ranks but one have zeros
         mean = self.rows[0].clone()
-        for row in self.rows[1:]:  # one after another, as Tensor.sum may choose another order
+        for row in self.rows[1:]:  # one after another, because Tensor.sum may choose another order
             mean += row
         mean /= len(self.rows)
         *of_parameters, mean_loss = torch.split(mean, [*map(Tensor.numel, self.parameters), 1])
@@ -96,10 +99,11 @@ class PartAverage:
 
 
 def train(parts: int, fail_at: int = 0) -> dict[str, Any]:
-    """Train a small network on all ranks together; return its weights, the loss and the accuracy on the test samples.
+    """Train a small network on all ranks, and return the weights, and loss and accuracy on the test samples.
 
-    ``parts`` is the number of parts of PartAverage; 0: DistributedDataParallel. With ``fail_at`` the last rank fails
-    after this step, unless the run has been resumed.
+    Args:
+        parts: Number of parts of PartAverage. 0 uses DistributedDataParallel.
+        fail_at: The last rank fails after this step, unless the run has been resumed. 0 never fails.
     """
     rank = flyte_ddp.current_rank()
     rank.join()
@@ -152,7 +156,10 @@ def evaluate(model: nn.Module, test: Subset[Any], device: torch.device) -> tuple
 
 
 def describe_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return whether two runs' weights, loss and accuracy have the same bits, or else how far the weights differ."""
+    """Return whether the weights, loss and accuracy of two runs have the same bits.
+
+    If not, the text has the largest difference between weights.
+    """
     pairs = [(value, other["weights"][name]) for name, value in one["weights"].items()]
     same_weights = all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
     if same_weights and (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"]):
@@ -161,9 +168,10 @@ def describe_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def compare_runs(folder: Path, parts: int, resume_ranks: int) -> dict[str, str]:
-    """Train in one process, on 3 ranks, and on 3 ranks of which one fails, to go on on ``resume_ranks``.
+    """Train in a single process, on 3 ranks, and on 3 ranks with a failure.
 
-    Return by name how the others differ from the run on 3 ranks that was never stopped.
+    The failed run resumes on ``resume_ranks``. Returns by name how the runs differ from the uninterrupted run on 3
+    ranks.
     """
 
     def run(name: str, num_ranks: int, fail_at: int = 0) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def compare_runs(folder: Path, parts: int, resume_ranks: int) -> dict[str, str]:
         return result
 
     one, three = run("one process", 1), run("3 ranks", 3)
-    fail_at = 25  # in the middle of the second epoch; saved are steps 10 and 20
+    fail_at = 25  # in the middle of the second epoch, after the saves of steps 10 and 20
     try:
         run("resumed", 3, fail_at)
     except flyte_ddp.RankError as error:

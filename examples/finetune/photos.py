@@ -1,17 +1,17 @@
-"""Fine-tuning with frozen parts: three kinds of stars, from 12 photos of each, with what a model knows of polygons.
+"""Fine-tuning with frozen layers: three kinds of stars, from 12 photos of each, after training on polygons.
 
     python examples/finetune/photos.py
     pyflyte run workflows/training.py training_wf --hp examples/finetune/hp.json
 
-The first command trains the small CNN on 3,000 generated photos of polygons (base.json). runs/finetune/base/model.pt is
-then the file of weights that others would download. The second command trains on photos of stars, as hp.json says:
+The first command trains the small CNN on 3,000 generated photos of polygons (base.json). The resulting file
+runs/finetune/base/model.pt serves as the pretrained weights. The second command trains on photos of stars. In hp.json:
 
-- ``init_from`` names those weights, and ``init_skip`` leaves out their last layer, which is for other classes.
-- ``freeze`` leaves the convolutions as they start: few photos cannot teach them better.
+- ``init_from`` names the weights. ``init_skip`` skips the last layer, because the classes differ.
+- ``freeze`` keeps the convolutions unchanged. Few photos cannot improve the convolutions.
 
-Of 300 other stars the model then names 92 % rightly; without these three lines 42 %.
+The model then classifies 92 % of 300 other stars correctly, and 42 % without these three settings.
 
-Photos of your own (``"dataset": "image_folder:FOLDER"``) start from torchvision's weights. These need no ``init_skip``:
+Photos of your own (``"dataset": "image_folder:FOLDER"``) start from torchvision's weights, without ``init_skip``:
 ``"model": "resnet18", "init_from": "torchvision:DEFAULT", "freeze": "conv1,bn1,layer1,layer2"``.
 """
 
@@ -24,17 +24,17 @@ from flyte_ddp import Hyperparameters, fetch, image_arrays, run_training
 from flyte_ddp.datasets import SampleArrays
 
 SIDE = 32
-POLYGONS = {"triangle": (3, 0.5), "square": (4, 0.71), "hexagon": (6, 0.87)}  # corners, and how far sides are bent in
+POLYGONS = {"triangle": (3, 0.5), "square": (4, 0.71), "hexagon": (6, 0.87)}  # corners, and ``inner`` of draw_photo()
 STARS = {"star of three": (3, 0.25), "star of four": (4, 0.35), "star of six": (6, 0.5)}
 
 
 def polygons(_: str) -> SampleArrays:
-    """Return 3,000 photos of three kinds of polygons, and 300 to test on."""
+    """Return 3,000 photos of three kinds of polygons for training, and 300 for tests."""
     return take_photos(POLYGONS, training=3000, seed=0)
 
 
 def stars(_: str) -> SampleArrays:
-    """Return 36 photos of three kinds of stars, and 300 to test on."""
+    """Return 36 photos of three kinds of stars for training, and 300 for tests."""
     return take_photos(STARS, training=36, seed=1)
 
 
@@ -47,9 +47,9 @@ def take_photos(kinds: dict[str, tuple[int, float]], training: int, seed: int, t
 
 
 def draw_photo(corners: int, inner: float, random: np.random.Generator) -> np.ndarray:
-    """Return a noisy photo, uint8 [SIDE, SIDE, 3]: a shape of any colour, size, place and rotation before any colour.
+    """Return a noisy photo, uint8 [SIDE, SIDE, 3], of a shape with random colours, size, place and rotation.
 
-    The shape has its corners at the radius, and between two of them a point at ``inner`` of the radius.
+    Corners of the shape are at the radius. Between neighbouring corners is a point at ``inner`` of the radius.
     """
     radius, (across, down) = random.uniform(8, 13), random.uniform(13, 19, 2)
     angles = random.uniform(0, 2 * np.pi) + np.arange(2 * corners) * np.pi / corners

@@ -1,14 +1,14 @@
-"""A GAN on scikit-learn's digits: two networks and optimisers, BatchNorm, dropout and noise; exact after a kill.
+"""A GAN on scikit-learn's digits, with two networks and optimisers, BatchNorm, dropout and noise.
+
+If the program is killed, the same command resumes. The result has the bits of an uninterrupted run.
 
     python examples/gan/gan.py
 
-Kill it in the middle: the same command goes on, and ends with the bits of a run that was never stopped.
-
-- seed_step() seeds noise and dropout of a step by rank and step. Otherwise all ranks would draw the same noise after
-  manual_seed(0), and other noise after a resume, as no states of random generators are saved.
-- Each forward pass of DistributedDataParallel gives all ranks rank 0's statistics of BatchNorm, which rank 0 saves.
-- The generator learns from ``discriminator`` itself: its DistributedDataParallel would average gradients for nobody.
-- At the end of an epoch rank 0 hands in a picture, which is on the page of the run.
+- seed_step() seeds noise and dropout by rank and step. With manual_seed(0) alone, all ranks would draw the same noise.
+  A resumed run would draw other noise, because no states of random generators are saved.
+- Each forward pass of DistributedDataParallel copies rank 0's BatchNorm statistics to all ranks. Rank 0 saves them.
+- The generator learns from ``discriminator`` itself. The DistributedDataParallel would average unused gradients.
+- At the end of an epoch, rank 0 submits a picture for the run's page.
 """
 
 import io
@@ -31,7 +31,10 @@ def loss_of(judged: Tensor, truth: float) -> Tensor:
 
 
 def train(epochs: int = 40) -> float:
-    """Train on all ranks; return how far the mean of made digits is from that of real ones. Rank 0 writes gan.pt."""
+    """Train on all ranks, and return the distance of the mean generated digit from the mean real digit.
+
+    Rank 0 writes gan.pt.
+    """
     rank = current_rank()
     rank.join()
     torch.manual_seed(0)  # the networks begin equal on all ranks
@@ -93,7 +96,7 @@ def train(epochs: int = 40) -> float:
 
 @torch.no_grad()
 def draw_digits(generator: nn.Module, device: torch.device) -> Tensor:
-    """Return 64 digits made of noise that is the same at each call, [64, 64]."""
+    """Return 64 digits generated from the same noise at each call, [64, 64]."""
     noise = torch.randn(64, NOISE, generator=torch.Generator().manual_seed(0))
     digits: Tensor = generator.eval()(noise.to(device)).cpu()
     generator.train()

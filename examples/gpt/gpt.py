@@ -1,6 +1,6 @@
 """A small GPT that writes like this project's documents, character by character.
 
-pyflyte run workflows/training.py training_wf --hp examples/gpt/hp.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp examples/gpt/hp.json``.
 """
 
 from pathlib import Path
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from flyte_ddp import Hyperparameters, arrays
 
 LENGTH = 32  # characters of a row
-TEST_SHARE = 10  # one row of so many is for tests
+TEST_SHARE = 10  # one row in ten is for tests
 
 
 def read_documents(source: str) -> Any:
-    """Return the text of all Markdown files of a folder in rows of characters, with the next character of each.
+    """Return the text of a folder's Markdown files in rows of characters, with the next character of each.
 
-    The classes are the characters. What is left after the last whole row is left out.
+    The classes are the characters. Characters after the last whole row are dropped.
     """
     text = "\n".join(path.read_text() for path in sorted(Path(source).glob("*.md")))
     characters, numbers = np.unique([*text], return_inverse=True)
@@ -30,7 +30,7 @@ def read_documents(source: str) -> Any:
 
 
 class GPT(nn.Module):
-    """Maps characters int64 [n, T] to logits of the next ones [n, T, classes]; no place sees a later one."""
+    """Maps characters int64 [n, T] to logits of the next characters [n, T, classes], by causal attention."""
 
     def __init__(self, num_classes: int, input_shape: tuple[int], width: int = 96, layers: int = 2) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GPT(nn.Module):
 
 
 def make_adamw(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay for matrices alone."""
+    """Return AdamW with weight decay for matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

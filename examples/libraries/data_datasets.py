@@ -3,9 +3,9 @@
 # ///
 """datasets (Hugging Face).
 
-`with_format("numpy")` returns arrays, and without it items are lists. `map`, `filter`, `sort` and `shuffle` write
-`cache-*.arrow` beside the data. These files change nothing of the identity, and later processes read them. A machine
-that has none does the work again: do it before, and `save_to_disk` the result.
+`with_format("numpy")` returns arrays. Without it, items are lists. `map`, `filter`, `sort` and `shuffle` write
+`cache-*.arrow` beside the data. The cache files do not change the identity of the data, and later processes reuse them.
+A machine without the cache repeats the work. To avoid this, do the work before, and store the result by `save_to_disk`.
 """
 
 from datasets import Dataset, load_from_disk

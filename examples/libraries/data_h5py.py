@@ -3,9 +3,9 @@
 # ///
 """h5py.
 
-The set is made in each process that reads: open the file there, as below, and no open file is shared with forks. HDF5
-locks a file while it is open to be written: close it before a training begins. A sample of a compressed data set costs
-its whole chunk, so store chunks of one sample.
+The data set is made in each process that reads. Open the file there, as below, so that no open file is shared with
+forks. HDF5 locks a file that is open for writing, so close the file before training begins. A sample of a compressed
+data set costs a whole chunk, so store chunks of one sample.
 """
 
 import h5py

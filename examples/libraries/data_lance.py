@@ -5,8 +5,8 @@
 # ///
 """Lance.
 
-Lance warns that it is not fork-safe: open the data set in each process, as below. `take` gets rows by their place, and
-a deletion changes places. With a `version` a later writer changes nothing.
+Lance warns that it is not fork-safe. Open the data set in each process, as below. `take` returns rows by position, and
+a deletion changes positions. With a `version`, later writers change nothing.
 """
 
 import lance

@@ -3,8 +3,8 @@
 # ///
 """litdata.
 
-`StreamingDataset` is a stream, and is refused as a set on demand. It looks for a process group by itself, so in a rank
-its `len()` would be the rank's share. `Cache` reads the same chunks by number, without ranks.
+`StreamingDataset` is a stream, and is rejected as a set on demand. In a rank, `StreamingDataset` finds the process
+group, and `len()` would be the rank's share. `Cache` reads the same chunks by number, without ranks.
 """
 
 from litdata.streaming import Cache

@@ -3,10 +3,10 @@
 # ///
 """LMDB.
 
-A process may open an environment once, and the second `lmdb.open` fails. A fork must not use its parent's. So each
-process keeps one, for both sides. `lock=False` reads without `lock.mdb`, which each reader would change.
-`readahead=False` suits samples in random order. Keys are in the order of their bytes: write numbers with leading zeros
-or, as here, big-endian.
+A process may open an environment once, and a second `lmdb.open` fails. A fork must not use its parent's environment.
+Therefore each process keeps one environment, for both sides. `lock=False` reads without `lock.mdb`, which each reader
+would change. `readahead=False` suits samples in random order. Keys are sorted by their bytes. Write numbers with
+leading zeros or, as here, big-endian.
 """
 
 import os

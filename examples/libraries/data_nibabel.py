@@ -3,9 +3,9 @@
 # ///
 """nibabel.
 
-`get_fdata()` returns float64 and keeps it in the image: `np.asarray(image.dataobj, np.float32)` does neither. Axes are
-those of the scanner: `as_closest_canonical` makes them alike. Sort what `glob` finds, which is in the order of the
-disk.
+`get_fdata()` returns float64 and caches the array in the image. `np.asarray(image.dataobj, np.float32)` avoids both.
+The axes depend on the scanner, and `as_closest_canonical` gives all images the same axes. Sort the result of `glob`,
+which is in the order of the disk.
 """
 
 from pathlib import Path

@@ -3,10 +3,10 @@
 # ///
 """polars.
 
-The order of rows decides which sample is which, and `group_by`, `unique` and joins may return another order in each
-call: sort, or give `maintain_order=True`, to a join `maintain_order="left"`. A LazyFrame has no rows yet, and `arrays`
-refuses it: give what `collect()` returns. Polars' threads and forked processes do not go together, so take `arrays`,
-which reads once, and not `on_demand`.
+The order of rows sets the numbers of the samples. `group_by`, `unique` and joins may return another order in each call.
+Sort the rows, or set `maintain_order=True`, for a join `maintain_order="left"`. A LazyFrame has no rows yet, and is
+rejected by `arrays`. Pass the result of `collect()`. Polars' threads do not work in forked processes. Therefore use
+`arrays`, which reads once, and not `on_demand`.
 """
 
 import polars as pl

@@ -3,9 +3,9 @@
 # ///
 """pyarrow.
 
-A memory-mapped Arrow file is read by sample. Of Parquet whole columns of a row group are read, so take `arrays`, which
-reads the file once. `pyarrow.dataset` reads files in the order of their names, `part-10` before `part-2`, and
-`write_dataset` keeps the order of rows only by `preserve_order=True`: sort by an id.
+A memory-mapped Arrow file is read by sample. From Parquet, whole columns of a row group are read, so use `arrays`,
+which reads the file once. `pyarrow.dataset` reads files in the order of their names, `part-10` before `part-2`.
+`write_dataset` keeps the order of rows only with `preserve_order=True`. Sort the rows by an id.
 """
 
 import pyarrow as pa

@@ -3,9 +3,9 @@
 # ///
 """pydicom.
 
-`pixel_array` has the stored numbers: `apply_rescale` makes Hounsfield units of them, and scanners differ in the
-factors. Slices of a series are in the order of `InstanceNumber`, not of their files' names. Lossless JPEG, JPEG-LS and
-HTJ2K need `pylibjpeg` with its plugins in the image, too. Pillow decodes other JPEG.
+`pixel_array` has the stored numbers. `apply_rescale` converts the numbers to Hounsfield units, by factors that differ
+between scanners. Slices of a series are in the order of `InstanceNumber`, not of file names. Lossless JPEG, JPEG-LS and
+HTJ2K also need `pylibjpeg` with its plugins in the image. Pillow decodes other JPEG.
 """
 
 from pathlib import Path

@@ -3,9 +3,9 @@
 # ///
 """rasterio.
 
-An open file is fit for one process and one thread: open it where it is read, as below. `statistics()` writes `.aux.xml`
-beside the file unless GDAL_PAM_ENABLED is NO. Missing pixels have the number `nodata`. `read(masked=True)` returns a
-masked array, which is refused, so fill it.
+An open file serves a single process and a single thread. Open the file in the process that reads, as below.
+`statistics()` writes `.aux.xml` beside the file unless GDAL_PAM_ENABLED is NO. Missing pixels have the number `nodata`.
+`read(masked=True)` returns a masked array. Masked arrays are rejected, so fill the missing pixels.
 """
 
 from pathlib import Path

@@ -3,7 +3,7 @@
 # ///
 """safetensors.
 
-`get_slice` reads one sample of a tensor, and `load_file` reads all of them.
+`get_slice` reads a single sample of a tensor, and `load_file` reads all samples.
 """
 
 from safetensors import safe_open

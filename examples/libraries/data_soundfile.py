@@ -3,9 +3,9 @@
 # ///
 """soundfile.
 
-Arrays are [frames, channels], and of one channel [frames]: `always_2d=True` makes them alike. Values are -1 to 1 unless
-`dtype="int16"` asks for the stored ones. Rates differ between files: look at the second value. Clips of different
-lengths want `collate: "padded"`.
+Arrays are [frames, channels], and [frames] for a single channel. With `always_2d=True` all arrays have two dimensions.
+Values are from -1 to 1, unless `dtype="int16"` requests the stored values. Sample rates differ between files, so check
+the second return value. Clips of different lengths need `collate: "padded"`.
 """
 
 from pathlib import Path

@@ -7,9 +7,9 @@
 # ///
 """mosaicml-streaming.
 
-`StreamingDataset` is a stream, and is refused as a set on demand. In ranks its constructor waits for all ranks, and two
-processes that start together can take the same name in shared memory. `LocalDataset` reads the same folder by number,
-without ranks and shared names.
+`StreamingDataset` is a stream, and is rejected as a set on demand. In ranks, the constructor waits for all ranks. Two
+processes that start at the same time can use the same name in shared memory. `LocalDataset` reads the same folder by
+number, without ranks and shared names.
 """
 
 from streaming.base import LocalDataset, MDSWriter

@@ -3,8 +3,8 @@
 # ///
 """webdataset.
 
-A WebDataset is a stream: `split_by_node` gives ranks different numbers of samples, and after a kill it begins anew. The
-tars of its `ShardWriter` are shards, whose samples are read by number instead. Make their index by `python -m
+A WebDataset is a stream. `split_by_node` gives ranks different numbers of samples, and a killed run starts anew. The
+tars of `ShardWriter` are shards, whose samples can be read by number. Make the index of the shards by `python -m
 flyte_ddp.shards create` ([data larger than memory](large-data.md)).
 """
 

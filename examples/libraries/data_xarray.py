@@ -3,9 +3,9 @@
 # ///
 """xarray.
 
-Files are read when a value is asked for, and `isel` selects by place, `sel` by label. Packed files (`scale_factor`) and
-missing values change whole numbers into floats, with NaN, which is refused: fill them. `transpose` names the order of
-the dimensions, which files do not agree on.
+Files are read when a value is requested. `isel` selects by position, and `sel` by label. In packed files
+(`scale_factor`) and files with missing values, integers become floats with NaN. NaN is rejected, so fill the missing
+values. `transpose` sets the order of the dimensions, which differs between files.
 """
 
 import xarray as xr

@@ -3,8 +3,8 @@
 # ///
 """zarr.
 
-A sample costs its whole chunk: store chunks of one sample, and shards of many chunks where there would be too many
-files. A chunk that was never written is read as the fill value, without an error.
+A sample costs a whole chunk, so store chunks of one sample. If there would be too many files, store shards of many
+chunks. A chunk that was never written is read as the fill value, without an error.
 """
 
 import zarr

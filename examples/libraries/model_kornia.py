@@ -4,17 +4,17 @@
 #     "kornia-rs==0.2.0",
 # ]
 # ///
-"""kornia: its augmentations in loader processes, and its focal loss.
+"""kornia: augmentations in loader processes, and a focal loss.
 
 pyflyte run workflows/training.py training_wf --hp '{
     "dataset": "digits", "augment": "examples.libraries.model_kornia:augment",
     "objective": "examples.libraries.model_kornia:focal", "batch_size": 32, "max_steps": 8}'
 
-An augmentation inside of a model draws random numbers for the rank's part of a batch, so that another number of ranks
-gives another result, and the report says so. In `augment` they follow from seed, epoch and sample. kornia's images
-are floats [N, C, H, W] from 0 to 1.
+An augmentation inside a model draws random numbers for the rank's part of a batch. Another number of ranks then gives
+another result, and the report notes this. In `augment`, random numbers depend on seed, epoch and sample. kornia's
+images are floats [N, C, H, W] from 0 to 1.
 
-`focal_loss` returns a value for each class: add them up.
+`focal_loss` returns a value for each class. Add the values up.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ PIPELINE = augmentation.AugmentationSequential(
 
 
 def augment(image: Any, target: Any) -> tuple[Tensor, Any]:
-    """Return the uint8 image [H, W, C] changed, as uint8 [C, H, W]."""
+    """Return the changed uint8 image [H, W, C] as uint8 [C, H, W], and the unchanged target."""
     pixels = torch.as_tensor(image).movedim(-1, 0)[None] / 255
     return (PIPELINE(pixels)[0].clamp(0, 1) * 255).round().to(torch.uint8), target
 

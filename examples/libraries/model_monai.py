@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["monai==1.6.1"]
 # ///
-"""MONAI: a U-Net for volumes, its Dice loss and a random transform.
+"""MONAI: a U-Net for volumes, a Dice loss and a random transform.
 
 pyflyte run workflows/training.py training_wf --hp '{
     "dataset": "examples.libraries.model_monai:draw_volumes", "num_classes": 2,
@@ -9,12 +9,12 @@ pyflyte run workflows/training.py training_wf --hp '{
     "augment": "examples.libraries.model_monai:flip",
     "optimizer": "adamw", "learning_rate": 0.01, "batch_size": 8, "epochs": 2}'
 
-Losses need `reduction="none"`, and have a value for each sample and class. Random transforms draw from a generator of
-their own, which nobody seeds: set its state from NumPy's generator, which is seeded for each sample. Results
-are `MetaTensor`: return arrays.
+Losses need `reduction="none"`, and return a value for each sample and class. Random transforms draw from a separate
+generator, which is not seeded. Set the generator's state from NumPy's generator, which is seeded for each sample.
+Transforms return a `MetaTensor`, so convert the results to arrays.
 
-A 3D mask is no target of `segmentation`, so the objective has its own measure, and `answers` says what a table of
-predictions has of a volume.
+`segmentation` does not accept 3D masks as targets, so the objective defines a measure. `answers` returns the columns of
+a volume in a table of predictions.
 """
 
 from typing import Any

@@ -9,14 +9,14 @@
 #     "typer==0.29.2",
 # ]
 # ///
-"""peft: LoRA on a frozen BERT, with a head that is trained whole.
+"""peft: LoRA on a frozen BERT, with a fully trained head.
 
 pyflyte run workflows/training.py training_wf --hp '{
     "dataset": "examples.libraries.model_transformers:read_texts", "collate": "padded",
     "model": "examples.libraries.model_peft:make_model",
     "optimizer": "adamw", "learning_rate": 0.01, "batch_size": 16, "epochs": 2}'
 
-Only what `get_peft_model` leaves with `requires_grad` is trained. `model.pt` holds the frozen weights, too;
+Only the parameters with `requires_grad` after `get_peft_model` are trained. `model.pt` also holds the frozen weights.
 `flyte_ddp.load_model(...)[0].save_pretrained(folder)` writes the adapter alone.
 """
 

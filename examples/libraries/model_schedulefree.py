@@ -8,8 +8,8 @@ pyflyte run workflows/training.py training_wf --hp '{
     "schedule": "constant", "learning_rate": 0.01, "batch_size": 32, "max_steps": 8}'
 
 The schedule is `constant`, and the optimiser warms up by itself. Evaluations, checkpoints of the best epoch and
-`model.pt` have the averaged weights, which its `eval()` sets. With BatchNorm the running statistics are those of the
-other weights.
+`model.pt` use the averaged weights, which the optimiser's `eval()` sets. With BatchNorm, the running statistics belong
+to the training weights instead.
 """
 
 import schedulefree

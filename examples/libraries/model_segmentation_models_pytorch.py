@@ -4,7 +4,7 @@
 #     "timm==1.0.31",
 # ]
 # ///
-"""segmentation-models-pytorch: a U-Net with an encoder of its zoo, and its Dice loss for each sample.
+"""segmentation-models-pytorch: a U-Net with an encoder of the library, and a Dice loss for each sample.
 
 pyflyte run workflows/training.py training_wf --hp '{
     "dataset": "examples.segmentation.shapes:load_shapes",
@@ -12,9 +12,9 @@ pyflyte run workflows/training.py training_wf --hp '{
     "objective": "examples.libraries.model_segmentation_models_pytorch:Dice",
     "optimizer": "adamw", "learning_rate": 0.003, "batch_size": 16, "max_steps": 8}'
 
-Losses of this library reduce a batch to one number, which depends on how samples are dealt to ranks: call them for
-each sample. `segmentation` itself, with cross-entropy, needs no objective of your own. Sides of images are multiples
-of 32 with five stages of the encoder.
+Losses of this library reduce a batch to one number. This number depends on the distribution of samples to ranks, so
+call the loss for each sample. `segmentation` itself, with cross-entropy, needs no user-defined objective. With five
+stages of the encoder, sides of images must be multiples of 32.
 """
 
 import segmentation_models_pytorch as smp
@@ -37,5 +37,5 @@ class Dice(Segmentation):
         return torch.ones(len(targets), device=targets.device)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        dice = smp.losses.DiceLoss("multiclass", ignore_index=255)  # of a batch, the Dice of all pixels together
+        dice = smp.losses.DiceLoss("multiclass", ignore_index=255)  # for a batch, the Dice of all pixels together
         return torch.stack([dice(one[None], mask[None].long()) for one, mask in zip(outputs, targets, strict=True)])

@@ -1,14 +1,14 @@
 # /// script
 # dependencies = ["timm==1.0.31"]
 # ///
-"""timm: a classifier of images by its name.
+"""timm: an image classifier by name.
 
 pyflyte run workflows/training.py training_wf --hp '{
     "dataset": "digits", "image_size": 32, "model": "examples.libraries.model_timm:make_model",
     "options": {"model": {"name": "test_efficientnet"}}, "batch_size": 32, "max_steps": 8}'
 
-`BatchNormAct2d` counts as BatchNorm: it is over all ranks. `drop_path_rate` and `DropBlock` draw random numbers of
-their own, and the report says that another number of ranks then gives another result.
+`BatchNormAct2d` counts as BatchNorm, and is computed over all ranks. `drop_path_rate` and `DropBlock` draw random
+numbers in the model. Another number of ranks then gives another result, and the report notes this.
 """
 
 import timm

@@ -1,13 +1,13 @@
 # /// script
 # dependencies = ["torch-ema==0.3"]
 # ///
-"""torch-ema: a moving average of the weights in a loop of one's own.
+"""torch-ema: a moving average of the weights in a user-defined loop.
 
 python examples/libraries/model_torch_ema.py
 
-This is for [loops of your own](own-loop.md), where its state is saved with the rest: without it a resumed run
-averages from the resumed weights on. A training by hyperparameters has `ema_decay` and `"keep": "ema"`. There is no
-table of predictions, and the model is not exported.
+This is for [loops of your own](own-loop.md). The average is saved with the rest of the state. Otherwise a resumed run
+would average from the resumed weights on. A training by hyperparameters has `ema_decay` and `"keep": "ema"`. With a
+loop, no table of predictions is written, and the model is not exported.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from flyte_ddp import batches, current_rank, run_ranks
 
 
 def train(steps: int = 8) -> dict[str, Any]:
-    """Train on all ranks; return the averaged weights."""
+    """Train on all ranks, and return the averaged weights."""
     rank = current_rank()
     rank.join()
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["torch-geometric==2.8.1"]
 # ///
-"""torch-geometric: graphs of different sizes, joined to one graph for each batch.
+"""torch-geometric: graphs of different sizes, joined to a single graph for each batch.
 
 pyflyte run workflows/training.py training_wf --hp '{
     "dataset": "examples.libraries.model_torch_geometric:draw_graphs", "num_classes": 2,
@@ -9,8 +9,8 @@ pyflyte run workflows/training.py training_wf --hp '{
     "model": "examples.libraries.model_torch_geometric:GraphClassifier",
     "optimizer": "adamw", "learning_rate": 0.01, "batch_size": 16, "epochs": 2}'
 
-Graphs differ in size, so `collate` joins them to one graph, and its rows are nodes and edges. Pooling needs the
-number of each node's graph, which the model gets as an argument of its own.
+Graphs differ in size, so `collate` joins the graphs to a single graph, whose rows are nodes and edges. Pooling needs
+the number of each node's graph. The model gets these numbers as a separate argument.
 """
 
 from typing import Any
@@ -44,12 +44,12 @@ class GraphClassifier(nn.Module):
 
 # What it is tried with.
 def draw_graphs(_: str) -> Any:
-    """Return rings of 4 to 9 nodes and paths as long; the class is which."""
+    """Return rings of 4 to 9 nodes (class 1), and paths of 4 to 9 nodes (class 0)."""
     return on_demand([draw_graph(number) for number in range(64)], [draw_graph(number) for number in range(64, 80)])
 
 
 def draw_graph(number: int) -> tuple[dict[str, Tensor], int]:
-    """Return the features of the nodes and the edges of a graph, and its class."""
+    """Return the node features and the edges of a graph, and the graph's class."""
     nodes, ring = 4 + number % 6, number % 2
     start = torch.arange(nodes - 1 + ring)
     edges = torch.stack([start, (start + 1) % nodes])

@@ -15,13 +15,14 @@ pyflyte run workflows/training.py training_wf --hp '{
     "model": "examples.libraries.model_transformers:Bert",
     "optimizer": "adamw", "learning_rate": 0.003, "batch_size": 16, "epochs": 2}'
 
-A subclass keeps the names of the weights, so that transformers itself loads `model.pt`. `classification` takes logits
-alone, and `language` finds `logits` by itself: `GPT2LMHeadModel(config)` is a model as it is.
+A subclass keeps the names of the weights, so that transformers can load `model.pt`. `classification` accepts logits
+only. `language` finds `logits` in the outputs, so `GPT2LMHeadModel(config)` can be used unchanged.
 
-With `padded` the mask is the last positional argument, which in transformers may be `past_key_values`: give `forward`
-just the arguments of the batch, and pass the mask on by name.
+With `padded` the mask is the last positional argument, which in transformers may be `past_key_values`. Therefore
+`forward` should declare only the arguments of the batch, and pass the mask on by name.
 
-Dropout of attention weights depends on the number of ranks, and the report says so: set it to 0 in the configuration.
+Dropout of attention weights depends on the number of ranks, and the report notes this. Set the dropout to 0 in the
+configuration.
 """
 
 from typing import Any
@@ -48,7 +49,7 @@ class Bert(BertForSequenceClassification):
 
 # What it is tried with.
 def read_texts(_: str) -> Any:
-    """Return rows that count by ones, twos or threes; the class is which."""
+    """Return rows that count by ones, twos or threes. The class is the step."""
     random = np.random.default_rng(0)
     steps, lengths = random.integers(1, 4, 80), random.integers(5, 13, 80)
     texts = [np.arange(length) * step % TOKENS for length, step in zip(lengths, steps, strict=True)]

@@ -16,11 +16,11 @@ pyflyte run workflows/training.py training_wf --hp '{
     "objective": "language", "options": {"objective": {"shift": true}},
     "optimizer": "adamw", "learning_rate": 0.003, "batch_size": 16, "epochs": 2}'
 
-With `padded` the mask is the last positional argument, and the second argument of `TransformerWrapper` is
-`return_embeddings`. Inputs in a dict come by name: call them `x`, and the mask comes as `mask`. `attn_dropout`
-depends on the number of ranks.
+With `padded` the mask is the last positional argument, but the second argument of `TransformerWrapper` is
+`return_embeddings`. Inputs in a dict are passed by name. Name the input `x`, and the mask is passed as `mask`.
+`attn_dropout` depends on the number of ranks.
 
-The model is not exported: torch's exporter finds that its code fixes the number of samples.
+The model is not exported, because torch's exporter finds that the code fixes the number of samples.
 """
 
 from typing import Any

@@ -1,15 +1,18 @@
-"""A Lightning program on scikit-learn's digits, on the ranks of any launcher. Lines for that end in ``# flyte_ddp``.
+"""A Lightning program on scikit-learn's digits, on the ranks of any launcher.
+
+Lines for this library end in ``# flyte_ddp``.
 
     python examples/lightning/lightning_digits.py
 
-- ``run_ranks`` calls ``main`` on each rank. Lightning takes the ranks for torchrun's. ``devices`` and ``num_nodes`` are
-  torchrun's variables, so that the program runs under torchrun and by itself, too.
-- RankCheckpoints: Lightning's ModelCheckpoint saves by the rank, here at the end of each epoch. What is saved outlives
-  the rank's host. Called again after a failure, the program goes on.
-- RankLogger: what ``self.log`` gets is recorded in metrics.jsonl, on the page, and in wandb.
+- ``run_ranks`` calls ``main`` on each rank. Lightning treats the ranks as torchrun's workers. ``devices`` and
+  ``num_nodes`` come from torchrun's variables. Therefore the program also runs under torchrun, or without a launcher.
+- RankCheckpoints: Lightning's ModelCheckpoint saves through the rank, here at the end of each epoch. Saves outlive the
+  rank's host. After a failure, a new call resumes.
+- RankLogger: values of ``self.log`` are recorded in metrics.jsonl, on the page, and in wandb.
 
-Lightning resumes exactly at the end of an epoch. To save in the middle of one (``every_n_train_steps`` of
-ModelCheckpoint, or ``train_time_interval``), give it a loader that knows its place, as torchdata's StatefulDataLoader.
+Lightning resumes exactly at the end of an epoch. To save inside an epoch, set ``every_n_train_steps`` or
+``train_time_interval`` of ModelCheckpoint. This requires a loader that saves the position, such as torchdata's
+StatefulDataLoader.
 """
 
 import os
@@ -28,31 +31,31 @@ import flyte_ddp
 
 
 class RankCheckpoints(CheckpointIO):  # flyte_ddp
-    """Saves Lightning's checkpoints by the rank, and loads the newest."""
+    """Saves Lightning's checkpoints through the rank, and loads the newest."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Save a checkpoint; Lightning calls this on rank 0."""
+        """Save a checkpoint. Lightning calls this method on rank 0."""
         flyte_ddp.current_rank().save(checkpoint["global_step"], checkpoint)
 
     def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any] | None:  # type: ignore[override]
-        """Return the newest checkpoint; Lightning calls this on all ranks."""
+        """Return the newest checkpoint. Lightning calls this method on all ranks."""
         return flyte_ddp.current_rank().load()
 
     def remove_checkpoint(self, *_: Any) -> None:
-        """Do nothing: the newest is kept, and removed at the end of the run."""
+        """Do nothing, because the run removes its checkpoints at the end."""
 
 
 class RankLogger(Logger):  # flyte_ddp
-    """Records by the rank what Lightning logs."""
+    """Records through the rank the values that Lightning logs."""
 
     name, version = "flyte_ddp", None
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record values of a step; Lightning counts steps from 0."""
+        """Record the values of a step. Lightning counts steps from 0."""
         flyte_ddp.current_rank().record((step or 0) + 1, **metrics)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the arguments of ``main`` are recorded."""
+        """Do nothing, because the arguments of ``main`` are recorded."""
 
 
 class Digits(pl.LightningModule):
@@ -84,7 +87,7 @@ class Digits(pl.LightningModule):
 
 
 def main(epochs: int = 5, learning_rate: float = 0.05) -> dict[str, float]:
-    """Train; return loss and accuracy on the validation samples."""
+    """Train, and return loss and accuracy on the validation samples."""
     pl.seed_everything(0)
     digits = load_digits()
     samples = TensorDataset(torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target))

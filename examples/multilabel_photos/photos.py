@@ -1,6 +1,6 @@
-"""Photos with several labels each, some of them unknown: what is there of a disc, a square, stripes and a frame.
+"""Photos with several labels each, some of which are unknown: a disc, a square, stripes and a frame.
 
-pyflyte run workflows/training.py training_wf --hp examples/multilabel_photos/hp.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp examples/multilabel_photos/hp.json``.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from flyte_ddp.datasets import SampleArrays, image_arrays
 
 LABELS = ("disc", "square", "stripes", "frame")
 TRAIN, TEST, SIDE = 1600, 400, 24
-UNKNOWN = 0.2  # share of the training labels that nobody has given
+UNKNOWN = 0.2  # share of the training labels that are unknown
 
 
-def load_photos(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
-    """Return 2000 photos uint8 [24, 24, 3] with their labels: 1 there, 0 not there, NaN unknown."""
+def load_photos(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, unused here)
+    """Return 2000 photos uint8 [24, 24, 3] with their labels: 1 present, 0 absent, NaN unknown."""
     random = np.random.default_rng(0)
     labels = (random.random((TRAIN + TEST, len(LABELS))) < 0.4).astype(np.float32)
     images = np.stack([draw_photo(random, present) for present in labels.astype(bool)])
@@ -23,7 +23,7 @@ def load_photos(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparamete
 
 
 def draw_photo(random: np.random.Generator, present: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Return a photo uint8 [24, 24, 3] with noise, and with the things for which ``present`` is true."""
+    """Return a noisy photo uint8 [24, 24, 3] with the objects for which ``present`` is true."""
     photo = random.normal(90, 30, (SIDE, SIDE, 3))
     rows, columns = np.mgrid[:SIDE, :SIDE]
     disc, square, stripes, frame = present

@@ -1,6 +1,6 @@
-"""Segmentation: a class for each pixel of photos of a disc and a square; pixels on their borders do not count.
+"""Segmentation: a class for each pixel of photos of a disc and a square, without the border pixels.
 
-pyflyte run workflows/training.py training_wf --hp examples/segmentation/hp.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp examples/segmentation/hp.json``.
 """
 
 import numpy as np
@@ -14,8 +14,11 @@ IGNORED = 255
 TRAIN, TEST, SIDE = 400, 100, 32
 
 
-def load_shapes(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
-    """Return 500 photos uint8 [32, 32, 3], and masks uint8 [32, 32] with a class number or 255 for each pixel."""
+def load_shapes(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparameter data_source, unused here)
+    """Return 500 photos uint8 [32, 32, 3], and their masks uint8 [32, 32].
+
+    Each pixel of a mask is a class number, or 255 for ignored pixels.
+    """
     random = np.random.default_rng(0)
     masks = np.stack([draw_mask(random) for _ in range(TRAIN + TEST)])
     images = random.normal(110, 30, (*masks.shape, 3))
@@ -25,7 +28,7 @@ def load_shapes(source: str) -> SampleArrays:  # noqa: ARG001 (the hyperparamete
 
 
 def draw_mask(random: np.random.Generator) -> NDArray[np.uint8]:
-    """Return a mask with a disc and a square, whose outermost pixels are ignored."""
+    """Return a mask with a disc and a square, whose border pixels are ignored."""
     rows, columns = np.mgrid[:SIDE, :SIDE]
     mask = np.zeros((SIDE, SIDE), np.uint8)
     for number, distance in ((1, np.hypot), (2, np.maximum)):
@@ -37,7 +40,10 @@ def draw_mask(random: np.random.Generator) -> NDArray[np.uint8]:
 
 
 class SmallUNet(nn.Module):
-    """Maps photos [N, C, H, W] to logits [N, classes, H, W]: looks at half the resolution, and then at all pixels."""
+    """Maps photos [N, C, H, W] to logits [N, classes, H, W].
+
+    Combines features at the full and at half the resolution.
+    """
 
     def __init__(self, num_classes: int, input_shape: tuple[int, int, int], width: int = 16) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Sequences: scikit-learn's digits as 8 rows of 8 numbers, one after another into a recurrent network.
+"""Sequences: a recurrent network that reads scikit-learn's digits row by row, as 8 rows of 8 numbers.
 
-pyflyte run workflows/training.py training_wf --hp examples/sequences/hp.json
+Run it with ``pyflyte run workflows/training.py training_wf --hp examples/sequences/hp.json``.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flyte_ddp import arrays
 
 
-def read_rows(source: str) -> Any:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+def read_rows(source: str) -> Any:  # noqa: ARG001 (the hyperparameter data_source, unused here)
     """Return 1,797 digits as sequences float [8 rows, 8 numbers] with their classes."""
     digits = load_digits()
     rows = (digits.images / 16).astype(np.float32)

@@ -1,8 +1,8 @@
-"""Three tables of numbers: two of scikit-learn's, and drawn houses; numbers and classes as targets.
+"""Three tables of numbers: two of scikit-learn's, and generated houses. Targets are numbers or classes.
 
-pyflyte run workflows/training.py training_wf --hp examples/tables/diabetes.json
-pyflyte run workflows/training.py training_wf --hp examples/tables/breast_cancer.json
-pyflyte run workflows/training.py training_wf --hp examples/tables/houses.json
+- ``pyflyte run workflows/training.py training_wf --hp examples/tables/diabetes.json``
+- ``pyflyte run workflows/training.py training_wf --hp examples/tables/breast_cancer.json``
+- ``pyflyte run workflows/training.py training_wf --hp examples/tables/houses.json``
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ PARTS = ("mean", "error", "worst")
 HOUSES = 10_000
 
 
-def read_diabetes(source: str) -> Any:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
-    """Return 442 patients with 10 numbers each; the target is a float, how far the disease is a year later."""
+def read_diabetes(source: str) -> Any:  # noqa: ARG001 (the hyperparameter data_source, unused here)
+    """Return 442 patients with 10 numbers each. The target is the disease's progression after a year, as a float."""
     features, progression = load_diabetes(return_X_y=True)
     return arrays(*split_table(features, (progression / 100).astype(np.float32)))
 
 
 def read_tumours(source: str) -> Any:  # noqa: ARG001
-    """Return 569 tumours with mean, error and worst value of 10 measurements each, as a dict; two classes."""
+    """Return 569 tumours of two classes, as a dict of mean, error and worst value of 10 measurements."""
     data = load_breast_cancer()
     sides = [(name_parts(features), classes) for features, classes in split_table(data.data, data.target)]
     return arrays(*sides, classes=data.target_names)
@@ -39,9 +39,9 @@ def name_parts(features: NDArray[Any]) -> dict[str, NDArray[Any]]:
 
 
 def draw_houses(source: str) -> Any:  # noqa: ARG001
-    """Return 10,000 houses with 8 columns such as California's; the target is a float, the price in 100,000 dollars.
+    """Return 10,000 generated houses with 8 columns, similar to California's.
 
-    A tenth of the price is chance, which no model can know.
+    The target is the price in 100,000 dollars, as a float. A tenth of the price is noise, which no model can predict.
     """
     random = np.random.default_rng(0)
     income, in_house = random.gamma(3.5, 1.1, HOUSES), random.gamma(9, 0.33, HOUSES)
@@ -56,23 +56,27 @@ def draw_houses(source: str) -> Any:  # noqa: ARG001
 
 
 def split_table(features: NDArray[Any], targets: NDArray[Any]) -> Any:
-    """Return pairs (features, targets) for training and for tests; features are standardised by those for training."""
+    """Return pairs (features, targets) for training and for tests.
+
+    Features are standardised by the mean and deviation of the training features.
+    """
     train, test, train_targets, test_targets = train_test_split(features, targets, test_size=0.2, random_state=42)
     centre, spread = train.mean(0), train.std(0)
     return ((train - centre) / spread, train_targets), ((test - centre) / spread, test_targets)
 
 
 def make_perceptron(num_classes: int, input_shape: tuple[int], width: int = 64) -> nn.Sequential:
-    """Return two hidden layers; ``num_classes`` is the number of classes, or of numbers in a target.
+    """Return a network of two hidden layers.
 
-    ``width`` may be given by the hyperparameter ``options``.
+    ``num_classes`` is the number of classes, or of numbers in a target. The hyperparameter ``options`` may set
+    ``width``.
     """
     hidden = [nn.Linear(*input_shape, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Dropout(0.1), nn.Linear(width, num_classes))
 
 
 class PartsModel(nn.Module):
-    """A perceptron over tables that are the leaves of a dict, and come as keyword arguments."""
+    """A perceptron on tables that are the leaves of a dict, and arrive as keyword arguments."""
 
     def __init__(self, num_classes: int, input_shape: dict[str, tuple[int]]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Texts of different lengths, read on demand and padded: does a review of a restaurant praise more than it blames?
+"""Texts of different lengths, read on demand and padded: restaurant reviews with more praise or more blame.
 
-pyflyte run workflows/training.py training_wf --hp examples/texts/padded.json
-pyflyte run workflows/training.py training_wf --hp examples/texts/own_collate.json
+- ``pyflyte run workflows/training.py training_wf --hp examples/texts/padded.json``
+- ``pyflyte run workflows/training.py training_wf --hp examples/texts/own_collate.json``
 
-For reviews of your own set data_source to a CSV file with the columns text and label.
+For reviews of your own, set data_source to a CSV file with the columns text and label.
 """
 
 import csv
@@ -19,22 +19,25 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flyte_ddp import on_demand
 
-TOKENS = 2000  # 0 fills up
-TEST_SHARE = 6  # one review of so many is for tests
+TOKENS = 2000  # 0 is padding
+TEST_SHARE = 6  # one review in six is for tests
 THINGS = ("soup", "bread", "waiter", "music", "table", "fish", "tea", "view", "price", "garden")
 GOOD = ("good", "warm", "friendly", "fresh", "lovely", "fair")
 BAD = ("bad", "cold", "rude", "stale", "awful", "too much")
 
 
 def read_reviews(source: str) -> Any:
-    """Return reviews of a CSV file, or 2,000 drawn ones without a ``source``. Reads the file in each process."""
+    """Return the reviews of a CSV file, or 2,000 generated reviews without a ``source``.
+
+    Each process reads the file.
+    """
     rows = [*csv.DictReader(Path(source).read_text().splitlines())] if source else draw_reviews(2000)
     train, test = ([row for number, row in enumerate(rows) if (number % TEST_SHARE == 0) == side] for side in (0, 1))
     return on_demand(Reviews(train), Reviews(test), classes=["blame", "praise"])
 
 
 class Reviews:
-    """A map-style data set: a review's words as numbers, int64 [words], and its class."""
+    """A map-style data set of reviews: the words as numbers, int64 [words], and the class."""
 
     def __init__(self, rows: Sequence[dict[str, str]]) -> None:
         self.rows = rows
@@ -48,12 +51,15 @@ class Reviews:
 
 
 def number_word(word: str) -> int:
-    """Return a word's number by a hash that is the same in all processes, which Python's own is not."""
+    """Return a word's number by a hash that is equal in all processes, unlike Python's hash()."""
     return 1 + zlib.crc32(word.encode()) % (TOKENS - 1)
 
 
 def draw_reviews(count: int) -> list[dict[str, str]]:
-    """Return reviews of 1 to 9 remarks, such as "the soup was not cold"; the class is what most remarks say."""
+    """Return generated reviews of 1 to 9 remarks, such as "the soup was not cold".
+
+    The class is the opinion of most remarks.
+    """
     draw, rows = random.Random(0), []
     for _ in range(count):
         remarks, balance = [], 0
@@ -89,7 +95,7 @@ class LengthsModel(nn.Module):
 
 
 class MaskModel(LengthsModel):
-    """The same with what ``collate`` "padded" gives: the texts, and a mask that is true where there are words."""
+    """The same network for ``collate`` "padded", with a mask that is true at words."""
 
     def forward(self, text: Tensor, mask: Tensor) -> Tensor:
         return super().forward(text, mask.sum(1))

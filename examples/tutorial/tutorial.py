@@ -1,15 +1,15 @@
-"""Flyte's tutorial on one machine with several GPUs: MNIST's network, trained by DistributedDataParallel.
+"""Flyte's tutorial on a machine with several GPUs: MNIST's network, trained by DistributedDataParallel.
 
     python examples/tutorial/tutorial.py                                              # digits, in MNIST's format
     python examples/tutorial/tutorial.py --source /usr/share/datasets/fashion-mnist   # or a folder with MNIST's files
 
-What was changed:
+Changes to the tutorial:
 
-- run_ranks() is there instead of mp.spawn(). It returns what rank 0 returns, so no file of accuracies is needed.
-- current_rank() tells rank, number of ranks and device; its join() is there instead of dist_setup(). CPUs will do.
-- record() is there instead of wandb.log(). It also sends to wandb, where there is a key. Tables of images are left out.
-- load(), save() and due(): after a kill the same command goes on, in the middle of an epoch.
-- Each epoch has an order of its own. MNIST's files come from a folder instead of a download.
+- run_ranks() replaces mp.spawn(). It returns rank 0's result, so no file of accuracies is needed.
+- current_rank() returns rank, number of ranks and device. The rank's join() replaces dist_setup(), also on CPUs.
+- record() replaces wandb.log(), and also logs to wandb, if a key is set. Tables of images are omitted.
+- load(), save() and due(): after a kill the same command resumes, also inside an epoch.
+- Each epoch has a different order. MNIST's files come from a folder instead of a download.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def test(model: nn.Module, device: torch.device, test_loader: DataLoader[Any]) -
 
 
 def train_mnist(hp: Hyperparameters, data_dir: str) -> list[float]:
-    """Train on all ranks; rank 0 tests after each epoch, writes MODEL_FILE, and returns the accuracies."""
+    """Train on all ranks. Rank 0 tests after each epoch, writes MODEL_FILE, and returns the accuracies."""
     here = current_rank()
     here.join()
     torch.manual_seed(hp.seed)

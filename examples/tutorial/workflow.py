@@ -1,10 +1,10 @@
-"""The tutorial as a Flyte workflow: its training function is the body of a task with ``task_config=DDP(...)``.
+"""The tutorial as a Flyte workflow: the training function is the body of a task with ``task_config=DDP(...)``.
 
     pyflyte run examples/tutorial/workflow.py pytorch_training_wf --hp '{"epochs": 3}'
 
-What was changed: the plugin starts the ranks, in the task's pod, and saves go to the blob store. The data come from a
-task of their own, which writes scikit-learn's digits in MNIST's format, so that only one process prepares them. The
-weights are a FlyteFile, not a PythonPickledFile: torch.save() writes zip files, and flytekit may look into them.
+Changes to the tutorial: the plugin starts the ranks in the task's pod, and saves go to the blob store. A separate task
+writes scikit-learn's digits in MNIST's format, so that a single process prepares the data. The weights are a FlyteFile,
+not a PythonPickledFile, because torch.save() writes zip files, and flytekit may check the format.
 """
 
 import tempfile

@@ -1,18 +1,19 @@
-"""Indexed shards (wids) and DistributedDataParallel on Ray, from the notebook of the wids library: a ResNet.
+"""Indexed shards (wids) and DistributedDataParallel on Ray: a ResNet, from the notebook of the wids library.
 
     python examples/wids_ray/wids_ray.py                               # digits, packed into shards
     python examples/wids_ray/wids_ray.py --index https://.../imagenet-train.json --model resnet50 --image-size 224
 
-Without RAY_ADDRESS it starts a Ray cluster of this machine.
+Without RAY_ADDRESS the program starts a Ray cluster of this machine.
 
-What was changed:
+Changes to the notebook:
 
-- run_ranks(..., launch=ray.launch) is there instead of a remote function for each rank: it reserves GPUs or CPUs, finds
-  address and port, and ends all ranks when one fails. current_rank() tells rank, number of ranks and device.
-- Ranks stop after equally many batches: the sampler gives the last rank fewer, and the others would wait for it.
-- Crops depend on sample and epoch only, so that a run goes on in the middle of an epoch with the same crops, and reads
-  no shard for the steps that are done: the first samples of the sampler's list are left out.
-- load(), save() and due(): after a kill the same command goes on. record() is there instead of prints that space out.
+- run_ranks(..., launch=ray.launch) replaces a remote function for each rank. The launcher reserves GPUs or CPUs, finds
+  address and port, and ends all ranks after a failure. current_rank() returns rank, number of ranks and device.
+- Ranks stop after equally many batches. The sampler gives fewer samples to the last rank, and other ranks would wait
+  for it.
+- Crops depend on sample and epoch only, so a resumed run makes the same crops. Shards of finished steps are not read,
+  because the first samples of the sampler's list are skipped.
+- load(), save() and due(): after a kill the same command resumes. record() replaces the prints at intervals.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def make_dataloader_train(config: Config, dataset: Any, epoch: int, first: int, 
 
 
 def train_in_ray(config: Config) -> list[float]:
-    """Train; return this rank's mean loss and accuracy of the last hundred steps. Rank 0 writes resnet.pt."""
+    """Train, and return this rank's mean loss and accuracy of the last hundred steps. Rank 0 writes resnet.pt."""
     here = current_rank()
     here.join()
     torch.manual_seed(0)

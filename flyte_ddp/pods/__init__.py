@@ -1,1 +1,1 @@
-"""What runs in the pods of a cluster, whatever starts them: sizes, variables, folders, retries, checkpoints."""
+"""Support for tasks in pods, independent of the platform: sizes, variables, folders, retries and checkpoints."""

@@ -1,7 +1,7 @@
-"""A run's checkpoints in the blob store, for the next attempt at the run and for other executions of the same run.
+"""Keep a run's checkpoints in the blob store, for later attempts and other executions of the run.
 
-An attempt writes files of its own, BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME, and resumes from the newest
-readable checkpoint of any attempt. Kinds other than SAVED are notes of a few bytes that tell how an attempt ended.
+Each attempt writes separate files, BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME, and resumes from the newest
+readable checkpoint of any attempt. Files of kinds other than SAVED are notes of a few bytes on how an attempt ended.
 """
 
 import posixpath
@@ -22,22 +22,22 @@ from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.storage import MissingError, UnavailableError
 
 SAVED = "saved"  # a checkpoint
-STARTED = "started"  # the attempt has its data, and launches its ranks
-FAILED = "failed"  # a rank of the attempt failed, which may happen again; holds the reason
-ENDED = "ended"  # the attempt was told to stop, or could not reach something; holds the reason
+STARTED = "started"  # the attempt has the data, and launches ranks
+FAILED = "failed"  # a rank of the attempt failed, and may fail again; holds the reason
+ENDED = "ended"  # the attempt was stopped on request, or could not reach a service; holds the reason
 DONE = "done"  # the attempt has a result
 ADDRESS = re.compile(rf"(.+)/({SAVED}|{STARTED}|{FAILED}|{ENDED}|{DONE})-(\d+)-(\d+)-(\d+)-(\d+)")
-KEPT_CHECKPOINTS = 2  # of an execution
-DONE_SECONDS = 3600.0  # until files of an execution with a result are deleted: the platform may start it once more
-FUTILE_ATTEMPTS = 2  # attempts of which a rank failed without progress; there is no third
-LOST_ATTEMPTS = 5  # attempts that were lost without progress: what a pod whose memory runs out may cost
+KEPT_CHECKPOINTS = 2  # for each execution
+DONE_SECONDS = 3600.0  # until files of an execution with a result are deleted: the platform may restart the execution
+FUTILE_ATTEMPTS = 2  # limit of attempts in which a rank failed without progress
+LOST_ATTEMPTS = 5  # limit of attempts that were lost without progress, such as by running out of memory
 DELETE_BATCH = 1000  # files that one request deletes
 MORE_MEMORY = "give the pod more memory (another profile, or mem= of your task), or train with fewer ranks in it"
 Result = TypeVar("Result")
 
 
 class RunFile(NamedTuple):
-    """What the address of a file of a run says about the file."""
+    """The properties of a run's file, which the address encodes."""
 
     folder: str  # address of the folder of the execution that wrote the file
     kind: str  # SAVED, STARTED, FAILED, ENDED or DONE
@@ -62,9 +62,9 @@ def parse_run_file(address: str) -> RunFile | None:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The files of one run in the blob store, as one attempt at the run reads and writes them.
+    """The files of a run in the blob store, as an attempt at the run reads and writes them.
 
-    Methods raise UnavailableError if the blob store refuses or does not answer, unless their docstrings say otherwise.
+    Unless documented otherwise, methods raise UnavailableError if the blob store rejects a request or does not answer.
     """
 
     folder: str  # address of the run's folder: a path, s3://, gs:// or az://
@@ -74,9 +74,14 @@ class CheckpointStore:
     from_scratch: bool = False  # whether to ignore checkpoints of other executions
 
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
+        """Return the newest readable checkpoint, or None without checkpoints.
 
-        Downloads it to ``path``, unless the folder has one that is as new. UserError if this attempt would be in vain.
+        Considers the blob store and the folder of ``path``. Downloads to ``path``, unless the folder has a checkpoint
+        that is equally new.
+
+        Raises:
+            UserError: Checkpoints cannot be listed or read, or this attempt would be futile.
+            UnreachableError: The blob store has an outage, or other attempts replaced the checkpoints.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -90,7 +95,11 @@ class CheckpointStore:
         return newest
 
     def retry_on_outage(self, address: str, action: Callable[[str], Result]) -> Result:
-        """Return ``action(address)``, in up to 4 tries, and print pauses; UnreachableError if all fail by an outage."""
+        """Return ``action(address)``, after up to 4 tries. Prints the pauses between tries.
+
+        Raises:
+            UnreachableError: All tries failed by an outage.
+        """
         try:
             return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
         except UnavailableError as error:
@@ -99,14 +108,20 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """Return a run's files, highest step first, without other executions with a result (``from_scratch``: all)."""
+        """Return a run's files, highest step first.
+
+        Skips other executions that have a result, or all other executions if ``from_scratch`` is set.
+        """
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
         files = [file for file in files if file.execution not in ignored]
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def find_saved_runs(self, prefix: str) -> dict[str, int]:
-        """Return the newest saved step of each other run whose name has the prefix, and none if listing fails."""
+        """Return the newest saved step of each other run whose name starts with ``prefix``.
+
+        If listing fails, returns the runs found so far.
+        """
         steps = {}
         with suppress(UnavailableError):
             base, own = posixpath.split(self.folder)
@@ -117,7 +132,14 @@ class CheckpointStore:
         return steps
 
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint, local or of ``files`` (newest first); None without any checkpoint."""
+        """Return the newest readable checkpoint, local or of ``files`` (newest first).
+
+        Returns None without any checkpoint.
+
+        Raises:
+            UserError: Checkpoints exist, but none is readable.
+            UnreachableError: Other attempts replaced the checkpoints during the download.
+        """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
         reasons = {str(local): reason for local, reason in unreadable.items()}
@@ -127,7 +149,7 @@ class CheckpointStore:
                 continue
             try:
                 newest = self.download_checkpoint(file.address, path)
-            except MissingError:  # another attempt has deleted this checkpoint, as there are newer ones
+            except MissingError:  # another attempt deleted this checkpoint after writing newer ones
                 replaced = True
             except (UnavailableError, checkpoint.UnreadableError) as error:
                 reasons[file.address] = str(error)
@@ -149,7 +171,7 @@ class CheckpointStore:
         return None
 
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
-        """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint."""
+        """Download and verify a checkpoint, replace the file ``path``, and return the Checkpoint."""
         with atomic_write(path, durable=False) as file:
             self.retry_on_outage(address, lambda source: storage.download_file(source, file))
             file.flush()
@@ -158,10 +180,10 @@ class CheckpointStore:
         return replace(found, path=path)
 
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
-        """Raise UserError if earlier attempts of this execution began at ``step`` or later and ended in vain.
+        """Raise UserError if earlier attempts of this execution began at ``step`` or later, and made no progress.
 
-        Refuses after two that failed, or five that left no note of how they ended. Those that were told to stop, or
-        launched no ranks, do not count. ``files`` are the run's in the blob store, newest first.
+        Rejects after two attempts that failed, or five that left no note of how they ended. Attempts that were stopped
+        on request, or launched no ranks, do not count. ``files`` are the run's files in the blob store, newest first.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -185,20 +207,32 @@ class CheckpointStore:
             )
 
     def record_attempt_start(self, step: int) -> None:
-        """Write a note that the attempt launches its ranks, after ``step``; UnreachableError after 4 tries."""
+        """Write a note that the attempt launches its ranks, after ``step``.
+
+        Raises:
+            UnreachableError: 4 tries failed by an outage.
+        """
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Upload a checkpoint in one try, and keep this execution's 2 newest. FileNotFoundError without the file."""
+        """Upload a checkpoint in a single try, and keep only the 2 newest checkpoints of this execution.
+
+        Raises:
+            FileNotFoundError: ``path`` does not exist.
+        """
         with path.open("rb") as file:
-            this = Path(f"/dev/fd/{file.fileno()}")  # also if a newer one takes the path's place meanwhile
-            header = checkpoint.read_checkpoint(this, most_bytes=0)  # the next attempt verifies
+            this = Path(f"/dev/fd/{file.fileno()}")  # the same file even if a newer one replaces the path
+            header = checkpoint.read_checkpoint(this, most_bytes=0)  # the next attempt verifies the content
             assert header is not None
             storage.write_file(self.new_file_address(SAVED, header.step, header.epoch, header.time), this)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:
-        """Note that this attempt ended by ``error`` (not by RankLostError); for None, a result, keep one checkpoint."""
+        """Write a note of how this attempt ended.
+
+        If ``error`` is None, the attempt has a result, and only one checkpoint is kept. For a RankLostError no note is
+        written, so the attempt counts as lost.
+        """
         if error is None:
             self.write_note(DONE)
             self.delete_older_checkpoints(1)  # this pod may be lost before the platform has the result
@@ -208,7 +242,7 @@ class CheckpointStore:
             self.write_note(FAILED if isinstance(error, RankError) else ENDED, text=str(error))
 
     def write_note(self, kind: str, step: int = 0, text: str = "") -> None:
-        content = text or kind  # some stores take no empty file
+        content = text or kind  # some stores reject empty files
         storage.write_file(self.new_file_address(kind, step), content.encode(errors="replace"))
 
     def new_file_address(self, kind: str, step: int, epoch: int = 0, written: float | None = None) -> str:
@@ -222,9 +256,9 @@ class CheckpointStore:
             storage.delete_files([file.address for file in mine[kept:]])
 
     def delete_abandoned_files(self, seconds: float) -> None:
-        """Delete old files of all runs in this project and domain for up to ``seconds``, and ignore all errors.
+        """Delete old files of all runs in this project and domain for up to ``seconds``. Ignores all errors.
 
-        They are older than ``days``, or of an execution that has had a result for an hour.
+        A file is old after ``days``, or an hour after the execution got a result.
         """
         now, deadline = time.time(), time.monotonic() + seconds
         with suppress(Exception):  # the next pod repeats what fails
@@ -233,7 +267,7 @@ class CheckpointStore:
             old = [file for file in files if file.folder in done or now - file.time > self.days * 86_400]
             for first in range(0, len(old), DELETE_BATCH):
                 if time.monotonic() < deadline:
-                    with suppress(UnavailableError):  # even if this fails in every pod, others are deleted
+                    with suppress(UnavailableError):  # if this batch fails in every pod, others are still deleted
                         storage.delete_files([file.address for file in old[first : first + DELETE_BATCH]])
 
 

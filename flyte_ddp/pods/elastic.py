@@ -1,4 +1,4 @@
-"""Torch Elastic in pods of a PyTorchJob: the order in which pods end, and replacement of a lost pod."""
+"""Torch Elastic in pods of a PyTorchJob: the order in which pods end, and the replacement of a lost pod."""
 
 import atexit
 import os
@@ -15,27 +15,31 @@ from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
 MEET_VARIABLE = "FLYTE_DDP_MEET_SECONDS"  # how many seconds pods wait for each other
-WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in Elastic's workers: launch.elastic.RUN_ID, whose import takes longer
+WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in Elastic's workers. Equals launch.elastic.RUN_ID, a slow import.
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
 def is_only_pod() -> bool:
-    """Return whether this pod is not one of a PyTorchJob's."""
+    """Return whether this pod does not belong to a PyTorchJob."""
     return STORE_VARIABLE not in os.environ
 
 
 def has_rank_0() -> bool:
-    """Return whether this pod has rank 0: it is the job's only pod, or the host of Elastic's store."""
+    """Return whether this pod has rank 0: the only pod of a job, or the host of Elastic's store."""
     host, _, _ = os.environ.get(STORE_VARIABLE, "").rpartition(":")
     return host in ("", socket.gethostname())
 
 
 @contextmanager
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
-    """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod, which may still upload.
+    """If the block raises, let this pod of a PyTorchJob end only after rank 0's pod, which may still upload.
 
-    After ``ended_without_outputs``, or another exception in a pod without rank 0, this process sleeps at its exit up
-    to 600 s. After SIGTERM, or if Elastic's store is gone, it exits at once, and the operator starts another pod.
+    After ``ended_without_outputs``, or another exception in a pod without rank 0, this process sleeps at its exit for
+    up to 600 s. After SIGTERM, or if Elastic's store is lost, the process exits at once, and the operator starts
+    another pod.
+
+    Raises:
+        UnreachableError: The pods did not meet within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -68,9 +72,10 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
 
 @contextmanager
 def publish_address_each_time() -> Iterator[None]:
-    """Have rank 0 publish its address at each rendezvous in the block, for pods that replace a lost one.
+    """Make rank 0 publish its address at each rendezvous in the block, for pods that replace a lost pod.
 
-    torch's own handler, which is replaced in the whole process, publishes it at the first rendezvous alone.
+    Without this, torch's handler publishes the address at the first rendezvous only. The handler is patched for the
+    whole process.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
 
@@ -88,12 +93,12 @@ def publish_address_each_time() -> Iterator[None]:
 
 
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
-    """Print a reason to stderr and end this process at once, so that the operator replaces this pod."""
+    """Print a reason to stderr and end this process at once. The operator then replaces this pod."""
     print_to_stderr(f"{reason}; the operator starts another one in this one's place")
-    os._exit(code)  # the platform gets no error: for it this attempt of the task goes on
+    os._exit(code)  # without an error, the platform continues this attempt of the task
 
 
 def wait_for_deletion() -> None:
-    """Sleep for 600 s, so that rank 0's pod can upload; SIGTERM ends this process with code 0."""
+    """Sleep for 600 s while rank 0's pod uploads. SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

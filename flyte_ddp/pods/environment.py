@@ -1,4 +1,4 @@
-"""Variables of the environment that a registration gives to pods.
+"""Environment variables that a registration gives to pods.
 
 ``python -m flyte_ddp.pods.environment`` prints the settings that a registration copies to pods, for deploy/register.sh.
 """
@@ -30,7 +30,7 @@ DEFAULT_SECRET = "wandb/api_key"  # noqa: S105 (a name)
 FROM_SCRATCH_VARIABLE = "FLYTE_DDP_FROM_SCRATCH"
 RESULTS_VARIABLE = "FLYTE_DDP_RESULTS"
 REGISTRY_VARIABLE = "FLYTE_DDP_REGISTRY"
-REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
+REPORT_SECONDS = 5  # part of a pod's grace period, for the report to the platform
 
 
 def pod_environment() -> dict[str, str]:
@@ -45,7 +45,10 @@ def pod_environment() -> dict[str, str]:
 
 
 def training_environment() -> dict[str, str]:
-    """Return a training pod's own variables; a setting in this process's environment replaces the value made here."""
+    """Return the environment variables of a training pod.
+
+    Settings in this process's environment override computed values.
+    """
     grace = chosen_profile().grace_seconds
     return {
         **cache_limit_variable(),
@@ -57,13 +60,22 @@ def training_environment() -> dict[str, str]:
 
 
 def cache_limit_variable() -> dict[str, str]:
-    """Return the limit of a pod's cache of shards: this process's FLYTE_DDP_CACHE_BYTES, or half of the pod's disk."""
+    """Return the variable that limits a pod's cache of shards.
+
+    The limit is this process's FLYTE_DDP_CACHE_BYTES, or half of the pod's disk.
+    """
     disk = int(parse_quantity(chosen_profile().ephemeral_storage))
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings here for pods of ``kind``, such as ALL_PODS ("": any kind); UserError for credentials."""
+    """Return the settings of this environment for pods of ``kind``, such as ALL_PODS.
+
+    If ``kind`` is "", returns the settings for any kind of pod.
+
+    Raises:
+        UserError: A setting contains credentials.
+    """
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)
@@ -75,7 +87,7 @@ def registered_settings(kind: str = "") -> dict[str, str]:
 
 
 def list_settings_left_here() -> list[str]:
-    """Return the names of settings in this environment that no pod is given: secrets, and folders of this machine."""
+    """Return the names of settings in this environment that are not sent to pods: secrets, and local folders."""
     local = [name for name, variable in read_variable_table().items() if variable.where == HERE]
     if "://" not in os.environ.get(RESULTS_VARIABLE, ""):
         local.append(RESULTS_VARIABLE)
@@ -83,26 +95,37 @@ def list_settings_left_here() -> list[str]:
 
 
 def check_settings_for_pods() -> None:
-    """Print which settings no pod is given; raise UserError for a FLYTE_DDP_ variable that is not in variables.toml."""
+    """Print which settings are not sent to pods.
+
+    Raises:
+        UserError: A FLYTE_DDP_ variable is not in variables.toml, or FLYTE_DDP_MODULES is invalid.
+    """
     known = [name for name in read_variable_table() if name.startswith("FLYTE_DDP_")]
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
             raise unknown_name_error("variable", name, known, page="docs/configuration.md")
-    nameable_modules()  # refuses what it cannot allow
+    nameable_modules()  # raises UserError for modules that cannot be allowed
     for name in list_settings_left_here():
         print_to_stderr(f"{name} is not sent to pods: see docs/configuration.md")
 
 
 def settings_digest() -> dict[str, str]:
-    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods; a registration's version depends on it."""
+    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods.
+
+    A registration's version depends on this digest.
+    """
     variables = registered_settings() | pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
 def wandb_secret_id() -> tuple[str, str] | None:
-    """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret."""
-    # Pods without GPUs are mostly for trials.
+    """Return group and key of the platform's secret with wandb's key, or None if pods get no secret.
+
+    Raises:
+        UserError: FLYTE_DDP_WANDB_SECRET is malformed.
+    """
+    # By default pods without GPUs get no secret, because they mostly run tests.
     name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
     if name == "off":
         return None
@@ -113,7 +136,10 @@ def wandb_secret_id() -> tuple[str, str] | None:
 
 
 def refuse_unregistered_code() -> None:
-    """Raise UserError if this pod's copy of the library is not the registered one: its results would be cached."""
+    """Raise UserError if this pod's copy of the library differs from the registered copy.
+
+    Otherwise Flyte would cache results of different code.
+    """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The console's page of a task that runs ranks, from its first second on: the figures so far, renewed while it runs."""
+"""Publish the console's page of a task that runs ranks, and update the page while the task runs."""
 
 import os
 import threading
@@ -17,17 +17,18 @@ TITLE = "Training report"
 PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first steps.</p>"
 FUNCTION_PLACEHOLDER = "<p>The function has not begun yet; this page then shows what it records.</p>"
 
-Render = Callable[[str, bool], str]  # why the run has failed, or "", and whether the page is the last one; returns HTML
+Render = Callable[[str, bool], str]  # (reason of the failure or "", whether the page is the last) -> HTML
 
 
 @contextmanager
 def publish_page_while_running(
     platform: Platform, render: Render, *, title: str = "Run", placeholder: str = FUNCTION_PLACEHOLDER
 ) -> Iterator[None]:
-    """Publish a pod's page ``title`` every 30 s during the block, and at its end; do nothing locally.
+    """Publish a pod's page ``title`` every 30 s during the block, and at the end of the block.
 
-    Among Elastic's pods only the one with rank 0 publishes, and no worker does. ``render`` is called in a thread; until
-    it has returned a page, ``placeholder`` is published. Ignores errors; at the end waits up to 10 s.
+    Does nothing locally. Among Elastic's pods, only the pod with rank 0 publishes, and workers never do. A thread calls
+    ``render``. Until ``render`` returns a page, ``placeholder`` is published. Errors are ignored. At the end, waits up
+    to 10 s for the last page.
     """
     if not is_in_pod() or not has_rank_0() or WORKER_VARIABLE in os.environ:
         yield
@@ -38,7 +39,7 @@ def publish_page_while_running(
         page, is_last = placeholder, False
         while not is_last:
             is_last = ended.is_set()
-            with suppress(Exception):  # there are no metrics yet
+            with suppress(Exception):  # no metrics exist yet
                 page = render(failure, is_last)
             with suppress(Exception):  # the blob store does not answer
                 platform.publish_page(title, page)
@@ -56,7 +57,10 @@ def publish_page_while_running(
 
 
 def publish_report_while_training(platform: Platform, run_folder: Path) -> AbstractContextManager[None]:
-    """Publish a pod's report of its training; the last page is the finished report, or one with the error."""
+    """Publish the report of a pod's training during the block.
+
+    The last page is the finished report, or a report with the error.
+    """
 
     def render(failure: str, is_last: bool) -> str:
         if is_last and not failure:

@@ -1,4 +1,7 @@
-"""Print the outcomes of tasks in local runs, the last outcome after the workflow's outputs, which flytekit prints."""
+"""Print the outcomes of tasks in local runs.
+
+The last outcome is printed after the workflow's outputs, which flytekit prints.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +9,7 @@ from contextlib import contextmanager
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.text.formatting import escape_controls
 
-_held: list[str] | None = None  # the texts that wait; None: texts are printed at once
+_held: list[str] | None = None  # texts that wait; None prints texts at once
 
 
 def print_outcome(text: str) -> None:
@@ -29,7 +32,7 @@ def print_held_outcome() -> None:
 
 @contextmanager
 def hold_last_outcome() -> Iterator[None]:
-    """Print the last outcome of the block at its end. Sets global state of the process."""
+    """Print the last outcome of the block at the end of the block. Sets global state of the process."""
     global _held  # noqa: PLW0603 (a property of the process, which runs one command)
     _held = []
     try:

@@ -1,7 +1,8 @@
-"""Where tasks put their files: in the runs folder locally, where they stay, and in the pod's own folder on a cluster.
+"""Folders of tasks: below the runs folder locally, and below the pod's folder on a cluster.
 
-Locally Flyte's cache remembers paths, for all clones of a repository on a machine. So a random token of each folder is
-part of the cache key. It is replaced when files are missing, so that no cached path leads to a missing file.
+Locally, Flyte's cache stores paths, for all clones of a repository on a machine. Therefore a random token of each
+folder is part of the cache key. The token is replaced when files are missing, so that no cached path leads to a missing
+file.
 """
 
 import secrets
@@ -19,12 +20,18 @@ from flyte_ddp.settings import read_text, runs_folder
 
 
 def resolve_folder(name: str) -> Path:
-    """Return the path of a run's or data set's folder; ignore a token after an @ in the name."""
+    """Return the path of a run's or data set's folder. Ignores a token after an @ in the name."""
     return (pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
 
 
 def registry_address() -> str:
-    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder."""
+    """Return the address of the registry of models.
+
+    The address is FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
+
+    Raises:
+        UserError: In a pod, the address is not remote.
+    """
     address = read_text(REGISTRY_VARIABLE)
     if not is_in_pod():
         return address or str(runs_folder() / "registry")
@@ -37,7 +44,11 @@ def registry_address() -> str:
 
 
 def complete_interrupted_move(name: str) -> bool:
-    """Complete a local run's interrupted move; return whether there is a result. UserError while the run goes on."""
+    """Complete a local run's interrupted move, and return whether a result exists. In a pod returns False.
+
+    Raises:
+        UserError: The run is still active.
+    """
     from flyte_ddp.runs.run_folder import hold_run_folder, publish_if_complete
 
     if is_in_pod():
@@ -48,9 +59,9 @@ def complete_interrupted_move(name: str) -> bool:
 
 
 def add_folder_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder; write a new token if there is none, or the folder is not ``complete``.
+    """Return NAME@TOKEN for a local folder. In a pod, returns the name alone.
 
-    In a pod returns the name alone.
+    Writes a new token if none exists, or if the folder is not ``complete``.
     """
     if is_in_pod():
         return name
@@ -63,7 +74,7 @@ def add_folder_token(name: str, *, complete: bool) -> str:
 
 @contextmanager
 def make_dated_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder PREFIX-TIME-RANDOM, yield its path, and remove the folder after the block if it is empty."""
+    """Make a folder PREFIX-TIME-RANDOM, and yield the path. Removes the folder after the block if it is empty."""
     folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     folder.mkdir(parents=True)
     try:
@@ -74,7 +85,10 @@ def make_dated_folder(prefix: str) -> Iterator[Path]:
 
 
 def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
-    """Print, outside pods, a headline with the one folder of all ``files``, and a line for each with what it holds."""
+    """Print a headline with the common folder of ``files``, and a line with the meaning of each file.
+
+    Does nothing in pods. All ``files`` must be in the same folder.
+    """
     if not is_in_pod():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)

@@ -1,7 +1,7 @@
-"""What pods need to know of the platform that runs tasks, such as Flyte.
+"""The interface to the platform that runs tasks, such as Flyte.
 
-A front implements ``Platform``, as flytekitplugins/ddp/flyte.py does. The other facts are in variables of a pod's
-environment, which Flyte 1 and Flyte 2 set alike.
+A front end implements ``Platform``, as flytekitplugins/ddp/flyte.py does. Other facts come from environment variables
+of a pod, which Flyte 1 and Flyte 2 set alike.
 """
 
 import getpass
@@ -19,31 +19,31 @@ NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of an execution t
 
 
 class Platform(Protocol):
-    """Facts about the task that runs now, and the platform's ways to take over a page and an error."""
+    """Facts about the current task, and methods to publish a page and to make a retryable error."""
 
     def is_retraining_requested(self) -> bool:
-        """Return whether this local command is to train even if the run's result is there."""
+        """Return whether this local command should train even if the run already has a result."""
 
     def output_address(self) -> str:
-        """Return the address in the blob store below which this attempt writes its outputs. Only for pods."""
+        """Return the address in the blob store below which this attempt writes outputs. Only for pods."""
 
     def publish_page(self, title: str, html: str) -> None:
-        """Upload an HTML page for the console. It replaces this task's page of the same title."""
+        """Upload an HTML page for the console. Replaces this task's page of the same title."""
 
     def retryable_error(self, message: str) -> Exception:
         """Return the exception that makes the platform start another attempt when a task raises it."""
 
 
 def is_in_pod() -> bool:
-    """Return whether this process, or the one that started it, executes a task for a platform.
+    """Return whether this process, or an ancestor, executes a task for a platform.
 
-    False for a person's process inside a pod: flytekitplugins/ddp/flyte.py removes the variable from its environment.
+    False for a user's process inside a pod: flytekitplugins/ddp/flyte.py removes the variable EXECUTION_ID there.
     """
     return EXECUTION_ID in os.environ
 
 
 def pod_folder() -> Path:
-    """Return the folder for the files of this pod's task and its child processes; the first call makes it."""
+    """Return the folder for files of this pod's task and of child processes. The first call makes the folder."""
     if POD_FOLDER not in os.environ:
         os.environ[POD_FOLDER] = tempfile.mkdtemp(prefix="flyte-ddp-")
     return Path(os.environ[POD_FOLDER])
@@ -56,12 +56,12 @@ def execution_names() -> tuple[str, str, str]:
 
 
 def storage_address(address: str) -> str:
-    """Return a platform's address as flyte_ddp.storage takes it: az:// for abfs:// and abfss:// of Azure."""
+    """Return a platform's address in the form of flyte_ddp.storage: az:// for abfs:// and abfss:// of Azure."""
     return re.sub(r"^abfss?://([^/@]+)(@[^/]*)?", r"az://\1", address)
 
 
 def author_name() -> str:
-    """Return who makes a change, for a log: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
+    """Return the author of a change, for a log: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
     if is_in_pod():
         return "/".join(execution_names())
     try:

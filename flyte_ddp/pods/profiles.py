@@ -1,4 +1,7 @@
-"""Profiles: the sizes of pods; and the engines. FLYTE_DDP_PROFILE chooses a profile at registration, for pods too."""
+"""Profiles, which are sizes of pods, and the engines.
+
+FLYTE_DDP_PROFILE chooses a profile at registration, also for pods.
+"""
 
 import math
 import re
@@ -22,7 +25,7 @@ UNITS = {  # factors of the suffixes in Kubernetes' quantities
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """CPUs, memory, disk and GPUs of a pod: Kubernetes' quantities, and a number of GPUs."""
+    """CPUs, memory, disk and GPUs of a pod, as Kubernetes quantities and a number of GPUs."""
 
     cpu: str
     memory: str
@@ -38,10 +41,10 @@ class Profile(Size):
     data: Size  # of pods that fetch, pack and check data; the disk must hold a whole data set
     # Limits of pods that check inputs or read an index. Such pods request half a CPU and 1 GiB.
     light: Size = Size(cpu="2", memory="4Gi", ephemeral_storage="4Gi")
-    gpu_type: str = ""  # value of the nodes' label for their GPU, such as nvidia-l4; "" takes any type
+    gpu_type: str = ""  # value of the nodes' label for their GPU, such as nvidia-l4; "" accepts any type
     pod_template: str | None = None  # a template in the cluster (deploy/pod-template.yaml): tolerations, grace period
     grace_seconds: int = 30  # from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' 30
-    interruptible: bool | None = None  # True trains on nodes that may be taken away; None leaves that to the launch
+    interruptible: bool | None = None  # True trains on nodes that may be taken away; None lets the launch decide
 
 
 PROFILES: dict[str, Profile] = {
@@ -87,7 +90,11 @@ PROFILES: dict[str, Profile] = {
 
 
 def chosen_profile() -> Profile:
-    """Return the profile that FLYTE_DDP_PROFILE names; raise UserError if there is no profile of that name."""
+    """Return the profile that FLYTE_DDP_PROFILE names.
+
+    Raises:
+        UserError: No profile has this name.
+    """
     name = read_text(PROFILE_VARIABLE)
     if name not in PROFILES:
         raise unknown_name_error(PROFILE_VARIABLE, name, PROFILES)
@@ -95,7 +102,10 @@ def chosen_profile() -> Profile:
 
 
 def size_of_part(size: Size, parts: int) -> Size:
-    """Return a size with 1/``parts`` of CPUs (at least 0.001), memory (whole MiB) and GPUs, and with the whole disk."""
+    """Return a size with 1/``parts`` of the CPUs, memory and GPUs, and with the whole disk.
+
+    CPUs are rounded down to thousandths, at least 0.001, and memory to MiB.
+    """
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
@@ -106,7 +116,11 @@ def size_of_part(size: Size, parts: int) -> Size:
 
 
 def read_node_range() -> tuple[int, int]:
-    """Read FLYTE_DDP_NODES ("2" or "2:4") as the least and most nodes of a training; UserError if malformed."""
+    """Return the least and most nodes of a training by FLYTE_DDP_NODES, such as "2" or "2:4".
+
+    Raises:
+        UserError: The variable is malformed.
+    """
     text = read_text(NODES_VARIABLE)
     least, _, most = text.partition(":")
     try:
@@ -119,17 +133,23 @@ def read_node_range() -> tuple[int, int]:
 
 
 def count_ranks_of_node(gpus: int, cpu: str) -> int:
-    """Return how many ranks a node has by default: one for each GPU; else for each CPU, at least 1, up to 4."""
+    """Return the default number of ranks on a node: a rank for each GPU, else for each CPU.
+
+    Without GPUs, the number is from 1 to 4.
+    """
     return gpus or max(1, min(int(parse_quantity(cpu)), MOST_CPU_RANKS))
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that makes the pods of ranks; its key in ENGINES also names its extra, launcher and plugin module."""
+    """An engine that makes the pods of ranks.
+
+    The key in ENGINES also names the extra, the launcher and the plugin module.
+    """
 
     flytekit_plugin: str  # the module that the extra installs
-    ranks_per_node: Callable[[Profile], int]  # the most ranks of a node, if they use no GPUs
-    exact: bool = False  # whether each node has exactly that many ranks, also with GPUs
+    ranks_per_node: Callable[[Profile], int]  # the most ranks of a node without GPUs
+    exact: bool = False  # whether each node has exactly this many ranks, also with GPUs
 
 
 ENGINES = {
@@ -140,9 +160,10 @@ ENGINES = {
 
 
 def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
-    """Return three limits of a training on ``engine``: most nodes, ranks on that many nodes, most ranks without GPUs.
+    """Return three limits of a training on ``engine``: most nodes, number of ranks, most ranks without GPUs.
 
-    The second is 0 if the hyperparameter num_ranks decides, the third if there is no such limit.
+    The number of ranks is fixed by the engine and the largest number of nodes, or 0 if the hyperparameter num_ranks
+    decides. The third limit is 0 if ranks without GPUs are not limited.
     """
     if not engine:
         return 1, 0, 0
@@ -154,7 +175,11 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
 
 
 def parse_quantity(text: str) -> Decimal:
-    """Return the number that a Kubernetes quantity, such as 20Gi or 3500m, stands for; UserError unless positive."""
+    """Return the number of a Kubernetes quantity, such as 20Gi or 3500m.
+
+    Raises:
+        UserError: The quantity is malformed or not positive.
+    """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Which failures of a task are worth another attempt, and checkpoints that outlive the pod of an attempt."""
+"""Decide which failures of a task are retried, and keep checkpoints beyond the pod of an attempt."""
 
 import contextvars
 import os
@@ -20,12 +20,15 @@ from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.settings import read_number, read_text
 from flyte_ddp.storage import ForbiddenError
 
-POLL_SECONDS = 0.5  # between two looks for new checkpoints
+POLL_SECONDS = 0.5  # between two checks for new checkpoints
 DELETION_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
 
 
 class Sigterm(BaseException):
-    """SIGTERM came before or after training, which handles the signal itself. No ``except Exception`` catches it."""
+    """SIGTERM came before or after training. During training, the training handles the signal itself.
+
+    Not a subclass of Exception, so ``except Exception`` does not catch it.
+    """
 
 
 def raise_sigterm(*_: object) -> None:
@@ -34,10 +37,10 @@ def raise_sigterm(*_: object) -> None:
 
 @contextmanager
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
-    """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
+    """In a pod, replace an exception after which a retry may succeed by the platform's retryable error.
 
-    In a pod, first refuses library code that is not the registered one. Handles SIGTERM in the block, in the main
-    thread: retryable in a pod, StoppedError in a local run.
+    A pod first rejects library code that differs from the registered code. SIGTERM in the block, in the main thread,
+    becomes a retryable error in a pod, and StoppedError in a local run.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
@@ -49,7 +52,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
                 raise
             failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
             if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):
-                raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
+                raise failure from failure.__cause__  # the rank's traceback, for the pod's log
             resumption = f"\n\n{describe_resumption(failure.step)}" if isinstance(failure, RankError) else ""
             raise platform.retryable_error(f"{failure}{resumption}") from error
 
@@ -62,10 +65,17 @@ def sync_checkpoints(
     *,
     defer: Callable[[Callable[[], None]], object] = lambda record: record(),
 ) -> Iterator[Callable[[], None]]:
-    """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
+    """Download the run's newest checkpoint, and upload new checkpoints during the block.
 
-    Yields a function that records that ranks are launched: call it when the data are there. ``output_folder`` is
-    where the run ``run`` writes. ``defer`` gets :func:`record_result`, to call it when the outputs are written.
+    Does nothing outside pods. Yields a function that records the launch of the ranks. Call this function when the data
+    is available.
+
+    Args:
+        platform: The platform that executes this task.
+        run: Name of the run.
+        output_folder: Folder to which the run writes.
+        defer: Called with a callback of :func:`record_result` after a block without an error. Must call back when the
+            outputs are written. The default calls back at once.
     """
     if not is_in_pod():
         yield lambda: None
@@ -103,10 +113,13 @@ def sync_checkpoints(
 
 
 def record_result(store: CheckpointStore) -> None:
-    """Note that the attempt has a result; delete old files of all the project's runs for up to 30 s; ignore errors."""
+    """Record that the attempt has a result, and delete old files of all the project's runs.
+
+    Waits up to 30 s for the deletion. Ignores errors.
+    """
     with suppress(Exception):  # the result counts even if the blob store does not answer
         store.record_attempt_end(None)
-    # In a thread, which a request that gets no answer does not hold up.
+    # In a thread, so that a request without an answer does not block this process.
     delete = partial(store.delete_abandoned_files, DELETION_SECONDS)
     start_thread_in_context("deletion", delete, daemon=True).join(DELETION_SECONDS)
 
@@ -123,13 +136,16 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
 
 
 def checkpoints_address(output_address: str) -> str:
-    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or beside the outputs' parent folder."""
+    """Return the address of all checkpoints.
+
+    The address is FLYTE_DDP_CHECKPOINTS, or a folder beside the parent folder of the outputs.
+    """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
 
 
 def start_thread_in_context(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
-    """Start and return a thread that has a copy of this thread's context variables, as flytekit's functions need."""
+    """Start and return a thread with a copy of this thread's context variables, which flytekit's functions need."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=daemon)
     thread.start()
     return thread
@@ -140,7 +156,7 @@ class CheckpointUploader:
 
     def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self.uploaded = {name: file_version(folder / name) for name in SLOTS}  # what is there was downloaded
+        self.uploaded = {name: file_version(folder / name) for name in SLOTS}  # existing checkpoints were downloaded
         self.stop = threading.Event()
         self.failure_printed = False
 
@@ -149,8 +165,11 @@ class CheckpointUploader:
             self.upload_changed_checkpoints()
 
     def upload_changed_checkpoints(self) -> None:
-        """Upload the checkpoints that have changed since their last upload; print the first failure, raise none."""
-        # In the order of writing: of two saves of one step, the later file then replaces the other or is the newer.
+        """Upload all checkpoints that changed since the last upload.
+
+        Prints the first failure. Raises nothing.
+        """
+        # In the order of writing, so that the later of two saves of the same step replaces the other or is newer.
         for name in sorted(SLOTS, key=lambda name: (file_version(self.folder / name) or (0, 0))[1]):
             version = file_version(self.folder / name)
             if version is None or self.uploaded.get(name) == version:
@@ -158,7 +177,7 @@ class CheckpointUploader:
             try:
                 self.store.upload_checkpoint(self.folder / name)
                 self.uploaded[name] = version
-            except FileNotFoundError:  # the run is over and has removed them
+            except FileNotFoundError:  # the run has ended and removed its checkpoints
                 continue
             except Exception as error:
                 if not self.failure_printed:

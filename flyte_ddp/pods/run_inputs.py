@@ -1,4 +1,4 @@
-"""Inputs of a training's pods: check them, name the run and its data set, and find or fetch the data set."""
+"""Check the inputs of a training, name the run and the data set, and find or fetch the data set."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,11 +17,18 @@ from flyte_ddp.user_code.source import explain_own_errors
 
 
 def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:
-    """Check hyperparameters and the pods' hardware; return the versions of run and data, which are names of folders.
+    """Check hyperparameters and the pods' hardware, and return the versions of run and data.
 
-    ``engine`` is elastic, ray, dask, or "" for one pod. ``kickoff_time`` makes this another run: a schedule's time, or
-    NO_SCHEDULE for the present time. Asks the data's origin. Locally completes an interrupted move of the run's result,
-    and writes folder tokens; UserError while the run goes on.
+    The versions are names of folders. Queries the data's origin. Locally completes an interrupted move of the run's
+    result, and writes folder tokens.
+
+    Args:
+        hp: Hyperparameters of the run.
+        engine: elastic, ray, dask, or "" for a single pod.
+        kickoff_time: Time of a schedule, which makes this a separate run. NO_SCHEDULE stands for the present time.
+
+    Raises:
+        UserError: The hyperparameters or the hardware are unfit, or the run is still active.
     """
     for spec in hp.own_code():
         refuse_foreign_module(spec, split_spec(spec)[0])
@@ -36,7 +43,10 @@ def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datet
 
 
 def identify_data(hp: Hyperparameters) -> str:
-    """Return the version of a training's data, the name of a folder. Asks the origin. Writes a local token."""
+    """Return the version of a training's data, which is the name of a folder.
+
+    Queries the data's origin. Locally writes a folder token.
+    """
     return name_data(fetching.fingerprint(hp.dataset, hp.data_source, hp.test_dataset))
 
 
@@ -48,9 +58,10 @@ def name_data(fingerprint: str) -> str:
 def find_or_fetch_data_set(
     dataset: str, data_source: str, test_dataset: str, data_version: str = "", *, sample: str = ""
 ) -> Path:
-    """Return a data set's folder; if it is unusable, download and prepare the set, which may run the user's code.
+    """Return the folder of a data set. If the folder is unusable, downloads and prepares the set.
 
-    ``data_version`` is the folder's name; "" asks the data's origin for it.
+    The preparation may run user code. ``data_version`` is the folder's name. If the name is "", queries the data's
+    origin.
     """
     name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

@@ -16,9 +16,10 @@ from flyte_ddp.settings import Settings, read_settings
 
 
 def read_run_settings(platform: Platform, run: str) -> Settings:
-    """Return the settings of a run, with one wandb run id for all attempts: the run's name, in a pod EXECUTION-RUN.
+    """Return the settings of a run, with the same wandb run id for all attempts.
 
-    In a pod without WANDB_API_KEY, sets that variable from the platform's secret, or prints that there is none.
+    The id is the run's name, or EXECUTION-RUN in a pod. In a pod without WANDB_API_KEY, sets this variable from the
+    platform's secret, or prints that the secret is missing.
     """
     if not is_in_pod():
         return replace(read_settings(), wandb_run_id=run)
@@ -30,7 +31,7 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
             os.environ["WANDB_API_KEY"] = os.environ[variable].strip()
         else:
             print(f"no secret {'/'.join(secret)} in this pod: wandb logs offline", flush=True)
-    run_id = f"{execution_names()[2]}-{run}"[-128:]  # wandb takes 128 characters
+    run_id = f"{execution_names()[2]}-{run}"[-128:]  # wandb accepts 128 characters
     return replace(read_settings(), wandb_run_id=run_id, wandb_kept_at=unsent_address(platform))
 
 
@@ -40,13 +41,16 @@ def unsent_address(platform: Platform) -> str:
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """After the block, or an exception in it, upload a pod's unsent wandb folder to its outputs; print failures."""
+    """After the block, or an exception in the block, upload a pod's unsent wandb folder to the task's outputs.
+
+    Prints failures. Does nothing outside pods.
+    """
     try:
         yield
     finally:
         for folder in (run_folder / UNFINISHED / "wandb", run_folder / "wandb") if is_in_pod() else ():
             try:
-                name = (folder / "unsent").read_text()  # which flyte_ddp.tracking.wandb_run.WandbProcess writes
+                name = (folder / "unsent").read_text()  # written by flyte_ddp.tracking.wandb_run.WandbProcess
                 for path in list_files(folder / name):
                     storage.write_file(posixpath.join(unsent_address(platform), path.relative_to(folder)), path)
             except FileNotFoundError:

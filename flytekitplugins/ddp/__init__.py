@@ -1,6 +1,7 @@
-"""``@task(task_config=DDP(num_ranks=2))``: a task of your own whose body runs on several ranks.
+"""The configuration ``@task(task_config=DDP(num_ranks=2))`` of a user-defined task whose body runs on several ranks.
 
-What rank 0 returns are the task's outputs. flytekit imports this module at each start, so it imports little.
+The task's outputs are the return value of rank 0. The import is kept light, because flytekit imports this module at
+each start.
 """
 
 from collections.abc import Callable
@@ -14,14 +15,18 @@ __all__ = ["DDP"]
 
 @dataclass(frozen=True)
 class DDP:
-    """How many ranks run a task's body, and where; after a failure flytekit's ``retries=`` decides (default: none).
+    """Number of ranks that run a task's body, and the pods for them.
 
-    Raises UserError for values that do not fit each other.
+    Restarts after a failure follow flytekit's ``retries=`` (default: none).
 
     Args:
-        num_ranks: over all nodes; 0: one for each GPU that the task requests, else for each CPU, up to 4 on a node.
-        nodes: number of pods for the ranks, each with the task's requests and limits; more than 1 need an engine.
-        engine: elastic, ray or dask make the pods, whose operator the cluster must have; "": the task's own pod.
+        num_ranks: Number of ranks over all nodes. 0 starts a rank for each requested GPU, else for each CPU, up to 4 on
+            a node.
+        nodes: Number of pods for the ranks, each with the task's requests and limits. More than 1 requires an engine.
+        engine: elastic, ray or dask creates the pods, by an operator in the cluster. "" uses the task's pod.
+
+    Raises:
+        UserError: The values are invalid or inconsistent.
     """
 
     num_ranks: int = 0
@@ -48,7 +53,7 @@ class DDP:
 
 
 class DDPTask:
-    """Stands for the task types of this plugin: a call returns a task of the type that the configuration needs."""
+    """Stand-in for the task types of this plugin. A call returns a task of the type that the configuration needs."""
 
     def __new__(cls, task_config: DDP, task_function: Callable[..., Any], **options: Any) -> Any:
         from flytekitplugins.ddp.task import make_task

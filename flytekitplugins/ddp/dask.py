@@ -22,7 +22,7 @@ def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Das
 
 
 class DaskTask(EngineTask, PluginTask):  # type: ignore[misc]  # which the plugin leaves untyped
-    """A task whose ranks are the workers of a Dask cluster; its own pod launches them."""
+    """A task whose ranks are the workers of a Dask cluster. The task's pod launches the ranks."""
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         node = take_resources(options)

@@ -1,4 +1,7 @@
-"""Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
+"""Task types for torch Elastic in a single pod, or in the pods of a PyTorchJob.
+
+The tasks survive faults that end a task of flytekit's plugin.
+"""
 
 import pickle
 from collections.abc import Sequence
@@ -39,25 +42,26 @@ def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any
     return {
         "nnodes": most if least == most else f"{least}:{most}",
         "nproc_per_node": ranks_per_node,
-        "max_restarts": ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
+        "max_restarts": ENGINE_RETRIES if most > 1 else 0,  # Flyte retries a single pod
         "monitor_interval": 1,
-        "increase_shared_mem": False,  # the task's shared_memory says the size
+        "increase_shared_mem": False,  # the task's shared_memory sets the size
         "rdzv_configs": dict.fromkeys(("timeout", "join_timeout", "read_timeout"), seconds),
-        # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
-        # restarted for ever: Flyte then makes another attempt.
+        # Ended pods keep their logs. The limit stops endless restarts of a container that fails at once. Flyte then
+        # makes another attempt.
         "run_policy": RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=ENGINE_RETRIES * most),
     }
 
 
 class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
-    """The plugin's task type, which also retries after SIGTERM and lost workers, and survives a lost pod.
+    """The plugin's task type, with retries after SIGTERM and lost workers, and with replacement of lost pods.
 
-    With the plugin alone, SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it.
-    A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod.
+    With the plugin alone, SIGTERM ends the task without outputs and without an error, so Flyte does not retry the task.
+    A killed worker counts as an error in the code. A lost pod ends the whole PyTorchJob, whereas here the operator
+    replaces the pod.
     """
 
     def __init__(self, task_config: Elastic, task_function: Function, **options: Any) -> None:
-        """Set what the plugin sets, without its import of torch, which takes seconds of each registration."""
+        """Set the plugin's attributes without importing torch, which would slow each registration by seconds."""
         least, _, most = str(task_config.nnodes).partition(":")
         kind = "python-task" if task_config.nnodes == 1 else "pytorch"
         super(PytorchElasticFunctionTask, self).__init__(
@@ -68,16 +72,21 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
     def get_custom(self, settings: SerializationSettings) -> Any:
         custom = super().get_custom(settings)
         if custom:
-            # The plugin's configuration has no option for it.
+            # The plugin's configuration has no option for this policy.
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
         return custom
 
     def launch_workers(self, function: Function, output_folder: Path, **inputs: Any) -> Any:
-        """Start this node's workers, which call ``function``, and return rank 0's value.
+        """Start this node's workers, which call ``function``, and return the value of rank 0.
 
-        In a job of one pod restarts them in place; ``output_folder`` has the run's checkpoints. Elastic itself restarts
-        those of several pods. Raises IgnoreOutputs if this node has no rank 0, the error of the worker that failed
-        first, and StoppedError.
+        In a job with a single pod, restarts failed workers in place, from the run's checkpoints in ``output_folder``.
+        In a job with several pods, Elastic itself restarts the workers.
+
+        Raises:
+            IgnoreOutputs: This node does not have rank 0.
+            RankError: A worker failed. The error describes the first failure.
+            UserError: The first worker that failed raised this error.
+            StoppedError: A signal stopped the run.
         """
         restarts = Restarts(read_settings().restarts if elastic_pods.is_only_pod() else 0)
         while True:
@@ -88,9 +97,10 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
                 restarts.count(error, newest_step(output_folder) or 0)
 
     def launch_once(self, function: Function, restarts: Sequence[Restart], **inputs: Any) -> Any:
-        """Start this node's workers once, and return rank 0's value; raise the errors of :meth:`launch_workers`.
+        """Start this node's workers once, and return the value of rank 0.
 
-        ``restarts`` are those in place since the newest checkpoint, which rank 0 records.
+        Raises the errors of :meth:`launch_workers`. Rank 0 records ``restarts``, which are the restarts in place since
+        the newest checkpoint.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -111,7 +121,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             raise first_worker_error(error.value, memory_kills) from None
         except IgnoreOutputs as ignored:
             stopped = ignored.__context__
-            if not isinstance(stopped, SignalException):  # this node is without rank 0, and has no outputs
+            if not isinstance(stopped, SignalException):  # this node does not have rank 0, so it has no outputs
                 raise
             raise stop_error(stopped.sigval, step=None) from None
 
@@ -126,10 +136,13 @@ class ElasticTask(PodTask, ReplacedPodsTask):
         super().__init__(engine, function, requests=node.requests, limits=node.limits, **options)
 
     def run_body(self, call: Call, run: str) -> Returned:
-        """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine."""
+        """Run the call in all pods of the PyTorchJob, which include this pod, and return rank 0's result.
+
+        A local run uses workers of this machine.
+        """
         if not is_in_pod():
             return super().run_body(call, run)
-        folder = resolve_folder(run)  # sets the variable by which workers know the folder
+        folder = resolve_folder(run)  # sets the variable by which workers find the folder
         with publish_function_page(PLATFORM, folder, run):
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run), folder))
         do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run)))
@@ -137,13 +150,13 @@ class ElasticTask(PodTask, ReplacedPodsTask):
 
 
 def run_worker(call: Call, run: str) -> bytes | None:
-    """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned, pickled."""
+    """Run the call in this worker of Elastic. Rank 0 returns the pickled result, and other ranks return None."""
     from flyte_ddp.launch import elastic
 
     def lead() -> bytes:
-        # Elastic itself would send tensors as shared memory, which goes with the worker.
+        # Elastic would send tensors as shared memory, which disappears with the worker.
         return pickle_by_value(run_in_folder(call, run, Request(), elastic.launch))
 
-    when_written.set([])  # whose actions are dropped: the pod records the result
+    when_written.set([])  # a worker drops the actions, because the pod records the result
     with translate_errors_for_flyte():
         return elastic.run_in_worker(lead)

@@ -17,7 +17,7 @@ from flyte_ddp.pods.platforms import EXECUTION_ID
 def remove_execution_id_outside_tasks() -> None:
     """Remove FLYTE_INTERNAL_EXECUTION_ID from the environment, unless Flyte executes a task in this process.
 
-    So ``pyflyte run`` and notebooks of a person inside a pod, such as a workspace in the cluster, are local runs.
+    Therefore ``pyflyte run`` and notebooks that a user starts inside a pod, such as a workspace, are local runs.
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.mode is not ExecutionState.Mode.TASK_EXECUTION:
@@ -25,7 +25,7 @@ def remove_execution_id_outside_tasks() -> None:
 
 
 class Flyte:
-    """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
+    """Facts about the current Flyte task, and access to Flyte's decks and retryable errors."""
 
     def is_retraining_requested(self) -> bool:
         cache = LocalConfig.auto()
@@ -38,7 +38,7 @@ class Flyte:
         context = FlyteContextManager.current_context()
         if not context.user_space_params.enable_deck:
             return
-        # flytekit publishes no deck of a dynamic task: here any task looks like an ordinary one.
+        # flytekit publishes no deck of a dynamic task, so every task is presented as an ordinary one.
         state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(context.with_execution_state(state)):
             replace_deck(title, html)
@@ -62,19 +62,20 @@ PLATFORM = Flyte()
 def translate_errors_for_flyte() -> AbstractContextManager[None]:
     from flyte_ddp.pods.retries import raise_retryable_errors
 
-    return raise_retryable_errors(PLATFORM)  # Flyte counts any exception but its own retryable one as final
+    return raise_retryable_errors(PLATFORM)  # Flyte retries only after FlyteRecoverableException
 
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Raise a UserError of the block, around a task's ``dispatch_execute``, as Flyte's error for a user's mistake.
+    """Raise a UserError of the block as FlyteUserRuntimeException. The block is a task's ``dispatch_execute``.
 
-    flytekit reports any error before the body, such as of an input's conversion, as the system's.
+    Without this, flytekit reports any error before the body, such as a failed conversion of an input, as a system
+    error.
     """
     try:
         yield
     except FlyteNonRecoverableSystemException as error:
-        mistake = error.value  # flytekit may have wrapped our exception in one of its own
+        mistake = error.value  # flytekit may have wrapped the UserError
         while mistake is not None and not isinstance(mistake, UserError):
             mistake = mistake.__cause__ or mistake.__context__
         if mistake is None:

@@ -1,4 +1,4 @@
-"""A task's inputs: what identifies them in all attempts, and one download for all ranks of a host."""
+"""Inputs of a task: values that identify a run, and one download for all ranks of a host."""
 
 import dataclasses
 import os
@@ -14,13 +14,14 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.files import hold_lock
 from flyte_ddp.loops.call import describe_value, digest_value
 
-Remote = (FlyteFile, FlyteDirectory)  # what is downloaded when it is first opened
+Remote = (FlyteFile, FlyteDirectory)  # types whose values are downloaded when first opened
 
 
 def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> dict[str, Any]:
-    """Return the inputs but the ignored ones by name, as JSON values that are equal for equal inputs.
+    """Return the inputs by name, without ``ignored``, as JSON values that are equal for equal inputs.
 
-    A literal's own hash counts where Flyte has one; else the address of a file, and the value of anything else.
+    If Flyte's literal has a hash, the hash replaces the input. Otherwise a file is replaced by the address, and any
+    other input by the value.
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}
@@ -28,7 +29,10 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
 
 
 def replace_file_or_module(value: Any) -> Any:
-    """Return a Flyte file's address, a digest of a module, a dataclass's or pydantic model's fields, else the value."""
+    """Return the address of a Flyte file, a digest of a torch module, or the fields of a dataclass.
+
+    A pydantic model is treated like a dataclass. Any other value is returned unchanged.
+    """
     if isinstance(value, Remote):
         return str(value.remote_source or value.path)
     if hasattr(value, "state_dict") and not isinstance(value, type):  # all attempts get the same weights from Flyte
@@ -37,7 +41,7 @@ def replace_file_or_module(value: Any) -> Any:
 
 
 def find_files(value: Any) -> Iterator[Any]:
-    """Yield each file and folder of Flyte's in a value, also within lists and dataclasses."""
+    """Yield each Flyte file and folder in a value, including nested lists, mappings and dataclasses."""
     if isinstance(value, Remote):
         yield value
         return
@@ -53,7 +57,10 @@ def list_fields(value: Any) -> list[str]:
 
 
 def share_downloads(value: Any) -> None:
-    """Let the first process of this host that opens a remote file in ``value`` download it, while others wait."""
+    """Share the download of each remote file in ``value`` between the processes of this host.
+
+    The first process that opens the file downloads it. Other processes wait. Patches the files in place.
+    """
     for file in find_files(value):
         if file.remote_source:
             path = file.path if isinstance(file, FlyteDirectory) else file._local_path

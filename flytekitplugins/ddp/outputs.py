@@ -1,4 +1,4 @@
-"""Try a task's declared output types before the ranks start, and convert what the body returns to these types."""
+"""Check a task's declared output types before ranks start, and convert the body's results to these types."""
 
 import copy
 import dataclasses
@@ -14,19 +14,19 @@ from flyte_ddp.errors import UserError
 from flytekitplugins.ddp.inputs import Remote
 
 PLAIN = (bool, int, float, str, datetime, timedelta, date)
-LARGEST_EXACT = 2**53  # of whole numbers as floats
-LARGEST_INT = 2**63  # Flyte's whole numbers are below
+LARGEST_EXACT = 2**53  # up to here a float can represent every integer
+LARGEST_INT = 2**63  # Flyte's integers are below
 
 
 def refuse_unwritable_types(types: Mapping[str, Any]) -> None:
-    """Raise UserError for a declared dataclass with a field that flytekit cannot write, whatever its value."""
-    from mashumaro.codecs.msgpack import MessagePackEncoder  # flytekit's, which it makes when it has a value
+    """Raise UserError for a declared dataclass with a field type that flytekit cannot serialize."""
+    from mashumaro.codecs.msgpack import MessagePackEncoder  # flytekit creates this encoder only when it has a value
 
     for name, declared in types.items():
         for kind in list_kinds(declared):
             try:
                 _ = MessagePackEncoder(kind) if dataclasses.is_dataclass(kind) else None
-            except Exception as error:  # of many classes of mashumaro's
+            except Exception as error:  # mashumaro raises many classes
                 raise UserError(f"output {name}: {error}; declare that field with a type that Flyte has") from None
 
 
@@ -37,9 +37,12 @@ def list_kinds(kind: Any) -> Iterator[Any]:
 
 
 def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None = None) -> Any:
-    """Return what a body has returned in the declared types, by the outputs' names, and None without outputs.
+    """Return the results of a body in the declared types, or None if no outputs are declared.
 
-    Raises UserError for a value without an equal one of its declared type, and for a file that does not exist.
+    ``types`` are the declared types by output name. ``tuple_name`` is the name of a declared NamedTuple.
+
+    Raises:
+        UserError: A value has no equal in the declared type, the number of outputs differs, or a file does not exist.
     """
     if not types:
         return None
@@ -70,13 +73,17 @@ def convert_value(value: Any, kind: Any, where: str) -> Any:
         convert = convert_container
     elif isinstance(value, Remote) or (isinstance(kind, type) and issubclass(kind, Remote)):
         convert = require_file
-    elif kind in type(value).__mro__ and list_parts(value):  # isinstance() refuses Any and others
+    elif kind in type(value).__mro__ and list_parts(value):  # isinstance() rejects Any and other typing constructs
         convert = convert_parts
     return convert(value, kind, where)
 
 
 def convert_plain(value: Any, kind: type, where: str) -> Any:
-    """Return a number, text, truth value or time in the type ``kind``. UserError where the value would change."""
+    """Return a number, text, truth value or time in the type ``kind``.
+
+    Raises:
+        UserError: The conversion would change the value.
+    """
     value = to_plain(value)
     if kind is float and type(value) is int and abs(value) <= LARGEST_EXACT:
         value = float(value)
@@ -95,17 +102,20 @@ def convert_parts(value: Any, kind: type, where: str) -> Any:
     parts = {}
     for name in list_parts(value):
         part = convert_value(getattr(value, name), hints.get(name), f"{where}.{name}")
-        parts[name] = part if isinstance(value, tuple) else to_plain_parts(part)  # also those declared as Any
+        parts[name] = part if isinstance(value, tuple) else to_plain_parts(part)  # also fields declared as Any
     if isinstance(value, tuple):
         return type(value)(**parts)
     converted = copy.copy(value)
     for name, part in parts.items():
-        object.__setattr__(converted, name, part)  # also of a frozen one
+        object.__setattr__(converted, name, part)  # also works for frozen dataclasses
     return converted
 
 
 def convert_container(value: Any, kind: Any, where: str) -> Any:
-    """Return a list (also of a tuple or array), dict (of a mapping) or tuple with all parts in their types."""
+    """Return a list, dict or tuple with all parts in their declared types.
+
+    A tuple or array is accepted as a list, and any mapping as a dict.
+    """
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, Mapping):
         parts = {key: convert_value(each, kinds[1], f"{where}[{key!r}]") for key, each in value.items()}
@@ -120,7 +130,10 @@ def convert_container(value: Any, kind: Any, where: str) -> Any:
 
 
 def convert_to_member(value: Any, kind: Any, where: str) -> Any:
-    """Return a value in the first type of a union that takes the value, beginning with the value's own types."""
+    """Return a value in the first member type of a union that accepts the value.
+
+    Types that the value already has are tried first.
+    """
     members = get_args(kind)
     if type(value) not in members and any(member in PLAIN for member in members):
         value = to_plain(value)
@@ -147,7 +160,7 @@ def misfit_error(value: Any, kind: Any, where: str) -> UserError:
 
 
 def to_plain(value: Any) -> Any:
-    """Return one number, text or time of NumPy, torch or pandas as Python's own, and anything else unchanged."""
+    """Return a number, text or time of NumPy, torch or pandas as a Python object, and any other value unchanged."""
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     if kind in ("m", "M"):
         value = value.astype(f"{kind}8[us]")  # Python has no nanoseconds
@@ -155,13 +168,13 @@ def to_plain(value: Any) -> Any:
         if hasattr(value, name):
             try:
                 return getattr(value, name)()
-            except (TypeError, ValueError, RuntimeError):  # of several elements
+            except (TypeError, ValueError, RuntimeError):  # several elements
                 return value
     return value
 
 
 def to_plain_parts(value: Any, *_: Any) -> Any:
-    """Return the parts of a value that is written as JSON: arrays as lists, also those with a single number."""
+    """Return a value that is written as JSON in plain parts: arrays as lists, also arrays with a single number."""
     if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -176,7 +189,13 @@ def list_parts(value: Any) -> list[str]:
 
 
 def require_file(value: Any, _: Any, where: str) -> Any:
-    """Return a file or folder. Raise UserError for a missing local one, which flytekit notices without saves."""
+    """Return a file or folder unchanged.
+
+    Checked in the ranks, because flytekit would report a missing file only after the run.
+
+    Raises:
+        UserError: The local file or folder does not exist.
+    """
     path = getattr(value, "path", value)
     is_local = isinstance(path, (str, os.PathLike)) and "://" not in os.fspath(path)
     if is_local and not getattr(value, "remote_source", None) and not Path(path).exists():

@@ -1,4 +1,4 @@
-"""The body of a task on its ranks: how it gets there, flytekit's context in a rank, and what comes back."""
+"""Send a task's body to the ranks, run the body in flytekit's context, and return the results."""
 
 import importlib
 import sys
@@ -24,14 +24,14 @@ from flytekitplugins.ddp.outputs import convert_outputs, refuse_unwritable_types
 
 @dataclass(frozen=True)
 class Returned:
-    """What the body has returned on rank 0, and the pages it has made there, as name and HTML."""
+    """The value that the body has returned on rank 0, and the decks of rank 0 as name and HTML."""
 
-    value: Any  # or, if it was asked for, a LiteralMap
+    value: Any  # a LiteralMap if ``literals`` was requested
     decks: list[tuple[str, str]]
 
 
 class FunctionOfTask:
-    """Pickles as the address of a task, and is unpickled as the task's function."""
+    """Pickled as the address of a task, and unpickled as the task's function."""
 
     def __init__(self, module: str, name: str) -> None:
         path = Path(str(sys.modules[module].__file__))
@@ -43,13 +43,19 @@ class FunctionOfTask:
 
 
 def find_task_function(module: str, name: str, root: str) -> Any:
-    if root not in sys.path:  # pyflyte has it there only while it imports
+    if root not in sys.path:  # pyflyte has the folder there only during imports
         sys.path.insert(0, root)
     return getattr(importlib.import_module(module), name).task_function
 
 
 def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], raw_output: str, literals: bool) -> Call:
-    """Return the Call of :func:`run_body` for a task, its function by name if found in its module, else by value."""
+    """Return the Call of :func:`run_body` for a task.
+
+    The function is sent by name if its module has the task under this name, else by value.
+
+    Raises:
+        UserError: A declared output type cannot be serialized.
+    """
     function = task.task_function
     code, own_code = digest_code(function)
     module, name = function.__module__, function.__name__
@@ -68,11 +74,17 @@ def run_body(
     outputs: tuple[dict[str, Any], str | None],
     literals: bool,
 ) -> Returned | None:
-    """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
+    """Call a task's function in this rank, in flytekit's context. Rank 0 returns the results, and other ranks None.
 
-    ``raw_output`` is the prefix of a pod's files, "" in a local run. ``outputs`` are the types by name, and the name of
-    a declared tuple. ``literals``: upload the values and return their literals. Raises UnreachableError for Flyte's
-    recoverable exception.
+    Args:
+        function: The task's function.
+        inputs: Arguments of the function.
+        raw_output: Prefix for files of a pod. "" in a local run.
+        outputs: Declared types by name, and the name of a declared NamedTuple.
+        literals: Whether to upload the values and return their literals.
+
+    Raises:
+        UnreachableError: The function raised Flyte's recoverable exception.
     """
     from flytekit.bin.entrypoint import setup_execution
 

@@ -1,4 +1,4 @@
-"""The Ray cluster that Flyte sets up for a task, whose worker nodes have the ranks."""
+"""The Ray cluster that Flyte sets up for a task. The ranks run on the worker nodes."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from flytekitplugins.ddp.resources import (
 )
 from flytekitplugins.ddp.task import EngineTask, Function
 
-GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
-SMALLEST_STORE = "80000000"  # bytes of Ray's object store, which takes /dev/shm from NCCL; ranks use no objects
+GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's default for plugins.k8s.gpu-device-node-label
+SMALLEST_STORE = "80000000"  # bytes of Ray's object store, which reduces NCCL's /dev/shm; ranks use no objects
 HEAD = Size(cpu="1", memory="3Gi", ephemeral_storage="10Gi")
 SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
 
@@ -26,10 +26,14 @@ SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
 def ray_cluster(
     nodes: int, resources: ResourceSpec, shared_memory: str = "", gpu_type: str = "", *, with_secrets: bool = False
 ) -> RayJobConfig:
-    """Return the plugin's configuration of a cluster with a small head, on which no rank runs, and ``nodes`` workers.
+    """Return the configuration of a cluster with a small head, on which no rank runs, and ``nodes`` workers.
 
-    ``resources`` and ``shared_memory`` (of /dev/shm; "": limited by its memory) are each worker's. ``gpu_type`` is the
-    value of the nodes' label for their GPU; "" takes any.
+    Args:
+        nodes: Number of workers.
+        resources: Requests and limits of each worker.
+        shared_memory: Size of /dev/shm of each worker. "" limits the size by the worker's memory only.
+        gpu_type: Value of the GPU label of the nodes. "" accepts any GPU.
+        with_secrets: Whether Flyte may add secrets to the workers.
     """
     given = {kind: kubernetes_resources(getattr(resources, kind)) for kind in ("requests", "limits")}
     container = {
@@ -39,7 +43,7 @@ def ray_cluster(
     }
     limit = {"sizeLimit": shared_memory} if shared_memory else {}
     volume = {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}
-    # A dictionary, as importing Kubernetes' client takes a second.
+    # A dictionary, because importing Kubernetes' client takes a second.
     spec: dict[str, Any] = {"containers": [container], "volumes": [volume]}
     if gpu_type:  # as Flyte does for pods of tasks
         taint = {"key": GPU_LABEL, "operator": "Equal", "value": gpu_type, "effect": "NoSchedule"}
@@ -55,7 +59,7 @@ def ray_cluster(
 
 
 class RayTask(EngineTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
-    """A task whose ranks are on the nodes of a Ray cluster, launched from its head."""
+    """A task whose ranks run on the nodes of a Ray cluster, launched from the head."""
 
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         node = take_resources(options)

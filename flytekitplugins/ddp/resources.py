@@ -1,4 +1,4 @@
-"""CPUs, memory, GPUs and disk of an engine's pods, as flytekit's plugins take them."""
+"""Convert sizes of pods (CPUs, memory, GPUs, disk) to the types of flytekit's plugins."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from flytekit.core.resources import ResourceSpec
 
 from flyte_ddp.pods.profiles import Size, count_ranks_of_node, size_of_part
 
-ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster
+ENGINE_RETRIES = 2  # retries by an engine, on the same hosts. A retry by Flyte would set up another cluster.
 
 
 def flytekit_resources(size: Size) -> Resources:
@@ -30,7 +30,10 @@ def kubernetes_resources(given: Resources) -> dict[str, str]:
 
 
 def divide_resources(given: Resources, parts: int) -> Resources:
-    """Return 1/``parts`` of the CPUs, the memory and the GPUs, as :func:`size_of_part` does, and the whole disk."""
+    """Return 1/``parts`` of the CPUs, the memory and the GPUs, and the whole disk.
+
+    The amounts are rounded as in :func:`size_of_part`.
+    """
     whole = Size(
         cpu=str(given.cpu or 1), memory=str(given.mem or "1Gi"), ephemeral_storage="", gpus=int(given.gpu or 0)
     )
@@ -44,7 +47,7 @@ def divide_resources(given: Resources, parts: int) -> Resources:
 
 
 def take_resources(options: dict[str, Any]) -> ResourceSpec:
-    """Remove ``requests``, ``limits`` and ``resources`` from a task's options; return them as flytekit reads them."""
+    """Remove ``requests``, ``limits`` and ``resources`` from a task's options, and return them as a ResourceSpec."""
     requests, limits, both = (options.pop(name, None) for name in ("requests", "limits", "resources"))
     if both is not None:
         return ResourceSpec.from_multiple_resource(both)
@@ -52,7 +55,7 @@ def take_resources(options: dict[str, Any]) -> ResourceSpec:
 
 
 def count_requested_gpus(resources: ResourceSpec) -> int:
-    return int(resources.requests.gpu or resources.limits.gpu or 0)  # without a request Kubernetes takes the limit
+    return int(resources.requests.gpu or resources.limits.gpu or 0)  # without a request Kubernetes uses the limit
 
 
 def count_ranks_per_node(resources: ResourceSpec) -> int:

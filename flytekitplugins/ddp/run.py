@@ -1,4 +1,4 @@
-"""A run of a task's body on ranks, in its folder, with all that a pod needs around it."""
+"""Run a task's body on ranks in the folder of the run, with the services that a pod needs."""
 
 import glob
 import hashlib
@@ -26,12 +26,15 @@ from flyte_ddp.settings import read_text
 from flytekitplugins.ddp.flyte import PLATFORM
 from flytekitplugins.ddp.resources import ENGINE_RETRIES
 
-# What to do when flytekit has written the outputs. In a worker of Elastic's it is left undone: its pod does it.
+# Actions to run when flytekit has written the outputs. A worker of Elastic drops them, because its pod runs them.
 when_written: ContextVar[list[Callable[[], None]] | None] = ContextVar("when_written", default=None)
 
 
 def do_when_written(action: Callable[[], None]) -> None:
-    """Call ``action`` when flytekit has written the outputs; in a map task, which does not say when, at once."""
+    """Call ``action`` when flytekit has written the outputs.
+
+    In a map task, calls ``action`` at once, because a map task does not report when outputs are written.
+    """
     waiting = when_written.get()
     if waiting is None:
         action()
@@ -40,7 +43,11 @@ def do_when_written(action: Callable[[], None]) -> None:
 
 
 def name_run(task: str, call: Call) -> str:
-    """Return the name of a run, TASK-INPUTS-CODE, for all its attempts. FLYTE_DDP_GO_ON may give the last part."""
+    """Return the name of a run, TASK-INPUTS-CODE, which is equal for all attempts.
+
+    If FLYTE_DDP_GO_ON names a run of the same task and inputs, returns this name. If the variable names any other run,
+    prints a note.
+    """
     same, code = f"{task}-{digest([task, dict(call.shown)])[:12]}-", digest(call.code)[:8]
     named = Path(read_text(GO_ON)).name
     if named and not named.startswith(same):
@@ -53,7 +60,10 @@ def digest(value: Any) -> str:
 
 
 def mention_other_code(run: str, folder: Path) -> None:
-    """Print which run of the same task and inputs, but of other code, has a save, if this run has none."""
+    """Print which run of the same task and inputs, but of other code, has a save.
+
+    Prints nothing if this run has a save.
+    """
     if newest_step(folder) != 0:
         return
     same = f"{run.rpartition('-')[0]}-"
@@ -73,10 +83,10 @@ def engine_launcher(engine: str, hosts: int) -> Launch:
 
 
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None) -> Any:
-    """Run a call on ranks in the folder named ``run``, resuming an earlier attempt; return what rank 0 has returned.
+    """Run a call on ranks in the folder named ``run``, and return the result of rank 0.
 
-    In a pod, syncs checkpoints with the blob store, uploads what wandb could not send, and publishes the console's
-    page. Saves are removed, and the result is recorded, when the outputs are written.
+    Resumes an earlier attempt. In a pod, syncs checkpoints with the blob store, uploads unsent wandb data, and
+    publishes the console's page. When the outputs are written, removes the saves and records the result.
     """
     folder = resolve_folder(run)
     with (

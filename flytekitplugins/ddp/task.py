@@ -1,4 +1,4 @@
-"""The task types behind ``DDP``: one for a pod of one's own, the base of those for engines, and the choice of one."""
+"""The task types behind ``DDP``, for a single pod and for engines, and the choice of a type."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from flyte_ddp.loops.call import Call
 
 Function = Callable[..., Any]
-GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}  # of Kubernetes' 30 s
+GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}  # both within Kubernetes' 30 s
 received: ContextVar[LiteralMap | None] = ContextVar("received", default=None)  # the inputs, as Flyte sent them
 
 
 class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit leaves untyped
-    """A task whose body runs on ranks. Its subclasses name it before the type of an engine's plugin."""
+    """A task whose body runs on ranks. Subclasses list this class before the type of an engine's plugin."""
 
     ddp: DDP
     has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
@@ -57,7 +57,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         return outputs
 
     def execute(self, **inputs: Any) -> Any:
-        """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's."""
+        """Run the body on all ranks, and return the value of rank 0. Adds rank 0's decks to the task's decks."""
         remove_execution_id_outside_tasks()
         with translate_errors_for_flyte():
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
@@ -69,12 +69,12 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         return returned.value
 
     def run_body(self, call: Call, run: str) -> Returned:
-        """Run the call on the ranks, in the folder of the run, and return what rank 0 has returned."""
+        """Run the call on ranks in the folder of the run, and return the result of rank 0."""
         raise NotImplementedError
 
 
 class EngineTask(RanksTask):
-    """A task whose ranks are on the hosts of a cluster that Flyte sets up; locally on this machine."""
+    """A task whose ranks run on a cluster that Flyte sets up. A local run uses this machine."""
 
     has_own_hosts = True
     num_ranks: int  # in the cluster
@@ -86,7 +86,7 @@ class EngineTask(RanksTask):
 
 
 class PodTask(RanksTask):
-    """A task whose ranks are in its own pod."""
+    """A task whose ranks run in the task's pod."""
 
     def run_body(self, call: Call, run: str) -> Returned:
         from flyte_ddp.launch import elastic
@@ -96,7 +96,11 @@ class PodTask(RanksTask):
 
 
 def make_task(config: DDP, function: Function, options: dict[str, Any]) -> RanksTask:
-    """Return the task for a function and flytekit's options; UserError for @dynamic, a missing extra, too few GPUs."""
+    """Return the task for a function and flytekit's options.
+
+    Raises:
+        UserError: The task is @dynamic, requests too few GPUs, or needs an extra that is not installed.
+    """
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
         raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
     gpus = config.nodes * count_requested_gpus(take_resources(dict(options)))
