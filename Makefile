@@ -48,11 +48,12 @@ test-all: test test-exhaustive ## Run both, one after the other (about half an h
 test-fast: install ## Run the tests one wants while working (50 to 80 seconds)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
 
-lint: install ## Check style (ruff), types (mypy, strict) and layers (import-linter)
+lint: install ## Check style (ruff), types (mypy, strict), layers (import-linter) and plain words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python .ci/plain_words.py
 
 bench: install ## Run the benchmarks; results go to benchmarks/results/
 	$(BIN)/python -m benchmarks
