@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import call
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
-from flyte_ddp.loading.own_items import ItemLoader
-from flyte_ddp.loading.own_items import Items as OurItems
+from flyte_ddp.loading.items import ItemLoader
+from flyte_ddp.loading.items import Items as OurItems
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.lookahead import start_ahead

@@ -23,7 +23,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.run import run_part
 from flyte_ddp.settings import Settings
-from flyte_ddp.sweep.halving import Rung, pick_winner, rank_trials, read_rung
+from flyte_ddp.sweep.halving import TrialResult, pick_winner, rank_trials, read_rung
 from flyte_ddp.sweep.space import ETA, Sweep, draw_trials
 
 TRIALS, RUNGS, ORDERS, NEAR = 27, 4, 200, 1.01
@@ -55,14 +55,16 @@ def measure(options: Options) -> Result:
         data = fashion_mnist(options.folder) if name == "pictures" else fetch(hp.dataset, "", options.folder / name)
         for varied, schedules in SCHEDULES.items():
             sweep = Sweep(space=json.dumps(SPACES[name] | schedules), trials=trials, rungs=RUNGS)
-            found = list[list[Rung]]()
+            found = list[list[TrialResult]]()
             for number, trial in enumerate(draw_trials(sweep, hp, {})):
                 folder = options.folder / f"{name}{len(varied)}-{number}"
                 order = {"hp": trial.to_dict(), "data": str(data), "folder": str(folder)}
                 measured = call("benchmarks.sweep:measure_rungs", order, sweep.list_parts())
-                found.append([Rung(number, trial, "", part, **each) for part, each in measured])
+                found.append(
+                    [TrialResult(number, trial, "", steps_divisor, **each) for steps_divisor, each in measured]
+                )
                 for rung in found[-1]:
-                    result.add(f"{name}{varied}: loss at 1/{rung.part}", rung.loss or float("nan"), "")
+                    result.add(f"{name}{varied}: loss at 1/{rung.steps_divisor}", rung.loss or float("nan"), "")
             for rungs in (RUNGS, RUNGS - 1):
                 report(result, f"{name}{varied}, {rungs} rungs", [each[-rungs:] for each in found], orders)
             options.keep(result)
@@ -72,13 +74,13 @@ def measure(options: Options) -> Result:
 def measure_rungs(order: dict[str, Any], parts: list[int]) -> list[tuple[int, dict[str, Any]]]:
     """Train a trial from rung to rung, and return the measurement at each rung."""
     hp, folder, found = Hyperparameters(**order["hp"]), Path(order["folder"]), []
-    for part in parts:
-        run_part(hp, Path(order["data"]), folder, part, Settings(progress="off", wandb_mode="disabled"))
-        found.append((part, read_rung(folder, hp)))
+    for steps_divisor in parts:
+        run_part(hp, Path(order["data"]), folder, steps_divisor, Settings(progress="off", wandb_mode="disabled"))
+        found.append((steps_divisor, read_rung(folder, hp)))
     return found
 
 
-def report(result: Result, name: str, found: list[list[Rung]], orders: int) -> None:
+def report(result: Result, name: str, found: list[list[TrialResult]], orders: int) -> None:
     full, best = sum(rungs[-1].steps for rungs in found), min(rungs[-1].loss or np.inf for rungs in found)
     winner, spent = halve(found)
     result.targets += [
@@ -102,9 +104,9 @@ def report(result: Result, name: str, found: list[list[Rung]], orders: int) -> N
     )
 
 
-def halve(found: list[list[Rung]]) -> tuple[float, int]:
+def halve(found: list[list[TrialResult]]) -> tuple[float, int]:
     """Return the loss of the winner of successive halving, and the steps of all."""
-    left, spent, done = [*range(len(found))], 0, list[Rung]()
+    left, spent, done = [*range(len(found))], 0, list[TrialResult]()
     for place in range(len(found[0])):
         rungs = [found[trial][place] for trial in left]
         spent += sum(each.step - (found[each.trial][place - 1].step if place else 0) for each in rungs)
@@ -115,19 +117,19 @@ def halve(found: list[list[Rung]]) -> tuple[float, int]:
     return loss, spent
 
 
-def prune(found: list[list[Rung]]) -> tuple[float, int]:
+def prune(found: list[list[TrialResult]]) -> tuple[float, int]:
     """Return the loss of the best trial that Optuna's pruner completed, and the steps of all trials."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3))
-    first = found[0][0].part
+    first = found[0][0].steps_divisor
     best, spent = float("inf"), 0
     for rungs in found:
         trial = study.ask()
         for rung in rungs:
             last, loss = rung, np.inf if rung.loss is None else rung.loss
-            trial.report(loss, first // rung.part)
+            trial.report(loss, first // rung.steps_divisor)
             if rung is not rungs[-1] and trial.should_prune():
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 break

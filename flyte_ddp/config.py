@@ -16,7 +16,7 @@ from flyte_ddp.checks.fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.checks.parsing import YAML_NUMBER, list_texts, parse_json
 from flyte_ddp.errors import UserError, unknown_name_error
 
-OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables with options
+FIELDS_WITH_OPTIONS = ("model", "objective")  # hyperparameters that name callables with options
 
 
 @dataclass(frozen=True, repr=False)
@@ -337,8 +337,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
                 'such as {"model": {"width": 128}}'
             )
         for name in found:
-            if name not in OPTIONS_OF:
-                raise unknown_name_error("options of", name, OPTIONS_OF)
+            if name not in FIELDS_WITH_OPTIONS:
+                raise unknown_name_error("options of", name, FIELDS_WITH_OPTIONS)
         for text in filter(YAML_NUMBER.fullmatch, list_texts(found)):
             raise UserError(
                 f"options={short_repr(self.options)}: {text!r} is a text; write a number without quotes, and in YAML "

@@ -95,7 +95,7 @@ class StoppedError(click.ClickException, RuntimeError):
         return type(self), (self.signal, self.step)
 
 
-class OwnCodeError(RuntimeError):
+class UserCodeError(RuntimeError):
     """A user-defined function failed on a sample.
 
     The text names the function, the sample and the error.

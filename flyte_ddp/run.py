@@ -92,13 +92,13 @@ def run_part(
     hp: Hyperparameters,
     data: Path,
     run_folder: Path,
-    part: int,
+    steps_divisor: int,
     settings: Settings | None = None,
     *,
     launch: Launch | None = None,
     threads: int = 0,
 ) -> Result | None:
-    """Train as :func:`run_training` does, and stop after 1 / ``part`` of the steps.
+    """Train as :func:`run_training` does, and stop after 1 / ``steps_divisor`` of the steps.
 
     The next call resumes at this step. The position of the stops changes no bit of the run. If the run has not ended,
     returns None. Then ``unfinished`` has the checkpoint, and ``rung.json`` has the step and the ``select_by`` measure
@@ -132,7 +132,7 @@ def run_part(
                         launch(
                             Work(
                                 function="flyte_ddp.training.train:train",
-                                arguments=TrainingJob(hp, data, part),
+                                arguments=TrainingJob(hp, data, steps_divisor),
                                 request=request,
                                 output_folder=unfinished,
                                 identity=identity,

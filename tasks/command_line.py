@@ -62,7 +62,7 @@ def set_up_command(context: click.Context) -> None:
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_settings_for_pods()
-        leave_out_virtual_environment()
+        exclude_virtual_environment()
     else:
         context.with_resource(outcomes.hold_last_outcome())  # printed after flytekit's outputs
     if is_remote:
@@ -72,7 +72,7 @@ def set_up_command(context: click.Context) -> None:
         change_remote_run(context.obj)
 
 
-def leave_out_virtual_environment() -> None:
+def exclude_virtual_environment() -> None:
     """Make flytekit skip .venv when packing sources.
 
     Checking every file there against the ignore rules would take seconds.

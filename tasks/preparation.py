@@ -52,7 +52,7 @@ def check_inputs(
     This task is never cached. The outputs change exactly when training has to run again. This is the case for new data,
     code or initial weights, and at each kickoff time of a schedule that always retrains.
     """
-    from flyte_ddp.datasets import is_quickly_prepared
+    from flyte_ddp.datasets import needs_no_download
     from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set, identify_data
 
     if model_name is not None:
@@ -69,7 +69,7 @@ def check_inputs(
     else:
         run_version, data_version = check_and_identify_run(hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
-    if is_quickly_prepared(hp.dataset):
+    if needs_no_download(hp.dataset):
         data = output_folder(find_or_fetch_data_set(*data_inputs, sample=hp.sample))
     else:
         data = fetch_dataset(*data_inputs)

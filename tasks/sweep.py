@@ -23,13 +23,13 @@ from flyte_ddp.run import run_part
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import join
 from flyte_ddp.sweep import halving
-from flyte_ddp.sweep.halving import Rung
+from flyte_ddp.sweep.halving import TrialResult
 from flyte_ddp.sweep.space import Sweep, check_sweep
 from tasks import pods
 from tasks.flyte import PLATFORM, flyte_task, output_file
 from tasks.input_form import KnownTransformer
 
-TypeEngine.register(KnownTransformer(Rung))
+TypeEngine.register(KnownTransformer(TrialResult))
 SOME = 0.0001  # share of a rung's trials that must not be lost: at least one
 LOST = "its pods were lost in all attempts, perhaps as memory ran out; the console says why"
 
@@ -40,8 +40,8 @@ class Planned(NamedTuple):
     After the last rung, ``trials`` is empty, and ``best`` has the winner's hyperparameters.
     """
 
-    trials: List[Rung]
-    done: List[Rung]
+    trials: List[TrialResult]
+    done: List[TrialResult]
     best: Hyperparameters
 
 
@@ -50,9 +50,9 @@ def plan_rung(
     hp: Hyperparameters,
     sweep: Sweep,
     data_version: str,
-    done: List[Rung],
-    trials: List[Rung],
-    results: List[Optional[Rung]],
+    done: List[TrialResult],
+    trials: List[TrialResult],
+    results: List[Optional[TrialResult]],
 ) -> Planned:
     """Add a rung's results to ``done``, and return the next rung's trials, or the winner after the last rung."""
     done = done + [result or replace(trial, failed=LOST) for trial, result in zip(trials, results, strict=True)]
@@ -61,7 +61,7 @@ def plan_rung(
 
 
 @flyte_task(**pods.training_pod())
-def run_rung(trial: Rung, data: FlyteDirectory) -> Rung:
+def run_rung(trial: TrialResult, data: FlyteDirectory) -> TrialResult:
     """Train a trial up to the end of a rung, from the newest checkpoint.
 
     In a pod, keeps checkpoints for the next rung.
@@ -75,7 +75,7 @@ def run_rung(trial: Rung, data: FlyteDirectory) -> Rung:
         ):
             prepared = Path(data.download())
             record_attempt_start()
-            run_part(trial.hp, prepared, folder, trial.part, read_run_settings(PLATFORM, run))
+            run_part(trial.hp, prepared, folder, trial.steps_divisor, read_run_settings(PLATFORM, run))
 
     results = str(paths.resolve_folder("sweeps"))
     if is_in_pod():
@@ -98,7 +98,7 @@ def search(hp: Hyperparameters, sweep: Sweep, data: FlyteDirectory, data_version
 
 
 @flyte_task(**pods.registry_pod(), **pods.WITH_DECK)
-def report_sweep(done: List[Rung], sweep: Sweep, sidecar: FlyteFile) -> FlyteFile:
+def report_sweep(done: List[TrialResult], sweep: Sweep, sidecar: FlyteFile) -> FlyteFile:
     """Write a sweep's page, also as a deck, and the winner's hyperparameters as best.json."""
     from flyte_ddp.sweep.page import PAGES, write_page
 

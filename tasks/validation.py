@@ -60,7 +60,7 @@ def validate_dataset(
     check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must be rejected before training.
-    registry.refuse_storage_that_overwrites()
+    registry.check_storage_never_overwrites()
     history = registry.read_log()
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     found: list[Difference] = []

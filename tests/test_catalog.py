@@ -74,7 +74,7 @@ def test_the_tables_have_all_objectives() -> None:
     assert {*BUILT_IN} == {*settings} == {*catalog.MEASURES} == {*field.metadata["choices"]}
     assert {*catalog.OF_CLASSES, *catalog.OF_LENGTHS, *catalog.CODE_OPTIONS} <= {*settings}
     for name, objective in BUILT_IN.items():
-        assert objective.takes == {*settings[name]}, name
+        assert objective.used_hyperparameters == {*settings[name]}, name
 
 
 @pytest.mark.parametrize("model", marked(sorted(CLASSIFIERS)))

@@ -39,7 +39,7 @@ from flyte_ddp.machine.process import list_helper_pids
 from flyte_ddp.parallel import distributed
 from flyte_ddp.pods.elastic import publish_address_each_time
 from flytekitplugins.ddp.inputs import share_downloads
-from tasks.command_line import leave_out_virtual_environment
+from tasks.command_line import exclude_virtual_environment
 from tasks.flyte import flyte_task
 
 HERE = "127.0.0.1"
@@ -250,7 +250,7 @@ def test_flytekit_does_not_look_into_the_virtual_environment(tmp_path: Path, mon
         (tmp_path / name).touch()
     monkeypatch.setattr(script_mode, "EXCLUDE_DIRS", set())
     assert len(script_mode.list_all_files(str(tmp_path), False)) == 2
-    leave_out_virtual_environment()
+    exclude_virtual_environment()
     assert script_mode.list_all_files(str(tmp_path), False) == [str(tmp_path / "here.py")]
 
 

@@ -48,7 +48,7 @@ class Towers(nn.Module):
 class Contrastive(Objective):
     """A loss that compares each side with all partners in the global batch (Radford et al., ICML 2021)."""
 
-    coupled = True
+    compares_samples = True
     measures: Mapping[str, str] = {"recall_at_1": HIGHER}
     loss_unit = "cross-entropy (nats)"
 

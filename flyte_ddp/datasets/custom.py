@@ -15,7 +15,7 @@ from flyte_ddp.datasets.on_demand_set import (
     OnDemand,
     OnDemandSet,
     call_seeded,
-    get_own_item,
+    read_user_item,
     refuse_stream,
     require_samples,
     split_item,
@@ -100,7 +100,7 @@ def has_images(set_name: str, samples: Any) -> bool:
     Raises UserError if ``samples`` is empty or no map-style set.
     """
     require_samples(set_name, samples)
-    item = get_own_item(f"{set_name}: item 0", samples, 0)
+    item = read_user_item(f"{set_name}: item 0", samples, 0)
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     pixels = getattr(item[0], "numpy", lambda: item[0])()
@@ -117,7 +117,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
     with progress.track(set_name, len(names), "samples") as advance:
         for index, name in enumerate(names):
             try:
-                inputs, targets = split_item(get_own_item(name, samples, index))
+                inputs, targets = split_item(read_user_item(name, samples, index))
             except ValueError as error:
                 raise UserError(f"{name} {error}; of whole arrays return arrays(train, test)") from None
             if pictures:

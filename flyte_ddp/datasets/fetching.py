@@ -49,7 +49,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     return f"{encoded_kind(dataset)}-{identity[:16]}"
 
 
-def is_quickly_prepared(dataset: str) -> bool:
+def needs_no_download(dataset: str) -> bool:
     """Return whether :func:`fetch` downloads at most an index or a list of files."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 

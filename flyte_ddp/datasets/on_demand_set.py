@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
-from flyte_ddp.errors import MachineError, OwnCodeError, UserError
+from flyte_ddp.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.machine.waiting import limit_wait
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.samples.class_names import normalize_class_names
@@ -158,11 +158,11 @@ def refuse_stream(set_name: str, samples: Any) -> None:
                 raise UserError(f"{set_name} {problem}; {rule}: {fix} (docs/data-libraries.md)")
 
 
-def get_own_item(where: str, samples: Any, number: int) -> Any:
+def read_user_item(where: str, samples: Any, number: int) -> Any:
     """Return ``samples[number]``, read by user code.
 
     Raises:
-        OwnCodeError: User code failed. The text begins with ``where``.
+        UserCodeError: User code failed. The text begins with ``where``.
         MachineError: The sample did not arrive within FLYTE_DDP_TIMEOUT.
     """
     try:
@@ -171,7 +171,7 @@ def get_own_item(where: str, samples: Any, number: int) -> Any:
     except (UserError, MachineError):
         raise
     except (Exception, GeneratorExit) as error:  # an uncaught GeneratorExit would silently end the library's generator
-        raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def split_item(item: Any) -> tuple[Leaves, Leaves]:

@@ -19,7 +19,7 @@ from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
-from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
+from flyte_ddp.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.text.formatting import join_first
 from flyte_ddp.user_code.callables import load_callable, require_parameters
@@ -99,7 +99,7 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
     if ":" in sampling:
         function = load_callable(sampling)
         require_parameters(f"sampling={sampling!r}", function, "samples", "seed", "epoch")
-        return choose_by_function(order, sampling, function)
+        return make_custom_order(order, sampling, function)
     if sampling == "weighted":
         weights = getattr(data, "sample_weights", None)
         if weights is None:

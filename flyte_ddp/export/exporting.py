@@ -22,8 +22,8 @@ from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.loading.collate import MASK, PADDED, widen_type
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import Encoded, map_samples
+from flyte_ddp.loading.items import Items
 from flyte_ddp.loading.opening import open_image_reader, open_item_test_split
-from flyte_ddp.loading.own_items import Items
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import LeavesSpec

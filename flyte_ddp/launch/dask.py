@@ -33,10 +33,10 @@ LESS_MONITORING = {
 }
 
 
-def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: int = 0) -> None:
+def launch(work: Work, *, client: Any = None, retries: int = 0, awaited_hosts: int = 0) -> None:
     """Run the work as one Dask task for each rank, on separate workers, and wait for the end.
 
-    Uses as few hosts as possible. Waits up to ``work.settings.timeout`` seconds for ``hosts_to_come`` workers, or for a
+    Uses as few hosts as possible. Waits up to ``work.settings.timeout`` seconds for ``awaited_hosts`` workers, or for a
     worker for each rank. May run fewer ranks. After a failure Dask restarts tasks up to ``retries`` times. A lost
     worker ends the run, because its rank cannot run on another worker.
 
@@ -49,8 +49,8 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: i
         from distributed.utils import get_ip
 
     seconds = work.settings.timeout
-    with connected(client, work.request.num_ranks, seconds if hosts_to_come else REACH_SECONDS) as cluster:
-        work = work.choose_world(lambda request: find_world(request, cluster, seconds, hosts_to_come))
+    with connected(client, work.request.num_ranks, seconds if awaited_hosts else REACH_SECONDS) as cluster:
+        work = work.choose_world(lambda request: find_world(request, cluster, seconds, awaited_hosts))
         num_ranks = work.world.num_ranks
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         futures: list[Any] = []
@@ -88,20 +88,20 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
             raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")
 
 
-def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
+def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int = 0) -> World:
     """Return the World for ranks on a cluster's workers, one rank for each worker.
 
-    The ranks use GPUs if every worker sees a GPU. Waits up to ``seconds`` for ``hosts_to_come`` workers. If
-    ``hosts_to_come`` is 0, waits for a worker for each rank, and accepts fewer workers.
+    The ranks use GPUs if every worker sees a GPU. Waits up to ``seconds`` for ``awaited_hosts`` workers. If
+    ``awaited_hosts`` is 0, waits for a worker for each rank, and accepts fewer workers.
     """
     wanted = max(1, request.num_ranks)
-    if hosts_to_come:
-        what = f"the Dask cluster has {hosts_to_come} workers"
-        wanted = capacity.clamp_ranks(request.num_ranks, hosts_to_come, what, hosts_to_come, exact=True)
+    if awaited_hosts:
+        what = f"the Dask cluster has {awaited_hosts} workers"
+        wanted = capacity.clamp_ranks(request.num_ranks, awaited_hosts, what, awaited_hosts, exact=True)
     try:
         capacity.wait_for_hosts(lambda: len(describe_workers(client)), wanted, WORKERS, seconds)
     except UnreachableError:
-        if hosts_to_come or not describe_workers(client):
+        if awaited_hosts or not describe_workers(client):
             raise
     workers = describe_workers(client)
     refuse_version_mismatch(client, workers)
@@ -109,9 +109,9 @@ def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int
     has_gpus = bool(gpus) and all(gpus.values())
     lack = "not all workers of the Dask cluster have a GPU"
     device = resources.choose_device_type(request.backend, has_gpus, lack)
-    number = hosts_to_come or len(workers)
+    number = awaited_hosts or len(workers)
     most = number if device == "cuda" else min(number, request.most)
-    what, exact = f"the Dask cluster has {number} workers", request.exact or hosts_to_come > 0
+    what, exact = f"the Dask cluster has {number} workers", request.exact or awaited_hosts > 0
     num_ranks = capacity.clamp_ranks(request.num_ranks, number, what, most, exact=exact)
     chosen = choose_workers(workers, num_ranks)
     cores = run_on_workers(client, resources.count_cores, workers=chosen)

@@ -80,7 +80,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
 
 
 @contextmanager
-def tell_restarts(restarts: Sequence[Restart]) -> Iterator[None]:
+def pass_restarts_to_workers(restarts: Sequence[Restart]) -> Iterator[None]:
     """Pass the restarts in place to the workers that start in the block. Rank 0 records the restarts."""
     os.environ[RESTARTS_VARIABLE] = json.dumps([asdict(restart) for restart in restarts])
     try:
@@ -246,7 +246,7 @@ def run_as_rank_0(work: Work, tickets: str = "") -> None:
         work, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True
     ) as meeting:
         ticket = meeting.make_ticket(info)
-        store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.output_folder), ticket.mark]))
+        store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.output_folder), ticket.visibility_file]))
         thread = threading.Thread(target=supervise, name="launcher", daemon=True)
         thread.start()
         with connection.open_local_folder(ticket) as folder:

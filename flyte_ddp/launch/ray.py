@@ -20,10 +20,10 @@ ADDRESS = "RAY_ADDRESS"  # Ray's variable
 REACH_SECONDS = 10.0  # for a cluster to answer; Ray's limit is a quarter of an hour, or none
 
 
-def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
+def launch(work: Work, *, retries: int = 0, awaited_hosts: int = 0) -> None:
     """Run the work as one Ray task for each rank, and wait for the end of all tasks.
 
-    Uses as few hosts as possible. First waits up to ``work.settings.timeout`` seconds for ``hosts_to_come`` nodes. Ray
+    Uses as few hosts as possible. First waits up to ``work.settings.timeout`` seconds for ``awaited_hosts`` nodes. Ray
     restarts failed tasks up to ``retries`` times.
     """
     with connected():
@@ -31,7 +31,7 @@ def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
         from ray.util import get_node_ip_address, placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        work = work.choose_world(lambda request: find_world(request, hosts_to_come, work.settings.timeout))
+        work = work.choose_world(lambda request: find_world(request, awaited_hosts, work.settings.timeout))
         num_ranks = work.world.num_ranks
         needs = {"CPU": work.world.threads, "GPU": 1 if work.world.device_type == "cuda" else 0}
         group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")
@@ -73,21 +73,21 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
         raise agent.agent_start_error("a host of the Ray cluster", error) from None
 
 
-def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
+def find_world(request: Request, awaited_hosts: int = 0, seconds: float = 0.0) -> World:
     """Return the Ray cluster's World for a request.
 
-    Each rank gets one GPU, or each rank gets the same number of CPUs. Waits up to ``seconds`` for ``hosts_to_come``
+    Each rank gets one GPU, or each rank gets the same number of CPUs. Waits up to ``seconds`` for ``awaited_hosts``
     nodes. If the cluster has room for fewer ranks, prints the number.
 
     Raises:
         UnreachableError: The nodes have not joined within ``seconds``.
-        UserError: The cluster has room for fewer ranks, and the request is exact or ``hosts_to_come`` is given.
+        UserError: The cluster has room for fewer ranks, and the request is exact or ``awaited_hosts`` is given.
     """
-    capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
+    capacity.wait_for_hosts(lambda: len(list_rank_nodes()), awaited_hosts, "nodes of the Ray cluster", seconds)
     resources = [node["Resources"] for node in list_rank_nodes()]
     cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
     device = choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
-    wanted, exact = request.num_ranks, request.exact or hosts_to_come > 0
+    wanted, exact = request.num_ranks, request.exact or awaited_hosts > 0
     if device == "cuda":
         total = sum(gpus)
         threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)

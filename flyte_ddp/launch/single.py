@@ -24,14 +24,14 @@ def launch(work: Work) -> None:
     Raises:
         ValueError: The work needs several ranks.
     """
-    from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
+    from flyte_ddp.launch.supervise.rank import restore_process_settings, run_rank
 
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
     work = replace(work, world=replace(work.world, hosts=(LOOPBACK,)))
-    with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(work) as offer_saving:
+    with restore_process_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(work) as offer_saving:
         try:
             run_rank(work, RankInfo(rank=0, world_size=1, local_rank=0), offer_saving)
         except UserError:

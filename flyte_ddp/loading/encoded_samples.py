@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.prepared import SampleOrder
-from flyte_ddp.errors import OwnCodeError, UserError
+from flyte_ddp.errors import UserCodeError, UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image
 from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader, require_valid_label
-from flyte_ddp.loading.own_samples import (
-    OwnFunction,
+from flyte_ddp.loading.samples import (
     Sample,
     SampleLoader,
+    UserFunction,
     augment_sample,
     derive_target_spec,
     require_target,
@@ -41,19 +41,23 @@ class EncodedSamples(SampleLoader):
     _: KW_ONLY
     size: int  # side of the squares, in pixels
     classes: int  # number of classes; labels must be smaller
-    share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
+    evaluation_crop_fraction: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
     crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
     seed: int = 0  # of the random parts
-    decode: OwnFunction | None = None  # returns image and target of a sample's members; None: an image file and a class
-    augment: OwnFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
-    like: TargetSpec | None = None  # of the targets; None: with ``decode``, derived from the first sample at once
+    decode: UserFunction | None = (
+        None  # returns image and target of a sample's members; None: an image file and a class
+    )
+    augment: UserFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
+    trained_spec: TargetSpec | None = (
+        None  # of the targets; None: with ``decode``, derived from the first sample at once
+    )
 
     def __post_init__(self) -> None:
         self.sizes = ((self.size, self.size, 3),)
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
         self.reported = 0  # number of undecodable and replaced samples at the last take_report
-        self.targets = self.like or self.find_target_spec()
+        self.targets = self.trained_spec or self.find_target_spec()
 
     def find_target_spec(self) -> TargetSpec:
         if self.decode is None:
@@ -82,7 +86,9 @@ class EncodedSamples(SampleLoader):
         if self.augment is not None and epoch is not None:
             loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
         elif self.decode is None:
-            return loaded._replace(image=cropping.crop_to_square(image, self.size, draws, self.share))
+            return loaded._replace(
+                image=cropping.crop_to_square(image, self.size, draws, self.evaluation_crop_fraction)
+            )
         image, target = self.fit_to_square(loaded.image, loaded.target, draws, where)
         return Sample(image, require_target(self.augment or self.decode, target, self.targets, where), name)
 
@@ -122,7 +128,7 @@ class EncodedSamples(SampleLoader):
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
         """Return image (of any size) and target of a sample.
 
-        If ``bad.allowed`` is not 0, an OwnCodeError of user code becomes a DecodingError.
+        If ``bad.allowed`` is not 0, an UserCodeError of user code becomes a DecodingError.
         """
         own = self.decode
         if own is None:
@@ -134,7 +140,7 @@ class EncodedSamples(SampleLoader):
         own.seed(self.seed, epoch, sample)
         try:
             image, target, _ = own.call(f"{encoded.name}{encoded.copy}", dict(encoded.members or {}))
-        except OwnCodeError as error:
+        except UserCodeError as error:
             if self.bad.allowed:
                 raise DecodingError(str(error)) from error
             raise
@@ -161,7 +167,7 @@ class EncodedSamples(SampleLoader):
         elif height == width == self.size:
             return image, target
         else:
-            crop = cropping.middle_crop(height, width, self.share)
+            crop = cropping.middle_crop(height, width, self.evaluation_crop_fraction)
         if target.ndim > 1 and target.shape[:2] == (height, width):
             target = cropping.resize_mask(target, crop, self.size)
         return cropping.resize_crop(image, crop, self.size), target

@@ -27,8 +27,8 @@ from flyte_ddp.loading.arrays import open_array_batches
 from flyte_ddp.loading.collate import PADDED
 from flyte_ddp.loading.encoded import BadSamples, FileReader, ImageReader, ShardImages
 from flyte_ddp.loading.encoded_samples import EncodedSamples
-from flyte_ddp.loading.own_items import ItemFacts, ItemImages, ItemLoader, Items, describe_items
-from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
+from flyte_ddp.loading.items import ItemFacts, ItemImages, ItemLoader, Items, describe_items
+from flyte_ddp.loading.samples import UserFunction, import_user_functions
 from flyte_ddp.loading.split import BatchSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
@@ -75,12 +75,18 @@ def open_encoded_splits(
     """
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     size = choose_side(hp.image_size, weights) or ENCODED_SIDE
-    share = weights.crop_share if weights else EVALUATION_SHARE
+    fraction = weights.crop_share if weights else EVALUATION_SHARE
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
     shuffle_streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
-    decode, augment = import_own_loading(hp)
-    options: dict[str, Any] = {"size": size, "share": share, "seed": hp.seed, "classes": classes, "decode": decode}
+    decode, augment = import_user_functions(hp)
+    options: dict[str, Any] = {
+        "size": size,
+        "evaluation_crop_fraction": fraction,
+        "seed": hp.seed,
+        "classes": classes,
+        "decode": decode,
+    }
     bad, members = BadSamples(hp.bad_samples), decode is not None
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     reader = open_image_reader(data.train, settings, shuffle_streams, members=members)
@@ -89,7 +95,7 @@ def open_encoded_splits(
     targets = loaders[0].targets
     if data.test is not None:
         reader = open_image_reader(data.test, settings, shuffle_streams, members=members)
-        loaders.append(EncodedSamples(reader, [orders["test"]], bad, **options, like=targets))
+        loaders.append(EncodedSamples(reader, [orders["test"]], bad, **options, trained_spec=targets))
     pool = start_pool(loaders, threads, device)
     sources = [WorkerImages(loader, pool, device) for loader in loaders]
     training, validation = (Split(sources[0], orders[split]) for split in ("training", "validation"))
@@ -129,9 +135,9 @@ def open_encoded_test_split(
     if not len(order):
         raise no_samples_error(data.name, "testing")
     reader = open_image_reader(data.test_source, settings, members=bool(sample))
-    decode = OwnFunction("sample", sample) if sample else None
+    decode = UserFunction("sample", sample) if sample else None
     loader = EncodedSamples(
-        reader, [order], bad, size=spec.height, share=spec.crop_share, classes=classes, decode=decode
+        reader, [order], bad, size=spec.height, evaluation_crop_fraction=spec.crop_share, classes=classes, decode=decode
     )
     pool = start_pool([loader], settings.loaders or count_cores(), device)
     return Split(WorkerImages(loader, pool, device), order), loader
@@ -174,7 +180,7 @@ def open_item_splits(
     Raises:
         UserError: ``mixup`` cannot mix the inputs.
     """
-    _, augment = import_own_loading(hp)
+    _, augment = import_user_functions(hp)
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
     if hp.mixup and isinstance(facts.inputs, LeavesSpec):
         mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
@@ -193,7 +199,13 @@ def open_item_splits(
 
 
 def open_item_test_split(
-    data: ItemSet, collate: str, seed: int, device: torch.device, workers: int, *, like: LeavesSpec | None = None
+    data: ItemSet,
+    collate: str,
+    seed: int,
+    device: torch.device,
+    workers: int,
+    *,
+    trained_spec: LeavesSpec | None = None,
 ) -> tuple[Split, ModelInput]:
     """Open the test split of arrays or of a data set on demand.
 
@@ -203,14 +215,14 @@ def open_item_test_split(
         The split, and the specification of its inputs.
     """
     order = order_test_split(data)
-    facts = describe_items(data, "test", order, collate, seed, like=like)
+    facts = describe_items(data, "test", order, collate, seed, trained_spec=trained_spec)
     direct, by_processes = open_sources(data, {"test": None}, facts, device, workers, collate=collate, seed=seed)
     return Split((direct or by_processes)["test"], order), facts.inputs
 
 
 def open_sources(
     data: ItemSet,
-    sides: Mapping[str, OwnFunction | None],  # by side: the user-defined augmentation
+    sides: Mapping[str, UserFunction | None],  # by side: the user-defined augmentation
     facts: ItemFacts,
     device: torch.device,
     workers: int,

@@ -214,7 +214,10 @@ def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) 
         (pixels, label), failures_in_a_row, draws = loaded, 0, None
         if loader.crop == "resized_crop":
             [draws] = cropping.draw_crops(loader.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
-        yield np.ascontiguousarray(cropping.crop_to_square(pixels, loader.size, draws, loader.share)), label
+        yield (
+            np.ascontiguousarray(cropping.crop_to_square(pixels, loader.size, draws, loader.evaluation_crop_fraction)),
+            label,
+        )
 
 
 def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import augment_batch
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout
-from flyte_ddp.loading.own_items import ItemLoader
-from flyte_ddp.loading.own_samples import SampleLoader, common_shape, load_into
+from flyte_ddp.loading.items import ItemLoader
+from flyte_ddp.loading.samples import SampleLoader, common_shape, load_into
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.loading.workers import ImagePool, LoaderPool
 from flyte_ddp.machine.device_copy import copy_to_device

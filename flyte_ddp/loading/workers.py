@@ -31,7 +31,7 @@ from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.encoded import limit_threads
 from flyte_ddp.loading.loader_process import END, NAME, STARTED, Call, run_loader_server
-from flyte_ddp.loading.own_samples import Loaded, SampleLoader, load_into
+from flyte_ddp.loading.samples import Loaded, SampleLoader, load_into
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.machine import waiting
 from flyte_ddp.machine.process import read_stack, spawn_context

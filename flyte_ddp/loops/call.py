@@ -44,7 +44,7 @@ class Call:
         return partial(function, *args, **kwargs)
 
 
-def describe_call(
+def pickle_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], taken: Collection[str] = ()
 ) -> Call:
     """Return the pickled call, with the arguments as JSON values and a digest of the code.
@@ -80,7 +80,7 @@ def describe_call(
             f"function its own by position, or run functools.partial(function, {clashing[0]}=...)"
         )
     code, own_code = digest_code(function)
-    payload = pickle_call(name, function, *args, **kwargs)
+    payload = pickle_for_ranks(name, function, *args, **kwargs)
     shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
     return Call(name, payload, shown, code, own_code)
 
@@ -113,7 +113,7 @@ def pickle_by_value(value: Any) -> bytes:
     return file.getvalue()
 
 
-def pickle_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+def pickle_for_ranks(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
     """Return the pickle of a function and its arguments.
 
     Raises:

@@ -45,7 +45,7 @@ def run_function(rank: Rank) -> None:
         default_group_timeout(rank.work.settings.timeout),
         separate_group_stores(),
         provide_current_rank(rank, store) as current,
-        own_process_group(rank),
+        destroy_process_group_at_end(rank),
     ):
         function = call.load()
         try:
@@ -57,7 +57,7 @@ def run_function(rank: Rank) -> None:
             write_returned(value, rank.work.output_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
-        wait_for_others(rank, store)
+        wait_for_all_ranks(rank, store)
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
     before = set_current_rank(current)
     try:
         if records is not None:
-            records.start(describe_run(rank, device))
+            records.start(make_start_record(rank, device))
             records.progress.print_note(f"ranks: {info.world_size}, nodes: {work.world.num_nodes}")
             rank.record_restarts(records.log.write)
         rank.offer_saving(checkpoints.save_last)
@@ -103,7 +103,7 @@ def provide_current_rank(rank: Rank, store: Any) -> Iterator[CurrentRank]:
             records.close()
 
 
-def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
+def make_start_record(rank: Rank, device: torch.device) -> dict[str, Any]:
     call: Call = rank.work.arguments
     found = rank.work.checkpoint
     is_changed = found is not None and found.identity != rank.work.identity
@@ -119,7 +119,7 @@ def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
 
 
 @contextmanager
-def own_process_group(rank: Rank) -> Iterator[None]:
+def destroy_process_group_at_end(rank: Rank) -> Iterator[None]:
     """Destroy the process group that the block has made.
 
     After an exception, destroys the group only if the rank runs in the launcher's process.
@@ -166,7 +166,7 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.pop(AGENT_STORE, None)  # with it torch would wait in vain for a store at another port
     try:
-        with reset_own_accelerator():
+        with reset_accelerator():
             yield
     finally:
         for name, value in before.items():
@@ -196,7 +196,7 @@ def separate_group_stores() -> Iterator[None]:
 
 
 @contextmanager
-def reset_own_accelerator() -> Iterator[None]:
+def reset_accelerator() -> Iterator[None]:
     """Reset Accelerate after the block, unless it was in use before.
 
     Accelerate keeps the ranks that it finds first.
@@ -241,7 +241,7 @@ def write_returned(value: Any, path: Path) -> None:
         file.write(content)
 
 
-def wait_for_others(rank: Rank, store: Any) -> None:
+def wait_for_all_ranks(rank: Rank, store: Any) -> None:
     """Wait until all ranks have called this function.
 
     Rank 0 waits up to the time limit, and other ranks wait without a limit. Rank 0 leaves last, because it serves the

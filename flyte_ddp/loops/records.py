@@ -12,7 +12,7 @@ from flyte_ddp.progress import StepProgress
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.text.json_lines import JsonLines
 
-TAKEN = ("kind", "time")  # keys of each record
+RESERVED_KEYS = ("kind", "time")  # keys of each record
 LARGEST_INT = 2**63  # from here on, whole numbers are recorded as floats, which all readers of JSON accept
 
 
@@ -33,7 +33,7 @@ class Records:
         refuse_earlier_step("record", step, self.step)
         numbers = {}
         for name, value in values.items():
-            if name in TAKEN:
+            if name in RESERVED_KEYS:
                 raise UserError(f"record: {name!r} is a key of each record; choose another name")
             try:
                 number = value.item() if hasattr(value, "item") else value  # of a tensor or an array

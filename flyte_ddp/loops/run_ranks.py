@@ -14,7 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from flyte_ddp import results
 from flyte_ddp.errors import BusyError, RankError, StoppedError, UserError, print_to_stderr
 from flyte_ddp.launch.default import choose_launcher
-from flyte_ddp.loops.call import RETURNED, Call, describe_call
+from flyte_ddp.loops.call import RETURNED, Call, pickle_call
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
@@ -76,10 +76,10 @@ def run_ranks(
         settings = replace(settings, timeout=float(timeout))
     own_keywords = {"num_ranks": given_ranks, "folder": folder, "launch": launch, "timeout": timeout}
     taken = [name for name, given in own_keywords.items() if given is not None]
-    call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
+    call, request = pickle_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         folder = Path(folder).absolute()
-        with suggest_going_on(folder):
+        with print_how_to_resume(folder):
             value = run_call(call, request, folder, settings, launch)
         remove_saves(folder)  # so that the next run does not resume from these checkpoints
         return value
@@ -142,7 +142,7 @@ def run_call(
 
 
 @contextmanager
-def suggest_going_on(folder: Path) -> Iterator[None]:
+def print_how_to_resume(folder: Path) -> Iterator[None]:
     """Print how fixed code can resume from the last save, unless the machine made the block fail."""
     try:
         yield

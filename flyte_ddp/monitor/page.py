@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.monitor.compare import count_categories, has_categories, replace_nan
 from flyte_ddp.monitor.course import draw_course
-from flyte_ddp.monitor.watch import INPUT, ROW, Watched
+from flyte_ddp.monitor.watch import INPUT, ROW, WatchedModel
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.objectives.table_columns import SHOWN_NUMBERS, format_page_cell
 from flyte_ddp.predict.sample_columns import SampleColumns
@@ -27,7 +27,7 @@ LEAST_P = 0.0001  # the least p-value on the page, because smaller numbers are o
 ENDS = 0.005, 0.995  # quantiles between which numbers are drawn
 
 
-def write_page(window: Window, watched: Watched, course: Sequence[Window], name: str, path: Path) -> Path:
+def write_page(window: Window, watched: WatchedModel, course: Sequence[Window], name: str, path: Path) -> Path:
     """Write the HTML page of a recorded window, replacing an existing file, and return the path.
 
     ``course`` are the champion's last windows, oldest first.
@@ -59,7 +59,7 @@ def write_page(window: Window, watched: Watched, course: Sequence[Window], name:
     return write_html(path, page)
 
 
-def show_inputs(watched: Watched, moved: Sequence[str]) -> Iterator[Picture]:
+def show_inputs(watched: WatchedModel, moved: Sequence[str]) -> Iterator[Picture]:
     """Yield the unusual samples with up to SHOWN_NUMBERS (6) inputs each, inputs in ``moved`` columns first."""
     for _, picture in watched.unusual:
         values = {name: picture.values[name] for name in (*moved, *picture.values) if name in picture.values}

@@ -34,7 +34,7 @@ class HeldOut:
     columns: Columns  # the objective's, of some samples; empty: an older release judged the version
 
 
-def describe_truth(
+def measure_truth_fields(
     objective: Objective, parts: Sequence[Mapping[str, Tensor]], held_out: HeldOut, seed: int
 ) -> dict[str, Any]:
     """Return the fields of a Window about the truth, from the objective's columns of batches with a truth."""

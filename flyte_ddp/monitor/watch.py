@@ -22,7 +22,7 @@ from flyte_ddp.files import SIDECAR, WEIGHTS
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models.inputs import InputSpec
 from flyte_ddp.monitor.compare import SAMPLES, compare_columns, rate_samples
-from flyte_ddp.monitor.score import HeldOut, describe_truth
+from flyte_ddp.monitor.score import HeldOut, measure_truth_fields
 from flyte_ddp.monitor.source import WindowSource
 from flyte_ddp.monitor.truth import add_truth, find_known_truths
 from flyte_ddp.monitor.window import FEWEST, Window
@@ -56,7 +56,7 @@ from flyte_ddp.samples.leaves import Leaves, name_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, join_first
 from flyte_ddp.training.evaluate import compute_columns
-from flyte_ddp.user_code.source import explain_own_errors
+from flyte_ddp.user_code.source import translate_user_errors
 
 MOST_BAD = 0.1  # of all samples
 PICTURED = 24
@@ -64,7 +64,7 @@ ROW, INPUT = "row ", "input "  # prefixes of columns' names: of rows as they wer
 
 
 @dataclass
-class Watched:
+class WatchedModel:
     """Facts about a window's samples that the record does not contain."""
 
     model: SavedModel
@@ -90,7 +90,7 @@ class Watched:
             for leaf in name_leaves(batch.inputs).values():
                 is_tensor = isinstance(leaf, Tensor)
                 self.digest.update(leaf.cpu().flatten().view(torch.uint8).numpy() if is_tensor else repr(leaf).encode())
-            with explain_own_errors(f"model {model.sidecar['model']!r} on samples {ids[0]} to {ids[-1]}"):
+            with translate_user_errors(f"model {model.sidecar['model']!r} on samples {ids[0]} to {ids[-1]}"):
                 outputs = model.compute_outputs(batch.inputs)
                 columns = describe_batch(model, batch.inputs, outputs, batch.rows)
             if columns.keys() != self.reference.keys():
@@ -146,7 +146,7 @@ def describe_truths(model: SavedModel, batch: Batch) -> Sequence[str]:
 
 def predict_window(
     registry: Registry, entry: Entry, source: WindowSource, local: Path, *, settings: Settings, by: str
-) -> tuple[Window, Watched]:
+) -> tuple[Window, WatchedModel]:
     """Predict a window with the champion of the log's ``entry``, and return the unrecorded window and its samples.
 
     ``local`` is the path of the images or the table on this machine. Runs the code that the champion's sidecar names.
@@ -166,7 +166,7 @@ def predict_window(
         weights, sidecar = (registry.download_file(version, name, Path(folder)) for name in (WEIGHTS, SIDECAR))
         model = SavedModel(weights, sidecar, settings)
         reference = registry.read_version_file(version, REFERENCE)
-        watched = Watched(model, read_reference(reference))
+        watched = WatchedModel(model, read_reference(reference))
         batches = open_window(model, source, local, watched.bad)
         watched.predict(add_truth(model, source.truth, batches) if source.truth else batches)
     samples, bad = len(watched.ids), watched.bad.names
@@ -191,7 +191,7 @@ def predict_window(
         columns=compare_columns(watched.reference, drawn) if samples >= FEWEST else [],
         measure=verdict.measure,
         held_out=held_out.score,
-        **describe_truth(model.objective, watched.measured, held_out, seed),
+        **measure_truth_fields(model.objective, watched.measured, held_out, seed),
     )
     return found, watched
 

@@ -85,7 +85,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     class FunctionObjective(base):  # type: ignore[misc,valid-type]
         """The objective whose losses a user's function returns."""
 
-        takes = frozenset({"class_weights", "threshold"} if base is Classification else ())
+        used_hyperparameters = frozenset({"class_weights", "threshold"} if base is Classification else ())
         loss_unit = Objective.loss_unit
 
         def losses(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Classification(Objective):
     """
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
-    takes = frozenset(SETTINGS_OF_OBJECTIVES["classification"])
+    used_hyperparameters = frozenset(SETTINGS_OF_OBJECTIVES["classification"])
     loss_unit = "cross-entropy (nats)"
 
     def __init__(self, facts: Facts) -> None:

@@ -29,7 +29,7 @@ class Multilabel(Objective):
     """
 
     measures: Mapping[str, str] = dict.fromkeys(MEASURES["multilabel"], HIGHER)
-    takes = frozenset(SETTINGS_OF_OBJECTIVES["multilabel"])
+    used_hyperparameters = frozenset(SETTINGS_OF_OBJECTIVES["multilabel"])
     loss_unit = "binary cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:

@@ -53,13 +53,17 @@ class Objective:
     loss_unit: str = "loss"  # name of a loss, on the axis of the report's chart
     counts_tokens: ClassVar[bool] = False  # whether weights count tokens; then tokens per second are shown
     # Whether a sample's loss depends on other samples of the batch. Batches in parts, and mixup, are then rejected.
-    coupled: ClassVar[bool] = False
-    takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters that this objective uses, and others reject
+    compares_samples: ClassVar[bool] = False
+    used_hyperparameters: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # hyperparameters that this objective uses, and others reject
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.saw_reduced_loss = False  # whether a loss was a single number for all samples
-        self.class_weights = class_weights_of(facts) if "class_weights" in self.takes else None  # [classes]
+        self.class_weights = (
+            class_weights_of(facts) if "class_weights" in self.used_hyperparameters else None
+        )  # [classes]
 
     @property
     def main_measure(self) -> str:

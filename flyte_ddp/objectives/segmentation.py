@@ -24,7 +24,7 @@ class Segmentation(Objective):
     """
 
     measures: Mapping[str, str] = {"miou": HIGHER, "pixel_accuracy": HIGHER}
-    takes = frozenset(SETTINGS_OF_OBJECTIVES["segmentation"])
+    used_hyperparameters = frozenset(SETTINGS_OF_OBJECTIVES["segmentation"])
     loss_unit = "cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:

@@ -33,7 +33,7 @@ class WeightedOrder(ListedOrder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnOrder(ListedOrder):
+class CustomOrder(ListedOrder):
     """The order that a user's function returns for each epoch. Samples may be repeated or missing."""
 
     spec: str  # the function's name, package.module:callable
@@ -85,13 +85,13 @@ def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
     return weights
 
 
-def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
+def make_custom_order(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> CustomOrder:
     """Return the order that a user's function makes. Calls the function twice.
 
     Raises:
         UserError: The two calls return different samples, or samples that are not in the split.
     """
-    own = OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
+    own = CustomOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
     first, again = own.call_function(0), own.call_function(0)
     if not np.array_equal(first, again):
         raise UserError(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from flyte_ddp.errors import UnreachableError, print_to_stderr
-from flyte_ddp.pods.retries import Sigterm
+from flyte_ddp.pods.retries import PodTerminated
 from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
@@ -52,10 +52,10 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
     try:
         with publish_address_each_time():
             yield
-    except (ended_without_outputs, Sigterm) as ended:
-        if isinstance(ended, Sigterm) or isinstance(ended.__context__, SignalException):
+    except (ended_without_outputs, PodTerminated) as ended:
+        if isinstance(ended, PodTerminated) or isinstance(ended.__context__, SignalException):
             exit_for_replacement("this pod is to end", 128 + signal.SIGTERM)
-        atexit.register(wait_for_deletion)  # rank 0 has not uploaded its outputs yet
+        atexit.register(sleep_until_deleted)  # rank 0 has not uploaded its outputs yet
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
@@ -66,7 +66,7 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
         exit_for_replacement(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
     except BaseException:
         if not has_rank_0():
-            atexit.register(wait_for_deletion)  # rank 0's pod may still upload a checkpoint
+            atexit.register(sleep_until_deleted)  # rank 0's pod may still upload a checkpoint
         raise
 
 
@@ -98,7 +98,7 @@ def exit_for_replacement(reason: str, code: int) -> NoReturn:
     os._exit(code)  # without an error, the platform continues this attempt of the task
 
 
-def wait_for_deletion() -> None:
+def sleep_until_deleted() -> None:
     """Sleep for 600 s while rank 0's pod uploads. SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

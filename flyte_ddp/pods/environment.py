@@ -76,7 +76,7 @@ def registered_settings(kind: str = "") -> dict[str, str]:
     Raises:
         UserError: A setting contains credentials.
     """
-    left_here, settings = list_settings_left_here(), {}
+    left_here, settings = list_unsent_settings(), {}
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)
         if value and name not in left_here:
@@ -86,7 +86,7 @@ def registered_settings(kind: str = "") -> dict[str, str]:
     return settings
 
 
-def list_settings_left_here() -> list[str]:
+def list_unsent_settings() -> list[str]:
     """Return the names of settings in this environment that are not sent to pods: secrets, and local folders."""
     local = [name for name, variable in read_variable_table().items() if variable.where == HERE]
     if "://" not in os.environ.get(RESULTS_VARIABLE, ""):
@@ -105,7 +105,7 @@ def check_settings_for_pods() -> None:
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
             raise unknown_name_error("variable", name, known, page="docs/configuration.md")
     nameable_modules()  # raises UserError for modules that cannot be allowed
-    for name in list_settings_left_here():
+    for name in list_unsent_settings():
         print_to_stderr(f"{name} is not sent to pods: see docs/configuration.md")
 
 

@@ -24,7 +24,7 @@ POLL_SECONDS = 0.5  # between two checks for new checkpoints
 DELETION_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
 
 
-class Sigterm(BaseException):
+class PodTerminated(BaseException):
     """SIGTERM came before or after training. During training, the training handles the signal itself.
 
     Not a subclass of Exception, so ``except Exception`` does not catch it.
@@ -32,7 +32,7 @@ class Sigterm(BaseException):
 
 
 def raise_sigterm(*_: object) -> None:
-    raise Sigterm
+    raise PodTerminated
 
 
 @contextmanager
@@ -48,9 +48,9 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
                 environment.refuse_unregistered_code()
             yield
         except BaseException as error:
-            if not isinstance(error, (MachineError, RankError, StoppedError, UnreachableError, Sigterm)):
+            if not isinstance(error, (MachineError, RankError, StoppedError, UnreachableError, PodTerminated)):
                 raise
-            failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
+            failure = StoppedError("SIGTERM", step=None) if isinstance(error, PodTerminated) else error
             if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):
                 raise failure from failure.__cause__  # the rank's traceback, for the pod's log
             resumption = f"\n\n{describe_resumption(failure.step)}" if isinstance(failure, RankError) else ""

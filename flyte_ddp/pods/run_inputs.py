@@ -13,7 +13,7 @@ from flyte_ddp.runs import identity
 from flyte_ddp.settings import read_settings
 from flyte_ddp.user_code.callables import split_spec
 from flyte_ddp.user_code.modules import refuse_foreign_module
-from flyte_ddp.user_code.source import explain_own_errors
+from flyte_ddp.user_code.source import translate_user_errors
 
 
 def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:
@@ -65,5 +65,5 @@ def find_or_fetch_data_set(
     """
     name = data_version or f"datasets/{fetching.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress
-    with explain_own_errors(f"dataset={dataset!r}"):
+    with translate_user_errors(f"dataset={dataset!r}"):
         return fetching.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)

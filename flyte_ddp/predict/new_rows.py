@@ -23,7 +23,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.models.sidecar import FITTED, read_model_json
 from flyte_ddp.samples.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.user_code.callables import load_callable
-from flyte_ddp.user_code.source import explain_own_errors
+from flyte_ddp.user_code.source import translate_user_errors
 from flyte_ddp.user_code.stored import StoredSpec, import_stored_module
 
 
@@ -96,11 +96,11 @@ class Preprocessing:
         rows = targets = None
         if isinstance(self.call, Table):
             where = f"dataset={self.packed[TABLE]!r}: read({str(source)!r})"
-            with explain_own_errors(where):
+            with translate_user_errors(where):
                 rows, targets, given_ids = read_rows(self.call, source, where)
             given = self._call_prepare(rows)
         else:
-            with explain_own_errors(self.where):
+            with translate_user_errors(self.where):
                 returned = self.call(self.fitted, source)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
                 what = f"returned {type(returned).__name__}; must return (inputs, ids), ids may be None"
@@ -125,7 +125,7 @@ class Preprocessing:
                 f"{self.where}: the function reads a file and takes no rows; derive the data set from flyte_ddp.Table"
             )
         ordered = order_columns(rows, self.packed["rows"], self.where)
-        with explain_own_errors(self.where):
+        with translate_user_errors(self.where):
             given = prepare_copy(self.call, self.fitted, ordered)
         return columns.order_frames(f"{self.where}: inputs", given, self.packed["columns"])
 
@@ -189,7 +189,7 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
     return new.inputs, new.ids
 
 
-def make_own_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArrays:
+def make_model_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleArrays:
     """Return a data set with test inputs made by the model's preprocessing.
 
     Returns ``data`` if the same preprocessing made the inputs, or if neither model nor data have a preprocessing.

@@ -50,7 +50,7 @@ from flyte_ddp.report.page import class_colors, color_table, render_template, wr
 from flyte_ddp.samples.leaves import Leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import format_count, format_percent, join_first
-from flyte_ddp.user_code.source import explain_own_errors
+from flyte_ddp.user_code.source import translate_user_errors
 
 MANY_CLASSES = 100  # or labels; with more, the table lists the likeliest of each sample
 TOP_CLASSES = 5  # that the table then lists by default
@@ -180,7 +180,9 @@ class Predictor:
         self.samples += samples
         if not decoded:
             return truths
-        with explain_own_errors(f"model {self.model.sidecar['model']!r} on samples {batch.ids[0]} to {batch.ids[-1]}"):
+        with translate_user_errors(
+            f"model {self.model.sidecar['model']!r} on samples {batch.ids[0]} to {batch.ids[-1]}"
+        ):
             outputs = self.model.compute_outputs(batch.inputs)
         undefined = find_undefined_rows(outputs, len(decoded))
         self.undefined += [batch.ids[place] for place in compress(decoded, undefined)]

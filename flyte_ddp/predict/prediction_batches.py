@@ -31,7 +31,7 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.models.inputs import InputSpec, LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import objective_of_sidecar
 from flyte_ddp.objectives.objective import convert_outputs, map_floats
-from flyte_ddp.predict.new_rows import cast_leaf, make_own_inputs
+from flyte_ddp.predict.new_rows import cast_leaf, make_model_inputs
 from flyte_ddp.samples.leaves import Leaves, call_with_leaves, form_of, name_leaves, restore_leaves
 from flyte_ddp.settings import Settings
 from flyte_ddp.text.formatting import describe_input
@@ -57,11 +57,16 @@ class SavedModel:
         self.order: list[int] | None = None  # the place of each class in the module's outputs; None: the same order
         self.objective = objective_of_sidecar(self.sidecar)
         self.spec = artifacts.parse_input_spec(self.sidecar)
-        self.trained: dict[str, Any] = self.sidecar.get("hyperparameters", {})  # the hyperparameters of the training
-        self.collate, self.seed = str(self.trained.get("collate", STACKED)), int(self.trained.get("seed", 0))
-        self.bad_samples = int(self.trained.get("bad_samples", 0)) if bad_samples is None else bad_samples
+        self.hyperparameters: dict[str, Any] = self.sidecar.get(
+            "hyperparameters", {}
+        )  # the hyperparameters of the training
+        self.collate, self.seed = (
+            str(self.hyperparameters.get("collate", STACKED)),
+            int(self.hyperparameters.get("seed", 0)),
+        )
+        self.bad_samples = int(self.hyperparameters.get("bad_samples", 0)) if bad_samples is None else bad_samples
         # Samples at a time: 500 images. Other inputs may be large, so the training's test batch size is used.
-        evaluated = int(self.trained.get("test_batch_size", BATCH_SIZE))
+        evaluated = int(self.hyperparameters.get("test_batch_size", BATCH_SIZE))
         self.batch_size = evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
     def unfit_data_error(self, what: str) -> UserError:
@@ -170,7 +175,7 @@ def read_test_split(
             than the model's.
     """
     if isinstance(data, SampleArrays) and not data.pictures:
-        data = make_own_inputs(model.sidecar, data)
+        data = make_model_inputs(model.sidecar, data)
     yield from read_prepared_split(model, data, batch_size, bad)
 
 
@@ -185,7 +190,7 @@ def read_prepared_split(
         names = names or model.classes
         if not isinstance(spec, InputSpec) or spec.channels != 3 or spec.height != spec.width:
             raise model.unfit_data_error(f"dataset={data.name!r}: has colour images that become squares")
-        sample = str(model.trained.get("sample", ""))
+        sample = str(model.hyperparameters.get("sample", ""))
         split, images = open_encoded_test_split(
             data, spec, len(names), bad, sample=sample, device=model.device, settings=model.settings
         )
@@ -221,7 +226,7 @@ def open_item_batches(model: SavedModel, data: ItemSet) -> Split:
     like = model.spec if isinstance(model.spec, LeavesSpec) else None
     if like is not None and isinstance(data, SampleArrays):
         data = cast_inputs(data, like)
-    split, found = open_item_test_split(data, model.collate, model.seed, model.device, model.threads, like=like)
+    split, found = open_item_test_split(data, model.collate, model.seed, model.device, model.threads, trained_spec=like)
     if not model.takes(found):
         what = f"images of {found.channels} channels" if isinstance(found, InputSpec) else found.describe()
         raise model.unfit_data_error(f"data set {data.name!r} has {what}")

@@ -243,7 +243,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
         assert best is not None  # a person who promotes a model of another task makes it the best
         others, known = {**others, BEST: best}, [judged, read_judged(registry, verdict.best)]
     slices = group_by_slice(policy.slices, ours.ids, ours.undecoded) if policy.slices else {}
-    ours, others = leave_out_seen(judgement, ours, others, [each for each in known if each is not None])
+    ours, others = remove_seen_samples(judgement, ours, others, [each for each in known if each is not None])
     slices = {name: np.flatnonzero(np.isin(ours.places, places)) for name, places in slices.items()}
     theirs = others["champion"]
     pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
@@ -306,7 +306,7 @@ def question_champion(
     return "; ".join(reasons + fix) if reasons else ""
 
 
-def leave_out_seen(
+def remove_seen_samples(
     judgement: Judgement, ours: Evaluation, others: Mapping[str, Evaluation], judged: Sequence[JudgedSamples]
 ) -> tuple[Evaluation, Mapping[str, Evaluation]]:
     """Return the evaluations without the test samples that another model was trained on.

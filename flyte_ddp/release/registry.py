@@ -237,7 +237,7 @@ class Registry:
                 return self.read_file(address, storage.hash_file) == content_digest(content)
         return True
 
-    def refuse_storage_that_overwrites(self) -> None:
+    def check_storage_never_overwrites(self) -> None:
         """Raise UserError if the storage overwrites existing files. The test writes the file PROBE, which remains."""
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -319,7 +319,7 @@ class Registry:
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
-        self.refuse_storage_that_overwrites()
+        self.check_storage_never_overwrites()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
         entry = {"number": number, "reason": reason.strip(), **values, **about}

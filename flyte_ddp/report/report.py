@@ -154,14 +154,14 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
             (title, draw_line_chart(lines, **options)) for title, lines, options in charts if any(map(varies, lines))
         ],
         constants=[describe_constant(title, lines) for title, lines, _ in charts if not any(map(varies, lines))],
-        tiles=[*describe_measures(run)],
+        tiles=[*list_tiles(run)],
         sections=[*list_section_values(run.sections, run.pictures, run.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
         settings=hyperparameter_rows(run.start.get("hyperparameters", {})),
     )
 
 
-def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
+def list_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and detail of the tiles: the main measure, if any, and the loss on the test split."""
     result: Record = {**run.kept_evaluation, **run.end}
 

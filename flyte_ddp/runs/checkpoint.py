@@ -127,7 +127,7 @@ class Handover:
     metrics: bytes  # what rank 0 has recorded
 
 
-def describe_handover(output_folder: Path) -> Handover:
+def make_handover(output_folder: Path) -> Handover:
     newest = verify_checkpoints(output_folder / FOLDER, most_bytes=0)[0]
     path = next_slot(output_folder / FOLDER, newest.path if newest else None)
     position = (newest.step, newest.epoch) if newest else (0, 0)

@@ -80,22 +80,25 @@ class ShardCache:
         """
         kind, wanted = shard.digest
         # ctime is included because copying tools restore mtime but cannot set ctime.
-        mark, version = self.mark_of(path, wanted), f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-        if not wanted or is_marked(mark, version):
+        mark, version = (
+            self.verification_file(path, wanted),
+            f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}",
+        )
+        if not wanted or is_verified(mark, version):
             return
         with ExitStack() as stack:
             with suppress(OSError):  # without a writable cache, each process verifies the shard each time
                 stack.enter_context(self.hold_lock(mark.name))
-            if not is_marked(mark, version):  # another process may have verified the shard while this one waited
+            if not is_verified(mark, version):  # another process may have verified the shard while this one waited
                 with path.open("rb") as file:
                     found = hash_file(file, kind)
                 if found != wanted:
                     problem = f"its {kind} is {found} and not the {wanted} that the index says"
                     fix = "so it is damaged, or another one; copy it again, or renew the index"
                     raise UserError(f"shard {shard.url}: {problem}, {fix}")
-                set_mark(mark, version)
+                record_verified(mark, version)
 
-    def mark_of(self, path: Path, digest: str) -> Path:
+    def verification_file(self, path: Path, digest: str) -> Path:
         """Return the path of the file that records which version of a shard's file has the digest."""
         return self.folder / "verified" / name_digest(f"{path}\n{digest}")
 
@@ -104,13 +107,13 @@ class ShardCache:
         status, (kind, wanted) = os.fstat(file.fileno()), shard.digest
         if shard.size not in (-1, status.st_size):
             return False
-        mark, version = self.mark_of(path, wanted), cached_version(status)
-        if not wanted or is_marked(mark, version):
+        mark, version = self.verification_file(path, wanted), cached_version(status)
+        if not wanted or is_verified(mark, version):
             return True
         found = hash_file(file, kind)
         file.seek(0)
         if found == wanted:
-            set_mark(mark, version)
+            record_verified(mark, version)
         return found == wanted
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
@@ -167,7 +170,9 @@ class ShardCache:
                 fcntl.flock(file, fcntl.LOCK_SH)  # before the rename, so that nobody can evict the file
                 mark_as_used(file.fileno())
                 if shard.digest[1]:
-                    set_mark(self.mark_of(path, shard.digest[1]), cached_version(os.fstat(file.fileno())))
+                    record_verified(
+                        self.verification_file(path, shard.digest[1]), cached_version(os.fstat(file.fileno()))
+                    )
                 with self.hold_lock("room"):  # a process that sums up file sizes must count this file once
                     part.rename(path)
                 return file
@@ -300,13 +305,13 @@ def cached_version(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 
 
-def is_marked(mark: Path, version: str) -> bool:
+def is_verified(mark: Path, version: str) -> bool:
     with suppress(OSError):
         return mark.read_bytes() == version.encode()
     return False
 
 
-def set_mark(mark: Path, version: str) -> None:
+def record_verified(mark: Path, version: str) -> None:
     with suppress(OSError):  # the cache may be read-only
         mark.parent.mkdir(exist_ok=True)
         mark.write_text(version)

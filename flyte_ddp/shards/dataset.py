@@ -78,7 +78,7 @@ class OpenShard:
         if self.close is not None:
             self.close()
             self.close = None
-        with self.open_when_room() as file:
+        with self.open_within_limit() as file:
             try:
                 table = read_table_or_none(shard, os.fstat(file.fileno()).st_size)
                 if table is None:
@@ -92,7 +92,7 @@ class OpenShard:
             self.file = os.dup(file.fileno())  # a separate descriptor, because the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # runs when no reader refers to this object
 
-    def open_when_room(self) -> BinaryIO:
+    def open_within_limit(self) -> BinaryIO:
         """Open the shard by :meth:`ShardCache.open_shard`. While the cache is full, retry for 60 s.
 
         Raises:

@@ -11,7 +11,7 @@ from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.run_inputs import check_and_identify_run, find_or_fetch_data_set
 from flyte_ddp.run import run_part
 from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.sweep.halving import Rung, pick_winner, plan_rung, run_rung
+from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, run_rung
 from flyte_ddp.sweep.page import PAGES, write_page
 from flyte_ddp.sweep.space import Sweep, check_sweep
 
@@ -25,7 +25,7 @@ def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
 
     BASE is a JSON file of hyperparameters, and SWEEP a JSON file of the sweep's settings. Runs are in FLYTE_DDP_RUNS.
     """
-    hp, searched, done = Hyperparameters.from_json(base.read()), Sweep.from_json(sweep.read()), list[Rung]()
+    hp, searched, done = Hyperparameters.from_json(base.read()), Sweep.from_json(sweep.read()), list[TrialResult]()
     check_sweep(searched, hp)
     with explain_write_errors(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -34,14 +34,14 @@ def main(base: BinaryIO, sweep: BinaryIO, output: Path) -> None:
     while trials := plan_rung(searched, hp, version, done):
         for trial in trials:
 
-            def train(_: str, folder: Path, trial: Rung = trial) -> None:
-                run_part(trial.hp, data, folder, trial.part)
+            def train(_: str, folder: Path, trial: TrialResult = trial) -> None:
+                run_part(trial.hp, data, folder, trial.steps_divisor)
 
             done.append(run_rung(trial, str(resolve_folder("sweeps")), train))
     winner = pick_winner(done)
     folder = resolve_folder(winner.run)
     if not is_finished(folder):  # results outlive the folders of runs
-        run_part(winner.hp, data, folder, winner.part)
+        run_part(winner.hp, data, folder, winner.steps_divisor)
     write_page(searched, done, folder / SIDECAR, output)
     print_local_files("sweep done; made in", {output / name: what for name, what in PAGES.items()})
 

@@ -30,13 +30,13 @@ from flyte_ddp.text.formatting import format_measure, name_measure
 
 
 @dataclass(frozen=True)
-class Rung(DataClassJsonMixin):
+class TrialResult(DataClassJsonMixin):
     """A trial in a rung: the training to do, and later the results."""
 
     trial: int  # its number, from 0
     hp: Hyperparameters
     run: str  # name of the run
-    part: int  # the rung ends after 1 / part of the run's steps
+    steps_divisor: int  # the rung ends after 1 / steps_divisor of the run's steps
     step: int = 0  # steps that are done
     steps: int = 0  # of the whole run
     value: Optional[float] = None  # noqa: UP045  # of select_by on the validation split; None: failed
@@ -51,53 +51,55 @@ class Rung(DataClassJsonMixin):
         return self.value if self.value is None or not self.higher else -self.value
 
 
-def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequence[Rung]) -> list[Rung]:
+def plan_rung(sweep: Sweep, base: Hyperparameters, data_version: str, done: Sequence[TrialResult]) -> list[TrialResult]:
     """Return the next trials to train after the trials ``done``, or [] if the last rung is done.
 
     ``data_version`` is a result of check_and_identify_run. If the sweep draws fewer trials than requested, prints the
     reason. Raises UserError if all trials of a rung have failed.
     """
     parts, fingerprint = sweep.list_parts(), data_version.partition("@")[0].removeprefix("datasets/")
-    first = [rung for rung in done if rung.part == parts[0]]
+    first = [rung for rung in done if rung.steps_divisor == parts[0]]
     drawn = draw_trials(sweep, base, {rung.hp: rung.loss for rung in first})
     if new := drawn[len(first) :]:
         if not sweep.is_adaptive() and (missing := sweep.describe_missing_trials(len(drawn))):
             print(missing, flush=True)
-        return [Rung(number, hp, run_name(hp, fingerprint), parts[0]) for number, hp in enumerate(new, len(first))]
-    for part, following in pairwise(parts):
-        rungs = [rung for rung in done if rung.part == part]
-        if not any(rung.part == following for rung in done):
+        return [
+            TrialResult(number, hp, run_name(hp, fingerprint), parts[0]) for number, hp in enumerate(new, len(first))
+        ]
+    for steps_divisor, following in pairwise(parts):
+        rungs = [rung for rung in done if rung.steps_divisor == steps_divisor]
+        if not any(rung.steps_divisor == following for rung in done):
             best = rank_trials(rungs)[: max(1, len(rungs) // ETA)]
-            return [Rung(rung.trial, rung.hp, rung.run, following) for rung in best]
+            return [TrialResult(rung.trial, rung.hp, rung.run, following) for rung in best]
     return []
 
 
-def rank_trials(rungs: Sequence[Rung]) -> list[Rung]:
+def rank_trials(rungs: Sequence[TrialResult]) -> list[TrialResult]:
     """Return a rung's trials without failed trials, best first. Raises UserError if all trials have failed."""
     ranked = sorted((rung for rung in rungs if rung.value is not None), key=lambda rung: (rung.loss, rung.trial))
     if not ranked:
         [(reason, count)] = Counter(rung.failed for rung in rungs).most_common(1)
-        share = name_part(rungs[0].part)
+        share = name_part(rungs[0].steps_divisor)
         raise UserError(f"no trial has reached {share} of its steps: {count} of {len(rungs)} failed with: {reason}")
     return ranked
 
 
-def name_part(part: int) -> str:
-    return f"1/{part}" if part > 1 else "all"
+def name_part(steps_divisor: int) -> str:
+    return f"1/{steps_divisor}" if steps_divisor > 1 else "all"
 
 
-def pick_winner(done: Sequence[Rung]) -> Rung:
-    return rank_trials([rung for rung in done if rung.part == 1])[0]
+def pick_winner(done: Sequence[TrialResult]) -> TrialResult:
+    return rank_trials([rung for rung in done if rung.steps_divisor == 1])[0]
 
 
-def run_rung(rung: Rung, results: str, train: Callable[[str, Path], object]) -> Rung:
+def run_rung(rung: TrialResult, results: str, train: Callable[[str, Path], object]) -> TrialResult:
     """Train a trial up to the end of its rung by ``train(run, folder)``, and return the trial with results.
 
     If the folder or address ``results`` has the trial's results, nothing is trained. Otherwise the results are printed
     and stored there. A trial fails by an error of the user or of the user's code, or when memory runs out. Failures are
     not stored. Other errors are raised.
     """
-    address, start = storage.join(results, f"{rung.run}/{rung.part}.json"), time.monotonic()
+    address, start = storage.join(results, f"{rung.run}/{rung.steps_divisor}.json"), time.monotonic()
     with suppress(MissingError):
         return replace(rung, **json.loads(access_result(address, storage.read_file)))
     try:
@@ -113,7 +115,7 @@ def run_rung(rung: Rung, results: str, train: Callable[[str, Path], object]) -> 
         access_result(address, lambda to: storage.write_file(to, json.dumps(found).encode()))
         measure = rung.hp.select_by
         outcome = f"validation {name_measure(measure)} {format_measure(measure, found['value'])}"
-    said = f"trial {rung.trial}, {name_part(rung.part)} of its steps: {outcome}"
+    said = f"trial {rung.trial}, {name_part(rung.steps_divisor)} of its steps: {outcome}"
     print(said.replace("\N{NO-BREAK SPACE}", " "), flush=True)
     return replace(rung, **found)
 
@@ -129,19 +131,19 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
         ) from None
 
 
-def reach_rung(rung: Rung, train: Callable[[str, Path], object]) -> dict[str, Any]:
-    """Train a trial up to the end of its rung, and return a Rung's fields.
+def reach_rung(rung: TrialResult, train: Callable[[str, Path], object]) -> dict[str, Any]:
+    """Train a trial up to the end of its rung, and return a TrialResult's fields.
 
     If the run has already passed the rung, trains again under another name, because the value must be the rung's.
     Raises UserError if the value is not finite.
     """
-    again = f"{rung.run}-{rung.part}"
+    again = f"{rung.run}-{rung.steps_divisor}"
     for name in (rung.run, again):
         folder = resolve_folder(name)
         if not is_finished(folder):
             train(name, folder)
         found = read_rung(folder, rung.hp)
-        if found["step"] <= -(-found["steps"] // rung.part):
+        if found["step"] <= -(-found["steps"] // rung.steps_divisor):
             break
     shutil.rmtree(resolve_folder(again), ignore_errors=True)
     if found["value"] is None:
@@ -150,7 +152,7 @@ def reach_rung(rung: Rung, train: Callable[[str, Path], object]) -> dict[str, An
 
 
 def read_rung(folder: Path, hp: Hyperparameters) -> dict[str, Any]:
-    """Return a Rung's fields from the folder of a run that is at the end of a rung, or finished."""
+    """Return a TrialResult's fields from the folder of a run that is at the end of a rung, or finished."""
     name, finished = f"validation_{hp.select_by}", is_finished(folder)
     run = Run(folder if finished else folder / UNFINISHED)
     curve = {each["step"]: each.get(name) for each in run.evaluations}

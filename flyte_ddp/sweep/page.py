@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flyte_ddp.report import figures
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.sweep.halving import Rung, name_part, pick_winner
+from flyte_ddp.sweep.halving import TrialResult, name_part, pick_winner
 from flyte_ddp.sweep.space import Sweep, list_values
 from flyte_ddp.text.formatting import format_duration, format_measure, format_setting, name_measure
 from flyte_ddp.text.sections import Table
@@ -18,14 +18,14 @@ RANKS = "Spearman's rank correlation between a rung and the next, over the trial
 MISLEAD = " With schedule=one_cycle early rungs mislead: what profits from the learning rate's fall is not seen yet."
 
 
-def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) -> Path:
+def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder: Path) -> Path:
     """Write the PAGES of a sweep into a folder, and return the path of the HTML page.
 
     ``sidecar`` is the sidecar of the winner's model, with measures on the test split.
     """
     last, winner = {rung.trial: rung for rung in done}, pick_winner(done)  # the last rung of each trial
     # Trials that came equally far are ordered by value, the best first.
-    ordered = sorted(last.values(), key=lambda rung: (rung.part, rung.value is None, rung.loss or 0.0))
+    ordered = sorted(last.values(), key=lambda rung: (rung.steps_divisor, rung.value is None, rung.loss or 0.0))
     names = [each.name for each in sweep.list_dimensions()]
     varied = {rung.trial: [list_values(rung.hp)[name] for name in names] for rung in ordered}
     measured = [rung.trial for rung in ordered if rung.value is not None]
@@ -39,14 +39,14 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
         (
             rung.trial,
             *map(format_setting, varied[rung.trial]),
-            name_part(rung.part),
+            name_part(rung.steps_divisor),
             rung.value,
             format_duration(sum(each.seconds for each in done if each.trial == rung.trial)),
             *([rung.failed] if any_failed else []),
         )
         for rung in ordered
     ]
-    compared = ("Rung", "Next rung", "Trials in both", "Correlation")
+    compared = ("TrialResult", "Next rung", "Trials in both", "Correlation")
     tables = (
         Table("Do early rungs tell?", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
         Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", *["Failed"] * any_failed), rows),
@@ -72,26 +72,26 @@ def write_page(sweep: Sweep, done: Sequence[Rung], sidecar: Path, folder: Path) 
     return write_html(folder / "sweep.html", page)
 
 
-def correlate_rungs(sweep: Sweep, done: Sequence[Rung]) -> list[tuple[str, str, int, float | None]]:
+def correlate_rungs(sweep: Sweep, done: Sequence[TrialResult]) -> list[tuple[str, str, int, float | None]]:
     """Return for each pair of neighbouring rungs the parts, the number of common trials and the rank correlation.
 
     The correlation is None if fewer than 3 trials are common, or if a rung's values are all equal.
     """
     from scipy.stats import spearmanr
 
-    rows, values = [], {(rung.part, rung.trial): rung.value for rung in done if rung.value is not None}
-    for part, following in pairwise(sweep.list_parts()):
+    rows, values = [], {(rung.steps_divisor, rung.trial): rung.value for rung in done if rung.value is not None}
+    for steps_divisor, following in pairwise(sweep.list_parts()):
         both = [trial for of, trial in values if of == following]
-        pairs = [[values[of, trial] for trial in both] for of in (part, following)]
+        pairs = [[values[of, trial] for trial in both] for of in (steps_divisor, following)]
         can_be_ordered = len(both) > 2 and all(len({*each}) > 1 for each in pairs)
         correlation = float(spearmanr(*pairs).statistic) if can_be_ordered else None
-        rows.append((name_part(part), name_part(following), len(both), correlation))
+        rows.append((name_part(steps_divisor), name_part(following), len(both), correlation))
     return rows
 
 
-def choose_colors(done: Sequence[Rung], trials: Sequence[int]) -> dict[int, str]:
+def choose_colors(done: Sequence[TrialResult], trials: Sequence[int]) -> dict[int, str]:
     """Return the colour of each trial, in the order of ``trials``, best first. Trials left behind are grey."""
-    winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.part == 1}
+    winner, ended = pick_winner(done).trial, {rung.trial for rung in done if rung.steps_divisor == 1}
     behind = [trial for trial in trials if trial not in ended]
     greys = {trial: GREYS[place * len(GREYS) // len(behind)] for place, trial in enumerate(behind)}
     return {
@@ -100,7 +100,7 @@ def choose_colors(done: Sequence[Rung], trials: Sequence[int]) -> dict[int, str]
     }
 
 
-def draw_curves(done: Sequence[Rung], measure: str, colors: Mapping[int, str], scale: str) -> str:
+def draw_curves(done: Sequence[TrialResult], measure: str, colors: Mapping[int, str], scale: str) -> str:
     """Return an SVG element with each trial's value by step, the best trial in front."""
     kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "left behind"}, []
     for trial, color in colors.items():

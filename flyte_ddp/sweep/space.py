@@ -13,7 +13,7 @@ from typing import Any
 from flyte_ddp.checks.fields import LARGEST_INT, CheckedFields, setting, short_repr
 from flyte_ddp.checks.forms import fits
 from flyte_ddp.checks.parsing import parse_json, parse_yaml_number
-from flyte_ddp.config import OPTIONS_OF, Hyperparameters
+from flyte_ddp.config import FIELDS_WITH_OPTIONS, Hyperparameters
 from flyte_ddp.errors import UserError, require_extra, unknown_name_error
 
 ETA = 3  # the best third of a rung's trials enters the next rung, for three times the steps
@@ -26,7 +26,7 @@ FIXED = (
     *("dataset", "data_source", "test_dataset", "num_classes", "sample", "collate", "validation_fraction"),
     *("seed", "objective", "select_by", "num_ranks"),
 )
-OPTIONS = tuple(f"options.{of}." for of in OPTIONS_OF)
+OPTIONS = tuple(f"options.{of}." for of in FIELDS_WITH_OPTIONS)
 TYPES = {field.name: field.type for field in dataclasses.fields(Hyperparameters) if field.name != "options"}
 FORM = 'must be a list of choices, or a range {"from": 1, "to": 9}, perhaps with "log": true or "step": 2'
 

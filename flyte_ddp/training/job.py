@@ -23,7 +23,7 @@ class TrainingJob:
 
     hp: Hyperparameters
     data: Path  # folder of the prepared data set
-    part: int = 1  # training stops after 1 / part of the steps; no hyperparameter: steps are the same
+    steps_divisor: int = 1  # training stops after 1 / steps_divisor of the steps; no hyperparameter: steps are the same
 
 
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:

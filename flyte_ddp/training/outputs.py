@@ -120,7 +120,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         )
     model = state.kept_model()
     model.load_state_dict(state.selection.weights)
-    sidecar = describe_model(state, work.identity, recorder.epoch_accuracies)
+    sidecar = make_sidecar(state, work.identity, recorder.epoch_accuracies)
     model_path, _ = write_with_room(
         work.output_folder, lambda: artifacts.save_model(work.output_folder, model.state_dict(), sidecar)
     )
@@ -164,7 +164,7 @@ def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> No
             file.write(json.dumps(replace_non_finite(found)).encode())
 
 
-def describe_model(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:
+def make_sidecar(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:
     """Return the sidecar of the kept weights.
 
     ``history`` has the main measure after each evaluation.

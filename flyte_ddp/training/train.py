@@ -58,7 +58,7 @@ def train(rank: Rank) -> None:
     refuse_too_few_shards(data, hp, ranks=world_size(), workers=settings.loaders or hardware.threads)
     state = TrainingState(hp, hardware, data, work.files.get(INITIAL_WEIGHTS), settings)
     with closing(state.splits), closing(Recorder(work.output_folder, state)) as recorder:
-        state.stop_after_part(job.part)
+        state.stop_after_fraction(job.steps_divisor)
         write_start_record(state, recorder, resumed_from=work.checkpoint)
         if work.checkpoint is not None:
             load_training_state(state, recorder, work.checkpoint)

@@ -98,7 +98,7 @@ class TrainingState:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
         set_training_mode(model, self.frozen_modules)
         self.model = model
-        self.trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        self.optimised_parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
@@ -133,18 +133,18 @@ class TrainingState:
             weights = catalog.find_weights(hp.model, hp.init_from)
             self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
 
-    def stop_after_part(self, part: int) -> None:
-        """Let training stop after 1 / ``part`` of the steps, rounded up.
+    def stop_after_fraction(self, steps_divisor: int) -> None:
+        """Let training stop after 1 / ``steps_divisor`` of the steps, rounded up.
 
         Raises:
-            UserError: The run has fewer than ``part`` steps.
+            UserError: The run has fewer than ``steps_divisor`` steps.
         """
-        if self.total_steps < part:
+        if self.total_steps < steps_divisor:
             raise UserError(
-                f"the run has {self.total_steps} steps, of which a rung takes 1/{part}: there must be at least {part}; "
-                "lower rungs or batch_size, or raise epochs or max_steps"
+                f"the run has {self.total_steps} steps, of which a rung takes 1/{steps_divisor}: there must be at least "
+                f"{steps_divisor}; lower rungs or batch_size, or raise epochs or max_steps"
             )
-        self.last_step = -(-self.total_steps // part)
+        self.last_step = -(-self.total_steps // steps_divisor)
         self.last_epoch = -(-self.last_step // self.steps_per_epoch)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
@@ -216,7 +216,7 @@ class TrainingState:
     def refuse_late_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raise UserError if a trainable parameter was frozen or missing when the optimiser was made."""
         for name, parameter in named:
-            if parameter.requires_grad and parameter not in self.trained:
+            if parameter.requires_grad and parameter not in self.optimised_parameters:
                 raise UserError(
                     f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; "
                     "leave its requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be "
@@ -280,8 +280,8 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
         threshold_rule=hp.threshold,
     )
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
-    refuse_unused_settings(hp, objective.takes)
-    if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
+    refuse_unused_settings(hp, objective.used_hyperparameters)
+    if objective.compares_samples and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
         raise UserError(reason)
     for side, stored in stored_targets.items():
         check_stored_targets(objective, data, side, stored)

@@ -125,7 +125,7 @@ def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tens
 
 def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
     """Raise UserError if a reduced loss compares each output with each target, for outputs [n, 1] and targets [n]."""
-    if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+    if objective.compares_samples or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     samples = len(targets)
     if samples < 3 or {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:

@@ -78,7 +78,7 @@ def read_user_sources(*specs: str) -> dict[str, str]:
     return {name: importlib.util.decode_source(content) for name, content in found.items()}
 
 
-def are_todays_sources(sources: Mapping[str, str], *specs: str) -> bool:
+def match_current_sources(sources: Mapping[str, str], *specs: str) -> bool:
     """Return whether :func:`read_user_sources` finds the same code as in ``sources``, apart from comments."""
     try:
         today = read_user_sources(*specs)
@@ -157,7 +157,7 @@ def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[
 
 
 @contextmanager
-def explain_own_errors(what: str) -> Iterator[None]:
+def translate_user_errors(what: str) -> Iterator[None]:
     """Raise UserError for an exception of user code in the block, with the code's line and traceback."""
     try:
         yield

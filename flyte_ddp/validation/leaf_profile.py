@@ -22,7 +22,7 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.rows import describe_columns
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.own_items import Items
+from flyte_ddp.loading.items import Items
 from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine.resources import count_cores
 from flyte_ddp.order.random_state import keep_random_state

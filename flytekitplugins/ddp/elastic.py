@@ -93,7 +93,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             try:
                 return self.launch_once(function, restarts.without_progress, **inputs)
             except RankError as error:
-                restarts.refuse_hopeless(output_folder, error)
+                restarts.raise_unless_restart_helps(output_folder, error)
                 restarts.count(error, newest_step(output_folder) or 0)
 
     def launch_once(self, function: Function, restarts: Sequence[Restart], **inputs: Any) -> Any:
@@ -104,7 +104,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs, tell_restarts
+        from flyte_ddp.launch.elastic import first_worker_error, pass_restarts_to_workers, silence_elastic_logs
 
         memory_kills = count_out_of_memory_kills()
         workers = copy(self)  # the plugin sends this copy's function to the workers
@@ -113,7 +113,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             with (
                 hide_main_script(),
                 silence_elastic_logs(),
-                tell_restarts(restarts),
+                pass_restarts_to_workers(restarts),
                 elastic_pods.end_after_rank_0(IgnoreOutputs),
             ):
                 return PytorchElasticFunctionTask._execute(workers, **inputs)

@@ -17,7 +17,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
 from flyte_ddp.errors import UnreachableError
-from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_call
+from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_for_ranks
 from flytekitplugins.ddp.inputs import share_downloads
 from flytekitplugins.ddp.outputs import convert_outputs, refuse_unwritable_types
 
@@ -63,7 +63,7 @@ def make_call(task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], ra
     sent = FunctionOfTask(module, name) if is_found else function
     outputs = task.python_interface.outputs, task.python_interface.output_tuple_name
     refuse_unwritable_types(outputs[0])
-    payload = pickle_call(task.name, run_body, sent, dict(inputs), raw_output, outputs, literals)
+    payload = pickle_for_ranks(task.name, run_body, sent, dict(inputs), raw_output, outputs, literals)
     return Call(function_name(function), payload, shown, code, own_code)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flyte_ddp.errors import print_to_stderr
 from flyte_ddp.loops.call import Call
-from flyte_ddp.loops.run_ranks import disable_wandb_without_key, remove_saves, run_call, suggest_going_on
+from flyte_ddp.loops.run_ranks import disable_wandb_without_key, print_how_to_resume, remove_saves, run_call
 from flyte_ddp.machine.resources import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
@@ -59,7 +59,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def mention_other_code(run: str, folder: Path) -> None:
+def print_saves_of_other_code(run: str, folder: Path) -> None:
     """Print which run of the same task and inputs, but of other code, has a save.
 
     Prints nothing if this run has a save.
@@ -79,7 +79,7 @@ def mention_other_code(run: str, folder: Path) -> None:
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
     launch = import_module(f"flyte_ddp.launch.{engine}").launch
-    return partial(launch, retries=ENGINE_RETRIES, hosts_to_come=hosts if is_in_pod() else 0)
+    return partial(launch, retries=ENGINE_RETRIES, awaited_hosts=hosts if is_in_pod() else 0)
 
 
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None) -> Any:
@@ -96,8 +96,8 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
     ):
         settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()
-        mention_other_code(run, folder)
-        with suggest_going_on(folder):
+        print_saves_of_other_code(run, folder)
+        with print_how_to_resume(folder):
             returned = run_call(call, request, folder, settings, launch)
         do_when_written(partial(remove_saves, folder))
     if (folder / REPORT).exists():

@@ -41,7 +41,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     """A task whose body runs on ranks. Subclasses list this class before the type of an engine's plugin."""
 
     ddp: DDP
-    has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
+    runs_on_cluster = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
         waiting: list[Callable[[], None]] = []
@@ -62,7 +62,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         with translate_errors_for_flyte():
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
             raw_output = current_context().raw_output_prefix if is_in_pod() else ""
-            call = make_call(self, inputs, shown, raw_output, literals=self.has_own_hosts and is_in_pod())
+            call = make_call(self, inputs, shown, raw_output, literals=self.runs_on_cluster and is_in_pod())
             returned = self.run_body(call, name_run(self.name, call))
         for name, html in returned.decks:
             replace_deck(name, html)
@@ -76,7 +76,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
 class EngineTask(RanksTask):
     """A task whose ranks run on a cluster that Flyte sets up. A local run uses this machine."""
 
-    has_own_hosts = True
+    runs_on_cluster = True
     num_ranks: int  # in the cluster
     num_hosts: int  # that the launcher waits for
 

@@ -14,7 +14,7 @@ from PIL import Image
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import CustomSet, arrays_from_result
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.errors import OwnCodeError, UserError
+from flyte_ddp.errors import UserCodeError, UserError
 from flyte_ddp.progress import Progress
 
 
@@ -246,7 +246,7 @@ class Raising:
 
 @pytest.mark.parametrize("error", [StopIteration(), IndexError("gone"), GeneratorExit(), KeyError("k")])
 def test_what_an_item_raises_is_told_with_the_item(error: BaseException) -> None:
-    with pytest.raises(OwnCodeError, match=f"^training set: item 3: {type(error).__name__}: ") as caught:
+    with pytest.raises(UserCodeError, match=f"^training set: item 3: {type(error).__name__}: ") as caught:
         arrays_from_result("a:b", (Raising(error), Raising(error)), Progress("off"))
     assert caught.value.__cause__ is error
 

@@ -23,7 +23,7 @@ from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, 
 from flyte_ddp.datasets.sample_arrays import SampleArrays, open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.collate import batch_samples
-from flyte_ddp.loading.own_items import Items
+from flyte_ddp.loading.items import Items
 from flyte_ddp.progress import Progress
 from flyte_ddp.samples.leaves import form_of, name_leaves
 

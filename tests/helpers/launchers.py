@@ -79,7 +79,7 @@ def launch(
     """The launcher that the test's parameter names; ranks have the test's environment."""
     here = {SPAWN: spawn, FRESH: spawn, AGENTS: agents, ELASTIC: elastic}
     if request.param == FRESH:
-        monkeypatch.setattr(fork_server, "TRIED_ON", ())
+        monkeypatch.setattr(fork_server, "PRELOADED_DEVICE_TYPES", ())
     if request.param in here:
         return here[request.param].launch
     if request.param == DASK:

@@ -37,7 +37,7 @@ class Towers(nn.Module):
 class Contrastive(Objective):
     """As in the documents."""
 
-    coupled = True
+    compares_samples = True
     measures: Mapping[str, str] = {"recall_at_1": HIGHER}
 
     def losses(self, outputs: Any, targets: None) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.remote import elastic_link
 from flyte_ddp.launch.supervise.failures import find_first_failure
-from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
+from flyte_ddp.launch.supervise.link import Link, classify_failure, make_error_report
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.launch.supervise.supervisor import await_saved
+from flyte_ddp.launch.supervise.supervisor import await_checkpoint
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import translate_collective_errors
 
@@ -107,7 +107,7 @@ SHORTENED = f"head{'.' * 9996}\n...\n{'.' * 9996}tail"
 
 @pytest.mark.parametrize(("error", "message"), [(MuteError(), "<exception str() failed>"), (LONG, SHORTENED)])
 def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
-    told = describe_error(error)
+    told = make_error_report(error)
     assert (told["type"], told["cause"], told["message"]) == (type(error).__name__, "own", message)
     assert len(told["traceback"]) < 30_000
 
@@ -126,7 +126,7 @@ def test_a_rank_that_writes_a_checkpoint_is_waited_for(writing: list[bool], expe
     for begins in writing:
         leader.handle_message({"kind": "writing", "begins": begins})
     with ThreadPoolExecutor(1) as pool:
-        saved = pool.submit(await_saved, [leader], StopRequest(), leader, "save", seconds=0.0, most_seconds=60.0)
+        saved = pool.submit(await_checkpoint, [leader], StopRequest(), leader, "save", seconds=0.0, most_seconds=60.0)
         assert theirs.recv()["kind"] == "save"
         if expected is None:
             assert saved.result() is None

@@ -161,7 +161,7 @@ def test_a_model_predicts_what_it_was_trained_on(photos: Path, tmp_path: Path) -
 
 
 def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
-    text = r"OwnCodeError: augment='own_loading:fail' on sample \d+: ZeroDivisionError: the augmentation's own words"
+    text = r"UserCodeError: augment='own_loading:fail' on sample \d+: ZeroDivisionError: the augmentation's own words"
     with pytest.raises(RankError, match=text) as raised:
         train_digits(replace(ARRAYS, augment="own_loading:fail"))
     assert 'raise ZeroDivisionError("the augmentation\'s own words")' in "".join(format_exception(raised.value))

@@ -11,8 +11,8 @@ import pytest
 
 from flyte_ddp import arrays, on_demand
 from flyte_ddp.errors import MachineError
-from flyte_ddp.loading.own_items import ItemLoader, Items
-from flyte_ddp.loading.own_samples import OwnFunction
+from flyte_ddp.loading.items import ItemLoader, Items
+from flyte_ddp.loading.samples import UserFunction
 from flyte_ddp.machine import waiting
 from flyte_ddp.machine.waiting import limit_wait
 
@@ -135,12 +135,12 @@ def test_a_length_that_never_comes_is_an_error() -> None:
 @pytest.mark.parametrize("setting", ["augment", "collate"])
 def test_a_function_that_never_returns_is_named(setting: str) -> None:
     spec = "item_sets:wait_for_ever"
-    OwnFunction(setting, spec).load()  # imports it, which takes longer than the limit on a busy machine
+    UserFunction(setting, spec).load()  # imports it, which takes longer than the limit on a busy machine
     loader = ItemLoader(
         Items(arrays((np.zeros((4, 2)), np.zeros(4)), (np.zeros((1, 2)), np.zeros(1))), "train"),
         spec if setting == "collate" else "stacked",
         0,
-        augment=OwnFunction("augment", spec) if setting == "augment" else None,
+        augment=UserFunction("augment", spec) if setting == "augment" else None,
     )
     with pytest.raises(MachineError, match=f"^{setting}='{spec}' on train sample 2.* has not come within 1 s"):
         loader.load_items([2, 3], 0)

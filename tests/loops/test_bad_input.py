@@ -12,7 +12,7 @@ from engines import Run
 
 from flyte_ddp import UserError
 from flyte_ddp.launch import spawn
-from flyte_ddp.loops.call import describe_call
+from flyte_ddp.loops.call import pickle_call
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_tells_calls_apart() -> None:
     """The same in each process; other values, in whatever way they come, are another call."""
 
     def shown(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return describe_call(function, args, kwargs).shown
+        return pickle_call(function, args, kwargs).shown
 
     def closure(value: Any) -> Any:
         return lambda: value

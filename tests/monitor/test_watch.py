@@ -27,7 +27,7 @@ from flyte_ddp.monitor.page import write_page, write_table
 from flyte_ddp.monitor.records import read_windows, record_window
 from flyte_ddp.monitor.score import measure_truth
 from flyte_ddp.monitor.source import WindowSource
-from flyte_ddp.monitor.watch import Watched, predict_window
+from flyte_ddp.monitor.watch import WatchedModel, predict_window
 from flyte_ddp.monitor.window import Window
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -62,7 +62,7 @@ def prices(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield release(folder, hp, fetch(hp.dataset, "", folder / "data", progress="off"))
 
 
-def watch(gate: Gate, **source: Any) -> tuple[Window, Watched]:
+def watch(gate: Gate, **source: Any) -> tuple[Window, WatchedModel]:
     entry, window = find_champion(gate.registry), WindowSource(**source).at(NOW)
     local = Path(window.images or window.table or ".")
     return predict_window(gate.registry, entry, window, local, settings=QUIET, by="somebody")
@@ -285,7 +285,7 @@ def test_a_score_that_is_worse_in_two_windows_is_an_alarm_also_where_its_truth_c
     gate.release("good")
     entry = find_champion(registry)
 
-    def monitor(seed: int, known: int) -> tuple[Window, Watched]:
+    def monitor(seed: int, known: int) -> tuple[Window, WatchedModel]:
         rows, truth = window_tasks.draw_rows(400, seed)
         truth = truth + np.where(np.arange(400) % 2, 0.8, -0.8)
         table = window_tasks.write_rows(tmp_path / "rows.csv", rows)

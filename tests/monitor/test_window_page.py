@@ -11,7 +11,7 @@ from report_page import Page
 
 from flyte_ddp.monitor.course import draw_course
 from flyte_ddp.monitor.page import describe_new, draw_distributions, pool_new, write_page
-from flyte_ddp.monitor.watch import Watched
+from flyte_ddp.monitor.watch import WatchedModel
 from flyte_ddp.monitor.window import ColumnChange, Window
 from flyte_ddp.report.figures import BLUE, Picture, Series, draw_line_chart
 
@@ -68,7 +68,7 @@ def test_unknown_numbers_are_drawn_at_the_right_end(monkeypatch: pytest.MonkeyPa
 
 def draw_page(window: Window, folder: Path) -> Page:
     columns = {"input age": NORMAL, "input income": NORMAL}
-    watched = Watched(None, columns, columns=columns)  # type: ignore[arg-type]  # no page needs the model
+    watched = WatchedModel(None, columns, columns=columns)  # type: ignore[arg-type]  # no page needs the model
     values = {"input income": "2,000", "input 7": "0.5", "input age": "41"}
     watched.unusual = [(1.0, Picture("C-1", None, "stays", "churns", score=0.75, values=values))]
     return Page(write_page(window, watched, [window], "churn", folder / "window.html").read_text())

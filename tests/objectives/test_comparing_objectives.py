@@ -59,7 +59,7 @@ def test_rows_and_gradients_go_across_ranks(tmp_path: Path) -> None:
 class Undeclared(tasks.Contrastive):
     """Compares samples, and does not say so before training."""
 
-    coupled = False
+    compares_samples = False
 
 
 COMPARES = "the objective compares the samples of a batch, and each part would have fewer to compare"

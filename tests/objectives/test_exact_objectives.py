@@ -316,7 +316,7 @@ def evaluate_recall(folder: Path) -> float:
 
 
 def train_in_ranks(folder: Path) -> None:
-    workers.POSSIBLE = False  # loader processes take a second to start, and test_own_items.py has them
+    workers.POSSIBLE = False  # loader processes take a second to start, and test_items.py has them
     step_in_ranks(folder, [(name, case.folder, case.hp) for name, case in list_cases().items()])
     recall = evaluate_recall(folder)
     if rank() == 0:

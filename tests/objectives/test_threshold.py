@@ -175,8 +175,8 @@ def test_what_a_threshold_cannot_decide_is_refused() -> None:
     with pytest.raises(UserError, match="threshold='f1': divides two classes, and columns and answers of your own"):
         make_objective(f"{__name__}:OwnColumns", facts, {})
     own = make_objective(f"{__name__}:own_loss", facts, {})
-    assert "threshold" in own.takes, "a loss of one's own leaves the decision to us"
-    assert "threshold" not in make_objective(f"{__name__}:own_loss", Facts((), (2,)), {}).takes
+    assert "threshold" in own.used_hyperparameters, "a loss of one's own leaves the decision to us"
+    assert "threshold" not in make_objective(f"{__name__}:own_loss", Facts((), (2,)), {}).used_hyperparameters
 
 
 def find(sections: list[Section], title: str) -> Section:

@@ -17,7 +17,7 @@ from flyte_ddp.datasets.prepared import check_prepared_set, count_training_class
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import Indices, ListedOrder
-from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
+from flyte_ddp.order.weighted import draw_by_weights, inverse_class_counts, make_custom_order
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -63,19 +63,19 @@ def test_classes_are_drawn_alike() -> None:
 
 @pytest.mark.parametrize("first", range(5))
 def test_an_epoch_goes_on_in_its_middle_as_it_would_have(first: int) -> None:
-    for order in (draw_by_weights(LISTED, np.arange(600)), choose_by_function(LISTED, "x:y", own_training.every_third)):
+    for order in (draw_by_weights(LISTED, np.arange(600)), make_custom_order(LISTED, "x:y", own_training.every_third)):
         whole = [*order.batches(7, 64)]
         for batch, again in zip(whole[first:], order.batches(7, 64, first), strict=True):
             np.testing.assert_array_equal(batch, again)
 
 
 def test_an_own_order_is_that_of_its_function() -> None:
-    order = choose_by_function(LISTED, "own:every_third", own_training.every_third)
+    order = make_custom_order(LISTED, "own:every_third", own_training.every_third)
     assert len(order) == 200
     for epoch in range(3):
         expected = np.random.default_rng([3, epoch]).permutation(np.arange(1000, 1600))[::3]
         np.testing.assert_array_equal(np.concatenate([*order.batches(epoch, 32)]), expected)
-    choose_by_function(LISTED, "own:sorted_in_place", own_training.sorted_in_place)
+    make_custom_order(LISTED, "own:sorted_in_place", own_training.sorted_in_place)
     np.testing.assert_array_equal(LISTED.listed, np.arange(1000, 1600), "the function gets a copy")
 
 
@@ -90,11 +90,11 @@ def test_an_own_order_is_that_of_its_function() -> None:
 )
 def test_what_is_no_order_is_refused(function: str, words: str) -> None:
     with pytest.raises(UserError, match=f"sampling='own:{function}': {words}"):
-        choose_by_function(LISTED, f"own:{function}", getattr(own_training, function))
+        make_custom_order(LISTED, f"own:{function}", getattr(own_training, function))
 
 
 def test_epochs_of_other_lengths_are_refused() -> None:
-    order = choose_by_function(LISTED, "own:shrinking", own_training.shrinking)
+    order = make_custom_order(LISTED, "own:shrinking", own_training.shrinking)
     assert len([*order.batches(0, 100)]) == 6
     with pytest.raises(UserError, match="returned 599 samples for epoch 1 and 600 for epoch 0"):
         next(order.batches(1, 100))
@@ -153,7 +153,7 @@ def test_a_set_without_weights_is_refused_before_ranks_start(digits: Path, weigh
 def test_balanced_class_weights_count_all_that_an_own_function_chooses_from(digits: Path) -> None:
     """Though its epochs are shorter; the weights are scikit-learn's."""
     labels, listed = open_arrays(digits).train_targets, np.arange(100, 900)
-    order = choose_by_function(ListedOrder(listed, seed=3), "own_training:every_third", own_training.every_third)
+    order = make_custom_order(ListedOrder(listed, seed=3), "own_training:every_third", own_training.every_third)
     counts = count_training_classes(open_prepared(digits), order, 10)
     expected = compute_class_weight("balanced", classes=np.arange(10), y=labels[listed])
     assert [len(listed) / (10 * count) for count in counts] == pytest.approx(expected)

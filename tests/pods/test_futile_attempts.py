@@ -43,7 +43,9 @@ def test_memory_is_named_where_the_kernel_has_counted(store: CheckpointStore, tm
 
 def test_attempts_that_were_taken_away_do_not_count(store: CheckpointStore, tmp_path: Path) -> None:
     """Nor those that were lost while they fetched their data."""
-    for number, loss in enumerate((StoppedError("SIGTERM", step=0), UnreachableError("no answer"), retries.Sigterm())):
+    for number, loss in enumerate(
+        (StoppedError("SIGTERM", step=0), UnreachableError("no answer"), retries.PodTerminated())
+    ):
         end_attempts(store, tmp_path, range(2 * number, 2 * number + 2), loss)
     for attempt in range(6, 12):
         assert replace(store, attempt=attempt).download_newest_checkpoint(tmp_path / SLOTS[0]) is None

@@ -11,7 +11,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp import load_champion
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.loading.own_samples import OwnFunction
+from flyte_ddp.loading.samples import UserFunction
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result
@@ -96,8 +96,8 @@ def test_a_loader_process_gets_the_code_with_the_name(code: Path) -> None:
     write_code(code, "relu")
     spec = StoredSpec("nets:collate", read_user_sources("nets:collate"))
     write_code(code, "tanh")
-    sent = pickle.dumps(OwnFunction("collate", spec))
+    sent = pickle.dumps(UserFunction("collate", spec))
     for finder in [one for one in sys.meta_path if type(one).__name__ == "StoredImporter"]:
         sys.meta_path.remove(finder)  # as in a new process
     assert pickle.loads(sent).load()([]) == "relu"
-    assert OwnFunction("collate", "nets:collate").load()([]) == "tanh"
+    assert UserFunction("collate", "nets:collate").load()([]) == "tanh"

@@ -22,7 +22,7 @@ from flyte_ddp.errors import (
 )
 from flyte_ddp.run import run_part, run_training
 from flyte_ddp.runs.run_folder import hold_run_folder
-from flyte_ddp.sweep.halving import Rung, pick_winner, plan_rung, rank_trials, run_rung
+from flyte_ddp.sweep.halving import TrialResult, pick_winner, plan_rung, rank_trials, run_rung
 from flyte_ddp.sweep.space import Sweep
 
 BASE = Hyperparameters(num_ranks=1, epochs=2, batch_size=50)
@@ -34,8 +34,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))
 
 
-def rung(trial: int, value: float | None, **changes: Any) -> Rung:
-    return Rung(trial, BASE, "run", 9, value=value, failed="" if value is not None else "why", **changes)
+def rung(trial: int, value: float | None, **changes: Any) -> TrialResult:
+    return TrialResult(trial, BASE, "run", 9, value=value, failed="" if value is not None else "why", **changes)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,9 @@ def test_the_best_third_goes_on(values: list[float | None], higher: bool, promot
     ]
     following = plan_rung(sweep, BASE, "data", done)
     assert [each.trial for each in following] == promoted
-    assert following == [Rung(each.trial, each.hp, each.run, 3) for each in following], "nothing is known of it yet"
+    assert following == [TrialResult(each.trial, each.hp, each.run, 3) for each in following], (
+        "nothing is known of it yet"
+    )
 
 
 @pytest.mark.parametrize("sampler", ["qmc", "tpe"])
@@ -80,11 +82,11 @@ def test_where_all_have_failed_the_reason_of_most_is_told() -> None:
 
 def run_all(sweep: Sweep, value_of: Any) -> list[list[int]]:
     """Do the rungs of a sweep in thought; return the trials' numbers by rung, and at last the winner's."""
-    done: list[Rung] = []
+    done: list[TrialResult] = []
     numbers = []
     while trials := plan_rung(sweep, BASE, "data", done):
         numbers.append([each.trial for each in trials])
-        assert len({each.part for each in trials}) == 1
+        assert len({each.steps_divisor for each in trials}) == 1
         done += [replace(each, value=value_of(each)) for each in trials]
     return [*numbers, [pick_winner(done).trial]]
 
@@ -120,7 +122,7 @@ def finish(folder: Path, value: float | None = 0.5) -> None:
 
 
 def test_a_stored_result_is_not_trained_again(tmp_path: Path) -> None:
-    trial, calls = Rung(4, BASE, "data-model-1", 9), []
+    trial, calls = TrialResult(4, BASE, "data-model-1", 9), []
 
     def train(run: str, folder: Path) -> None:
         calls.append(run)
@@ -134,7 +136,7 @@ def test_a_stored_result_is_not_trained_again(tmp_path: Path) -> None:
     again = run_rung(other_number, str(tmp_path / "sweeps"), train)
     assert again == replace(first, trial=7)
     assert len(calls) == 1
-    run_rung(replace(trial, part=3), str(tmp_path / "sweeps"), train)
+    run_rung(replace(trial, steps_divisor=3), str(tmp_path / "sweeps"), train)
     assert len(calls) == 2, "another part of the run is another rung"
 
 
@@ -182,7 +184,7 @@ def test_a_failure_of_the_machine_is_raised(tmp_path: Path, error: BaseException
 
 
 def test_a_result_is_printed_as_a_runs_evaluation_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trial = Rung(0, replace(BASE, select_by="accuracy"), "run", 1)
+    trial = TrialResult(0, replace(BASE, select_by="accuracy"), "run", 1)
     run_rung(trial, str(tmp_path / "sweeps"), lambda _, folder: finish(folder, 0.26))
     assert capsys.readouterr().out == "trial 0, all of its steps: validation accuracy 26.00 %\n"
 
@@ -191,17 +193,17 @@ def test_a_result_is_printed_as_a_runs_evaluation_is(tmp_path: Path, capsys: pyt
 def test_trials_are_trained_and_one_fails(digits: Path, tmp_path: Path) -> None:
     """Real trainings of three rungs: the last value is what a direct run records; a trial that is too short fails."""
     hp = replace(BASE, epochs=1, keep="best")  # 27 steps
-    good, short = Rung(0, hp, "good", 9), Rung(1, replace(hp, max_steps=8), "short", 9)
+    good, short = TrialResult(0, hp, "good", 9), TrialResult(1, replace(hp, max_steps=8), "short", 9)
 
-    def run(trial: Rung, part: int) -> Rung:
+    def run(trial: TrialResult, steps_divisor: int) -> TrialResult:
         def train(_: str, folder: Path) -> None:
-            run_part(trial.hp, digits, folder, part, QUIET, threads=1)
+            run_part(trial.hp, digits, folder, steps_divisor, QUIET, threads=1)
 
-        return run_rung(replace(trial, part=part), str(tmp_path / "sweeps"), train)
+        return run_rung(replace(trial, steps_divisor=steps_divisor), str(tmp_path / "sweeps"), train)
 
     failed = run(short, 9)
     assert (failed.value, failed.failed[:23]) == (None, "the run has 8 steps, of")
-    done = [run(good, part) for part in (9, 3, 1)]
+    done = [run(good, steps_divisor) for steps_divisor in (9, 3, 1)]
     assert [(each.step, each.steps, each.failed) for each in done] == [(3, 27, ""), (9, 27, ""), (27, 27, "")]
     assert rank_trials([failed, done[0]]) == [done[0]]
     records = [json.loads(line) for line in (tmp_path / "runs/good/metrics.jsonl").read_text().splitlines()]
@@ -216,18 +218,18 @@ def test_a_rungs_value_does_not_depend_on_what_was_trained_before(digits: Path, 
     hp = replace(BASE, epochs=1)  # 27 steps
     trained = []
 
-    def train(part: int, name: str, folder: Path) -> None:
+    def train(steps_divisor: int, name: str, folder: Path) -> None:
         trained.append(name)
-        run_part(hp, digits, folder, part, QUIET, threads=1)
+        run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
 
-    alone = run_rung(Rung(0, hp, "alone", 9), str(tmp_path / "alone"), partial(train, 9))
+    alone = run_rung(TrialResult(0, hp, "alone", 9), str(tmp_path / "alone"), partial(train, 9))
     train(before, "run", tmp_path / "runs/run")
     trained.clear()
-    found = run_rung(Rung(0, hp, "run", 9), str(tmp_path / "sweeps"), partial(train, 9))
+    found = run_rung(TrialResult(0, hp, "run", 9), str(tmp_path / "sweeps"), partial(train, 9))
     assert (found.step, found.value, found.curve) == (3, alone.value, alone.curve)
     assert trained == ["run", "run-9"][before == 1 :]
     assert not (tmp_path / "runs/run-9").exists()
-    finished = run_rung(Rung(0, hp, "run", 1), str(tmp_path / "sweeps"), partial(train, 1))
+    finished = run_rung(TrialResult(0, hp, "run", 1), str(tmp_path / "sweeps"), partial(train, 1))
     assert finished.step == 27
     direct = run_training(hp, digits, tmp_path / "direct", QUIET, threads=1)
     assert (tmp_path / "runs/run/model.pt").read_bytes() == direct.model.read_bytes()

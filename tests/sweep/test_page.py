@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.report.figures import ORANGE
 from flyte_ddp.sweep.__main__ import main
-from flyte_ddp.sweep.halving import Rung
+from flyte_ddp.sweep.halving import TrialResult
 from flyte_ddp.sweep.page import GREYS, choose_colors, correlate_rungs, write_page
 from flyte_ddp.sweep.space import Sweep
 
@@ -22,19 +22,20 @@ EARLY = [0.9, 0.5, 0.7, 0.2, 0.8, 0.6, 0.4, 0.3]
 LATER = {3: 0.15, 7: 0.25, 6: 0.11, 1: 0.3}
 
 
-def rungs(base: Hyperparameters = BASE) -> list[Rung]:
+def rungs(base: Hyperparameters = BASE) -> list[TrialResult]:
     """Nine trials of 90 steps: all take 10, the four best 30, the best of these all; one fails at once."""
     places = [(rate, kind) for rate in (0.001, 0.01, 0.1, 0.5) for kind in ("sgd", "adam")]
     hps = [replace(base, learning_rate=rate, optimizer=kind) for rate, kind in places]
     first = [
-        Rung(at, hp, f"r{at}", 9, 10, 90, EARLY[at], seconds=1.5, curve=[[10, EARLY[at]]]) for at, hp in enumerate(hps)
+        TrialResult(at, hp, f"r{at}", 9, 10, 90, EARLY[at], seconds=1.5, curve=[[10, EARLY[at]]])
+        for at, hp in enumerate(hps)
     ]
     second = [
-        replace(first[at], part=3, step=30, value=value, curve=[[10, EARLY[at]], [30, value]])
+        replace(first[at], steps_divisor=3, step=30, value=value, curve=[[10, EARLY[at]], [30, value]])
         for at, value in LATER.items()
     ]
-    last = replace(second[2], part=1, step=90, value=0.1)
-    failed = Rung(8, replace(base, learning_rate=9.0), "r8", 9, failed="the loss is <not> finite")
+    last = replace(second[2], steps_divisor=1, step=90, value=0.1)
+    failed = TrialResult(8, replace(base, learning_rate=9.0), "r8", 9, failed="the loss is <not> finite")
     return [*first, failed, *second, last]
 
 

@@ -51,18 +51,18 @@ def test_a_trial_killed_in_each_rung_ends_as_a_direct_run(
     hp, folder = replace(BASE, **changes), tmp_path / "run"
     direct = train_in(tmp_path / "direct", hp, digits)
 
-    def train_killed(part: int, **fault: Any) -> None:
+    def train_killed(steps_divisor: int, **fault: Any) -> None:
         with monkeypatch.context() as patch:
-            faults.inject(patch, tmp_path / f"marker-{part}", kind="SIGKILL", **fault)
+            faults.inject(patch, tmp_path / f"marker-{steps_divisor}", kind="SIGKILL", **fault)
             with pytest.raises(RankError, match="was killed by SIGKILL"):
-                run_part(hp, digits, folder, part, QUIET, threads=1)
-            run_part(hp, digits, folder, part, QUIET, threads=1)
+                run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
+            run_part(hp, digits, folder, steps_divisor, QUIET, threads=1)
 
-    for part, step, fault in (
+    for steps_divisor, step, fault in (
         (9, steps[0], {"rank": 1, "at": "training", "pass": 2}),
         (3, steps[1], {"rank": 0, "at": "evaluation", "pass": 0}),  # of the rung or of the epoch that ends there
     ):
-        train_killed(part, **fault)
+        train_killed(steps_divisor, **fault)
         rung = rung_of(folder)
         assert rung["step"] == step
         assert not [name for name in OUTPUTS if (folder / name).exists() or (folder / UNFINISHED / name).exists()]

@@ -22,7 +22,7 @@ from pod import Cluster
 from pod_inputs import SMOKE, TRAIN, Inputs
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.sweep.halving import Rung
+from flyte_ddp.sweep.halving import TrialResult
 from flyte_ddp.sweep.space import Sweep, draw_trials
 
 pytestmark = pytest.mark.slow
@@ -129,11 +129,11 @@ def test_a_trial_goes_on_in_the_pods_of_other_rungs(cluster: Cluster, train_inpu
     """And at last in the pod of the ordinary training, as no rung says that the run has a result."""
     hp = Hyperparameters(**{**SMOKE, "max_steps": 9})
 
-    def run_rung(part: int, execution: str = "sweep") -> Rung:
-        trial = packed(Rung(0, hp, RUN, part).to_dict())
+    def run_rung(part: int, execution: str = "sweep") -> TrialResult:
+        trial = packed(TrialResult(0, hp, RUN, part).to_dict())
         ended = cluster.run(RUNG, {"trial": trial, "data": train_inputs["data"]}, execution=execution)
         assert ended.outputs, ended.log
-        return Rung.from_dict(msgpack.unpackb(ended.outputs["o0"].scalar.binary.value))
+        return TrialResult.from_dict(msgpack.unpackb(ended.outputs["o0"].scalar.binary.value))
 
     first, second = run_rung(9), run_rung(3)
     assert (first.step, second.step, first.steps) == (1, 3, 9)
@@ -168,9 +168,9 @@ def test_a_cluster_is_given_rungs_that_may_lose_trials(cluster: Cluster, train_i
     [template] = [task for task in ended.subworkflow.tasks if "map_run_rung" in task.id.name]
     mapped = replace(cluster, package=replace(cluster.package, tasks={"mapped": TaskSpec(template=template)}))
     hp = Hyperparameters(**{**SMOKE, "max_steps": 9})
-    trials = [packed(Rung(number, hp, f"item-{number}", 9).to_dict()) for number in range(2)]
+    trials = [packed(TrialResult(number, hp, f"item-{number}", 9).to_dict()) for number in range(2)]
     inputs = {"trial": Literal(collection=LiteralCollection(literals=trials)), "data": train_inputs["data"]}
     item = mapped.run("mapped", inputs, environment={"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "PLACE", "PLACE": "1"})
     assert item.outputs, item.log
-    found = Rung.from_dict(msgpack.unpackb(item.outputs["o0"].scalar.binary.value))
+    found = TrialResult.from_dict(msgpack.unpackb(item.outputs["o0"].scalar.binary.value))
     assert (found.trial, found.step, found.failed) == (1, 1, "")

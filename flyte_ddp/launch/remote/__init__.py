@@ -12,6 +12,6 @@ once for each rank, with the ticket, on the host where the rank is to run. Then 
 - After RankEndedError, the engine starts the agent again, up to ``retries`` times.
 - ``check_engine`` raises UnreachableError when an agent will not come (again).
 - Agents end when the connection ends. So the rendezvous closes before the engine waits for agents or kills agents.
-- First, ``launch(work, *, retries=0, hosts_to_come=0)`` waits for ``hosts_to_come`` hosts, as of a new cluster.
+- First, ``launch(work, *, retries=0, awaited_hosts=0)`` waits for ``awaited_hosts`` hosts, as of a new cluster.
 - ``RankInfo.local_rank`` is the number of a GPU among the GPUs of the agent's process.
 """

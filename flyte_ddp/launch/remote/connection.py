@@ -42,7 +42,7 @@ class JoinTicket:
     port: int
     key: bytes = field(repr=False)  # the run's secret, which both sides of a connection prove to know
     output_folder: Path  # the launcher's
-    mark: str  # name of a file in the output folder; an agent that finds the file sees the folder
+    visibility_file: str  # name of a file in the output folder; an agent that finds the file sees the folder
 
     def to_stdin(self) -> bytes:
         """Return the bytes for an agent's stdin: the pickled RankInfo, and then the pickled ticket.
@@ -69,7 +69,7 @@ def open_local_folder(ticket: JoinTicket) -> Iterator[Path]:
 
     The temporary folder is deleted at the end.
     """
-    if (ticket.output_folder / ticket.mark).exists():
+    if (ticket.output_folder / ticket.visibility_file).exists():
         yield ticket.output_folder
         return
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as own:
@@ -127,12 +127,12 @@ class WorkerConnection:
     folder: Path | None  # where the agent keeps the run's files; None: the agent sees the launcher's output folder
     code: str  # digest of the agent's library
     pipe: Connection
-    seen_at: str  # the agent's address as the launcher sees it
-    reached_at: str  # the launcher's address that the agent connected to
+    peer_address: str  # the agent's address as the launcher sees it
+    launcher_address: str  # the launcher's address that the agent connected to
 
     @property
     def is_on_launcher_host(self) -> bool:
-        return is_loopback(self.seen_at) or self.seen_at == self.reached_at
+        return is_loopback(self.peer_address) or self.peer_address == self.launcher_address
 
 
 @contextmanager
@@ -155,8 +155,10 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[queue.SimpleQue
             unproved.pop(connected, None)
             # Another build's hello may have more values, or fewer: gather_agents compares ``code``.
             said: dict[str, Any] = {name: hello.get(name) for name in ("rank", "host", "folder", "code")}
-            seen_at, reached_at = connected.getpeername()[0], connected.getsockname()[0]
-            arrived.put(WorkerConnection(**said, pipe=pipe, seen_at=seen_at, reached_at=reached_at))
+            peer_address, launcher_address = connected.getpeername()[0], connected.getsockname()[0]
+            arrived.put(
+                WorkerConnection(**said, pipe=pipe, peer_address=peer_address, launcher_address=launcher_address)
+            )
 
     def accept() -> None:
         while not over.is_set():

@@ -17,10 +17,10 @@ from typing import Any
 
 from flyte_ddp.errors import RankError
 from flyte_ddp.files import hold_lock
-from flyte_ddp.launch.supervise.failures import OWN
+from flyte_ddp.launch.supervise.failures import ROOT_CAUSES
 from flyte_ddp.launch.supervise.link import Link, classify_failure
 from flyte_ddp.machine import process
-from flyte_ddp.runs.checkpoint import describe_handover
+from flyte_ddp.runs.checkpoint import make_handover
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
 ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
@@ -46,7 +46,7 @@ class WorkerLink(Link):
 
     def handle_message(self, message: dict[str, Any]) -> None:
         if message["kind"] == "over":
-            self.end_rank(message["error"])
+            self.set_outcome_or_exit(message["error"])
         elif message["kind"] == "stack":
             frame = sys._current_frames().get(self.main)
             self.send("stack", text="".join(traceback.format_stack(frame)).rstrip() if frame else "")
@@ -56,11 +56,11 @@ class WorkerLink(Link):
     def handle_lost_launcher(self) -> None:
         if self.run_folder is not None:
             with suppress(OSError), hold_lock(self.run_folder, STAND_IN, wait=False):  # one rank is enough
-                self._stand_in(describe_handover(self.run_folder))
+                self._stand_in(make_handover(self.run_folder))
                 (self.run_folder / STAND_IN).unlink()
-        self.end_rank(lost_rank_0_error())
+        self.set_outcome_or_exit(lost_rank_0_error())
 
-    def end_rank(self, outcome: BaseException | None) -> None:
+    def set_outcome_or_exit(self, outcome: BaseException | None) -> None:
         """Set the run's outcome, once, and end this process after an error.
 
         After an error, waits up to 2 s (rank 0: 10 s) for the main thread to call :meth:`wait_for_outcome`. If the main
@@ -92,7 +92,7 @@ class WorkerLink(Link):
         with suppress(TimeoutError):
             if (outcome := self.outcome.result(OUTCOME_SECONDS)) is not None:
                 return outcome
-        return own_error if classify_failure(own_error) in OWN else lost_rank_0_error()
+        return own_error if classify_failure(own_error) in ROOT_CAUSES else lost_rank_0_error()
 
 
 def lost_rank_0_error() -> RankError:

@@ -49,21 +49,21 @@ def open_rendezvous(
         only_once: Whether a failure ends the run, because agents are not restarted.
     """
     # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
-    mark = f".shared-{secrets.token_hex(16)}.tmp"
-    key = derive_key(secret or secrets.token_bytes(32), mark)
-    (work.output_folder / mark).touch()
+    visibility_file = f".shared-{secrets.token_hex(16)}.tmp"
+    key = derive_key(secret or secrets.token_bytes(32), visibility_file)
+    (work.output_folder / visibility_file).touch()
     try:
         with (
             socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server,
             accept_agents(server, key) as arrived,
         ):
-            yield Rendezvous(work, hosts, server.getsockname()[1], mark, key, only_once, arrived)
+            yield Rendezvous(work, hosts, server.getsockname()[1], visibility_file, key, only_once, arrived)
     finally:
-        (work.output_folder / mark).unlink(missing_ok=True)
+        (work.output_folder / visibility_file).unlink(missing_ok=True)
 
 
-def derive_key(secret: bytes, mark: str) -> bytes:
-    return hmac.digest(secret, mark.encode(), "sha256")
+def derive_key(secret: bytes, visibility_file: str) -> bytes:
+    return hmac.digest(secret, visibility_file.encode(), "sha256")
 
 
 @dataclass
@@ -73,14 +73,14 @@ class Rendezvous:
     work: Work
     hosts: tuple[str, ...]
     port: int
-    mark: str
+    visibility_file: str
     key: bytes
     only_once: bool
     arrived: queue.SimpleQueue[WorkerConnection]
     living: dict[int, WorkerConnection] = field(default_factory=dict)  # agents that start their rank again, by rank
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
-        return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.mark)
+        return JoinTicket(info, self.hosts, self.port, self.key, self.work.output_folder, self.visibility_file)
 
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
@@ -99,9 +99,9 @@ class Rendezvous:
                 try:
                     self.gather_agents(group, num_ranks, stop, check_engine)
                     if isinstance(failure, RankError) and in_place:
-                        self.work = restarts.rewind(self.work, failure, keep=self.mark)
+                        self.work = restarts.rewind(self.work, failure, keep=self.visibility_file)
                     elif failure is not None:
-                        self.work = rewind_work(self.work, str(failure).splitlines()[0], self.mark)
+                        self.work = rewind_work(self.work, str(failure).splitlines()[0], self.visibility_file)
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
                     send_work_in_turn(group, work, stop)
@@ -172,7 +172,7 @@ class Rendezvous:
         """
         workers = [found[rank] for rank in sorted(found)]
         # Agents on the launcher's host may use the loopback. An address that other hosts have reached works for all.
-        from_elsewhere = [worker.reached_at for worker in workers if not worker.is_on_launcher_host]
+        from_elsewhere = [worker.launcher_address for worker in workers if not worker.is_on_launcher_host]
         here = next(iter((*from_elsewhere, *(worker.host for worker in workers))), "")
         folders: dict[str, Path] = {}
         handles: list[RemoteHandle] = []

@@ -12,7 +12,7 @@ from flyte_ddp.launch.supervise.rank_handle import RankHandle
 
 NO_STACK = "(it does not say)"
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
-OWN = ("own", "machine", *MISTAKES)  # causes that are not a consequence of another rank's failure
+ROOT_CAUSES = ("own", "machine", *MISTAKES)  # causes that are not a consequence of another rank's failure
 
 
 def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
@@ -47,7 +47,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
                 f"{handle.host} is lost",
                 recoverable=True,
             )
-    if own := reports_with_cause(group, *OWN):
+    if own := reports_with_cause(group, *ROOT_CAUSES):
         first, mistake = own[0], MISTAKES.get(own[0]["cause"])
         of_machine = first["cause"] == "machine"
         failure = RankError(format_rank_error(first), details=first["traceback"], recoverable=of_machine)

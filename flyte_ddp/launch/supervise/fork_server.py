@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
-from flyte_ddp.launch.supervise.link import RankInfo, describe_error
+from flyte_ddp.launch.supervise.link import RankInfo, make_error_report
 from flyte_ddp.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle, start_processes
 from flyte_ddp.launch.supervise.rank_process import flush_output, start_rank
 from flyte_ddp.machine.process import (
@@ -39,7 +39,7 @@ from flyte_ddp.machine.process import (
 )
 
 POSSIBLE = sys.platform == "linux"  # on macOS, libraries rely on threads, which a fork does not have
-TRIED_ON = ("cpu",)  # types of devices for which the server imports torch
+PRELOADED_DEVICE_TYPES = ("cpu",)  # types of devices for which the server imports torch
 SERVER = "rank server"  # the name of its process
 END = signal.SIGUSR2  # makes the server kill its ranks and all processes that the ranks have started
 REQUEST_BYTES = 1 << 16  # more than a RankInfo needs
@@ -133,7 +133,7 @@ class RankServer:
             if self.process is None or not self.process.is_alive() or self.requests is None:
                 self.close()
                 self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with_torch = infos[0].device_type in TRIED_ON
+                with_torch = infos[0].device_type in PRELOADED_DEVICE_TYPES
                 with theirs:
                     process = context.Process(target=run_rank_server, args=(theirs, with_torch), name=SERVER)
                     process.start()
@@ -295,7 +295,7 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -
 def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
     for each in ranks:
         with suppress(OSError):
-            each.pipe.send(describe_error(error))
+            each.pipe.send(make_error_report(error))
     kill_ranks_and_exit()
 
 

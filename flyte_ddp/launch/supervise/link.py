@@ -72,7 +72,7 @@ class Link(PipeEnd):
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def report_error(self, error: BaseException) -> None:
-        self.send(**describe_error(error))
+        self.send(**make_error_report(error))
 
     def receive_work(self) -> Any:
         """Wait for the Work without a limit, and return the Work.
@@ -131,7 +131,7 @@ class Link(PipeEnd):
         os._exit(1)
 
 
-def describe_error(error: BaseException) -> dict[str, Any]:
+def make_error_report(error: BaseException) -> dict[str, Any]:
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's error
     return {
         "kind": "error",

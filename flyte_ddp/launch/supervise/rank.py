@@ -50,7 +50,7 @@ class Rank:
             taken = {"seconds": max(0.0, time.time() - restart.time)} if restart is restarts[-1] else {}
             write({"kind": "restart", "step": restart.step, "reason": restart.reason, **taken})
         if restarts and self.link is not None:
-            self.link.send("goes_on")
+            self.link.send("has_resumed")
 
     def announce_writing(self, begins: bool) -> None:
         """Report to the launcher that this rank begins, or ends, writing a checkpoint.
@@ -154,7 +154,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
     rank = Rank(work, info, offer_saving, link)
     with explain_failed_device(f"{work.world.device_type}:{info.local_rank}"):
         if work.world.device_type == "cpu":
-            keep_freed_memory()
+            retain_freed_memory()
         else:
             torch.cuda.set_device(info.local_rank)
         deliver: results.Deliver = results.ResultWriter(work.output_folder).write
@@ -165,7 +165,7 @@ def run_rank(work: Work, info: RankInfo, offer_saving: OfferSaving, link: Link |
         rank.leave()
 
 
-def keep_freed_memory(keep: bool = True) -> None:
+def retain_freed_memory(keep: bool = True) -> None:
     """Make glibc keep freed memory in this process for later steps.
 
     If ``keep`` is False, restores glibc's defaults. By default glibc returns freed memory to the kernel. Then each step
@@ -176,7 +176,7 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 
 @contextmanager
-def restore_settings() -> Iterator[None]:
+def restore_process_settings() -> Iterator[None]:
     """Restore after the block the process-wide settings that run_rank and the work's function change."""
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -190,4 +190,4 @@ def restore_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        keep_freed_memory(False)  # except that glibc's threshold for mappings no longer adapts itself
+        retain_freed_memory(False)  # except that glibc's threshold for mappings no longer adapts itself

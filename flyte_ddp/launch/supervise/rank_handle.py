@@ -39,7 +39,7 @@ class RankHandle(PipeEnd):
         self.answered = False  # whether the rank has answered a request for a checkpoint
         self.saved: int | None = None  # step of that checkpoint; None: the rank has no state to save
         self.last_write = -math.inf  # when the rank ended writing a checkpoint; infinite while it writes
-        self.goes_on = False  # whether the rank has just resumed from a checkpoint
+        self.has_resumed = False  # whether the rank has just resumed from a checkpoint
         self.stop_requested = False  # whether the rank, or its agent, got SIGTERM
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process starts
 
@@ -94,8 +94,8 @@ class RankHandle(PipeEnd):
             self.answered, self.saved = True, message["step"]
         elif message["kind"] == "writing":
             self.last_write = math.inf if message["begins"] else time.monotonic()
-        elif message["kind"] == "goes_on":
-            self.goes_on = True
+        elif message["kind"] == "has_resumed":
+            self.has_resumed = True
         elif message["kind"] == "stop":
             self.stop_requested = True
 
@@ -161,10 +161,10 @@ class ProcessHandle(RankHandle):
 def start_processes(group: list[RankHandle], infos: Sequence[RankInfo]) -> None:
     for info in infos:
         with spawn_context() as context:
-            pipe, its_pipe = context.Pipe()
-            stacks, its_stacks = context.Pipe(duplex=False)
-            process = context.Process(target=start_rank, args=(info, its_pipe, its_stacks), name=f"rank {info.rank}")
+            pipe, rank_pipe = context.Pipe()
+            stacks, rank_stacks = context.Pipe(duplex=False)
+            process = context.Process(target=start_rank, args=(info, rank_pipe, rank_stacks), name=f"rank {info.rank}")
             process.start()
             group.append(ProcessHandle(info.rank, process, pipe, stacks))
-            its_pipe.close()  # so that the pipe ends when the rank ends
-            its_stacks.close()
+            rank_pipe.close()  # so that the pipe ends when the rank ends
+            rank_stacks.close()

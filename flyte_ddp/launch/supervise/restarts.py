@@ -52,7 +52,7 @@ class Restarts:
         self.last_error = error
         return restart
 
-    def refuse_hopeless(self, output_folder: Path, error: RankError) -> None:
+    def raise_unless_restart_helps(self, output_folder: Path, error: RankError) -> None:
         """Raise ``error``, with the reason, unless a restart may help."""
         if (final := self.find_reason_to_end(output_folder, error)) is not None:
             raise final
@@ -82,7 +82,7 @@ def run_with_restarts(work: Work, run: Callable[[Work], None], stop: StopRequest
         try:
             return run(work)
         except RankError as error:
-            restarts.refuse_hopeless(work.output_folder, error)
+            restarts.raise_unless_restart_helps(work.output_folder, error)
             work = restarts.rewind(work, error)
         if stop.signal is not None:
             raise stop_error(stop.signal, work.checkpoint.step if work.checkpoint else 0)

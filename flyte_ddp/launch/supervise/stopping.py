@@ -11,7 +11,7 @@ from types import FrameType
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.machine.process import signal_handlers, stop_signals, undone_in_forks
 
-OVER = 0  # not a signal's number; ends a thread that waits for numbers of signals
+STOP_LISTENING = 0  # not a signal's number; ends a thread that waits for numbers of signals
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
     os.set_blocking(writer, False)
 
     def listen() -> None:
-        while (number := os.read(reader, 1)[0]) != OVER:
+        while (number := os.read(reader, 1)[0]) != STOP_LISTENING:
             if number in numbers:  # Python writes the number of each signal that it handles
                 function()
 
@@ -40,7 +40,7 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
             yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        os.write(writer, bytes([OVER]))  # closing is not enough, because forked processes keep the pipe open
+        os.write(writer, bytes([STOP_LISTENING]))  # closing is not enough, because forked processes keep the pipe open
         thread.join()
         os.close(writer)
         os.close(reader)
@@ -68,10 +68,10 @@ class StopRequest:
 
         Returns whether the request came.
         """
-        return self.reader.recv_bytes()[0] != OVER
+        return self.reader.recv_bytes()[0] != STOP_LISTENING
 
     def end_waiting(self) -> None:
-        self._writer.send_bytes(bytes([OVER]))
+        self._writer.send_bytes(bytes([STOP_LISTENING]))
 
 
 @contextmanager

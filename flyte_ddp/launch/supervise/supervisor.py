@@ -11,7 +11,7 @@ from flyte_ddp.launch.supervise.failures import NO_STACK, find_first_failure, fi
 from flyte_ddp.launch.supervise.link import CONSEQUENCES
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
-from flyte_ddp.runs.checkpoint import describe_handover, trust_checkpoint
+from flyte_ddp.runs.checkpoint import make_handover, trust_checkpoint
 from flyte_ddp.runs.work import Work
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a root cause is known
@@ -103,18 +103,18 @@ def save_after_failure(group: Sequence[RankHandle], stop: StopRequest, work: Wor
     deadline = time.monotonic() + seconds
     for handle in others:
         left = deadline - time.monotonic()
-        if saved is not None or left <= 0 or any(is_of_code(other) for other in group):
+        if saved is not None or left <= 0 or any(has_failed_by_code(other) for other in group):
             break
         if handle.has_started() and handle.listening:
-            handover = describe_handover(work.output_folder)
+            handover = make_handover(work.output_folder)
             limits = {"seconds": left, "most_seconds": timeout}
-            saver, saved = handle, await_saved(group, stop, handle, "stand_in", handover=handover, **limits)
+            saver, saved = handle, await_checkpoint(group, stop, handle, "stand_in", handover=handover, **limits)
     if saved and saver.sees_run_folder:
         trust_checkpoint(work.output_folder, saved)
     return saved
 
 
-def is_of_code(handle: RankHandle) -> bool:
+def has_failed_by_code(handle: RankHandle) -> bool:
     """Return whether the rank has failed because of its code.
 
     Then no restart follows, and rank 0 has already saved.
@@ -127,15 +127,15 @@ def request_checkpoint(
 ) -> int | None:
     """Have rank 0 save, and return the newest checkpoint's step.
 
-    Returns 0 without a checkpoint, and None without an answer. For the waits see :func:`await_saved`.
+    Returns 0 without a checkpoint, and None without an answer. For the waits see :func:`await_checkpoint`.
     """
     leader = group[0]
     if not leader.has_started():
         return leader.resumed_step
-    return await_saved(group, stop, leader, "save", seconds=seconds, most_seconds=most_seconds)
+    return await_checkpoint(group, stop, leader, "save", seconds=seconds, most_seconds=most_seconds)
 
 
-def await_saved(
+def await_checkpoint(
     group: Sequence[RankHandle],
     stop: StopRequest,
     handle: RankHandle,
@@ -164,10 +164,10 @@ def await_saved(
 
 def print_restart(group: Sequence[RankHandle], work: Work) -> None:
     """Print once how long a restart took, when rank 0 reports that the work resumes."""
-    if group[0].goes_on and work.restarts and work.settings.progress != "off":
+    if group[0].has_resumed and work.restarts and work.settings.progress != "off":
         restart = work.restarts[-1]
         print_to_stderr(restart.describe(max(0.0, time.time() - restart.time)))
-    group[0].goes_on = False
+    group[0].has_resumed = False
 
 
 def end_ranks(group: Sequence[RankHandle]) -> None:

@@ -13,10 +13,10 @@ import torch
 from cli import HELPERS, ROOT
 
 from flyte_ddp.datasets import SampleArrays, image_arrays
-from flyte_ddp.errors import OwnCodeError, UserError
+from flyte_ddp.errors import UserCodeError, UserError
 from flyte_ddp.loading.arrays import open_array_batches
-from flyte_ddp.loading.own_items import ItemImages, Items
-from flyte_ddp.loading.own_samples import OwnFunction, find_seeded_transforms
+from flyte_ddp.loading.items import ItemImages, Items
+from flyte_ddp.loading.samples import UserFunction, find_seeded_transforms
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
@@ -51,7 +51,7 @@ def arrays(samples: int = 40, channels: int = 1) -> tuple[np.ndarray, np.ndarray
 
 
 def array_images(
-    images: np.ndarray, targets: np.ndarray, own: OwnFunction, *, seed: int, classes: int, image_size: int
+    images: np.ndarray, targets: np.ndarray, own: UserFunction, *, seed: int, classes: int, image_size: int
 ) -> ItemImages:
     kind = TargetSpec(targets.dtype, targets.shape[1:], classes)
     items = Items(SampleArrays("", images, targets, images, targets), "train")
@@ -62,7 +62,7 @@ def array_images(
 
 def loader_of(name: str, targets: np.ndarray | None = None, **sizes: Any) -> ItemImages:
     images, classes = arrays()
-    own = OwnFunction("augment", f"own_loading:{name}")
+    own = UserFunction("augment", f"own_loading:{name}")
     return array_images(
         images, classes if targets is None else targets, own, **{"seed": 5, "classes": 10, "image_size": 0, **sizes}
     )
@@ -164,7 +164,7 @@ def test_mistakes_are_told_with_the_sample() -> None:
     pool = LoaderPool([*loaders.values()], 1)
     for name, text in FAILING.items():
         for each in (None, pool):
-            kind = OwnCodeError if name == "fail" else UserError
+            kind = UserCodeError if name == "fail" else UserError
             with pytest.raises(kind, match=text) as raised:
                 WorkerImages(loaders[name], each, CPU).load_batch(np.array([3]), 0)
             if name == "fail":
@@ -178,7 +178,7 @@ def test_arrays_in_files_are_sent_by_their_names(tmp_path: Path) -> None:
     images, classes = arrays(4000)
     np.save(tmp_path / "images.npy", images)
     mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
-    loader = array_images(mapped, classes, OwnFunction("augment", "a:b"), seed=1, classes=10, image_size=0)
+    loader = array_images(mapped, classes, UserFunction("augment", "a:b"), seed=1, classes=10, image_size=0)
     content = pickle_with_mapped_files(loader)
     assert len(content) < len(pickle.dumps(classes)) + 2000
     assert np.array_equal(pickle.loads(content).items.data.train_inputs, images)
@@ -199,7 +199,7 @@ def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     masks = colours[..., 0] // 200
 
     def augmented(name: str, targets: np.ndarray, size: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        own = OwnFunction("augment", f"augmentations:{name}")
+        own = UserFunction("augment", f"augmentations:{name}")
         loader = array_images(colours, targets, own, seed=1, classes=2, image_size=size)
         found, again = (WorkerImages(loader, None, CPU).load_batch(np.arange(40), 0) for _ in range(2))
         assert torch.equal(found.inputs, again.inputs)

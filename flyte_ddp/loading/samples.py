@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import MachineError, OwnCodeError, UserError
+from flyte_ddp.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.split import TargetSpec
@@ -157,7 +157,7 @@ def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
     return list({id(each): each for each in seeded}.values())
 
 
-class OwnFunction:
+class UserFunction:
     """A user's callable ``package.module:callable``, imported at the first use.
 
     If the callable is a class, an object of the class is called.
@@ -169,7 +169,7 @@ class OwnFunction:
         self.transforms: list[Any] = []  # used by the function, and to be seeded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnFunction, (self.setting, self.spec)
+        return UserFunction, (self.setting, self.spec)
 
     def load(self) -> Callable[..., Any]:
         if self.function is None:
@@ -194,7 +194,7 @@ class OwnFunction:
 
         Raises:
             UserError: The function returns no pair.
-            OwnCodeError: The function fails.
+            UserCodeError: The function fails.
             MachineError: The function does not return within FLYTE_DDP_TIMEOUT.
         """
         function = self.load()
@@ -204,7 +204,7 @@ class OwnFunction:
         except MachineError:
             raise
         except Exception as error:
-            raise OwnCodeError(f"{self} on {where}: {type(error).__name__}: {error}") from error
+            raise UserCodeError(f"{self} on {where}: {type(error).__name__}: {error}") from error
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise UserError(f"{self} returned a {type(returned).__name__} for {where}: must return {returns}")
         return returned[0], returned[1]
@@ -224,7 +224,7 @@ class OwnFunction:
         return f"{self.setting}={self.spec!r}"
 
 
-def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int], where: str) -> Sample:
+def augment_sample(own: UserFunction, loaded: Sample, draws: tuple[int, int, int], where: str) -> Sample:
     """Return a sample augmented by the user's function.
 
     ``draws`` (seed, epoch and number of the sample) seeds the function's random numbers.
@@ -274,14 +274,14 @@ def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: s
     return TargetSpec(np.dtype(np.int64 if whole else np.float32), target.shape, classes if whole else 0)
 
 
-def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
+def import_user_functions(hp: Hyperparameters) -> tuple[UserFunction | None, UserFunction | None]:
     """Import the user's functions that ``sample`` and ``augment`` name.
 
     Returns:
         The two functions, with None for a hyperparameter that names no function.
     """
     named = ("sample", hp.sample), ("augment", hp.augment)
-    decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)
+    decode, augment = (UserFunction(setting, spec) if ":" in spec else None for setting, spec in named)
     with keep_random_state():
         for own in (decode, augment):
             if own is not None:

@@ -15,11 +15,11 @@ from cli import HELPERS
 
 from flyte_ddp import arrays
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.errors import MachineError, OwnCodeError, UserError
+from flyte_ddp.errors import MachineError, UserCodeError, UserError
 from flyte_ddp.loading import workers as loading_workers
 from flyte_ddp.loading.arrays import choose_store, open_array_batches
-from flyte_ddp.loading.own_items import ItemLoader, Items, describe_items
-from flyte_ddp.loading.own_samples import OwnFunction
+from flyte_ddp.loading.items import ItemLoader, Items, describe_items
+from flyte_ddp.loading.samples import UserFunction
 from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
@@ -52,7 +52,7 @@ def set_of(name: str) -> OnDemandSet:
 
 
 def loader_of(collate: str, augment: str = "", data: Any = None) -> ItemLoader:
-    own = OwnFunction("augment", f"item_sets:{augment}") if augment else None
+    own = UserFunction("augment", f"item_sets:{augment}") if augment else None
     collate = collate if collate in ("padded", "stacked") else f"item_sets:{collate}"
     masked = "tokens" if collate == "padded" else None
     return ItemLoader(Items(data or set_of("drawing"), "train"), collate, 5, augment=own, masked=masked)
@@ -222,8 +222,8 @@ MISTAKES = {
     "collate_nothing": (UserError, "collate='item_sets:collate_nothing' returned a NoneType for train sample 16 to"),
     "collate_texts": (UserError, "collate='item_sets:collate_texts' returned inputs without a tensor for train"),
     "leave_one_out": (UserError, r"returned targets \[1\] for .*: must have a row for each of the 2 samples; leave"),
-    "fail_to_collate": (OwnCodeError, 'on train sample 16 to train sample 17: KeyError: "the collate\'s own words"'),
-    "out_of_memory": (OwnCodeError, "on train sample 16 to train sample 17: MemoryError"),
+    "fail_to_collate": (UserCodeError, 'on train sample 16 to train sample 17: KeyError: "the collate\'s own words"'),
+    "out_of_memory": (UserCodeError, "on train sample 16 to train sample 17: MemoryError"),
     "not_there": (UserError, "has no 'not_there'"),
 }
 GROWING = arrays(([np.full(length, length) for length in range(1, 4001)], None), ([[1]], None))
@@ -300,7 +300,9 @@ def test_mistakes_are_told_with_the_samples(pool: LoaderPool) -> None:
                 notes = "".join(getattr(raised.value, "__notes__", ()))
                 assert "in fail_to_collate\n    raise KeyError" in notes or source.pool is None
     for source in both_ways(pool, "failing"):
-        with pytest.raises(OwnCodeError, match="'item_sets:failing': train sample 19: IndexError: the set's own words"):
+        with pytest.raises(
+            UserCodeError, match="'item_sets:failing': train sample 19: IndexError: the set's own words"
+        ):
             source.load_batch(np.array([16, 19]), 0)
     for source in both_ways(pool, "changing"):
         with pytest.raises(UserError, match="has 39 and 9 samples now, and had 40 and 9 samples when it was prepared"):

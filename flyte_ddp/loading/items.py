@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.catalog import IMAGENET
 from flyte_ddp.datasets.custom import convert_sample
-from flyte_ddp.datasets.on_demand_set import OnDemandSet, get_own_item, split_item, unwrap
+from flyte_ddp.datasets.on_demand_set import OnDemandSet, read_user_item, split_item, unwrap
 from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.collate import PADDED, STACKED, Samples, Types, batch_samples
-from flyte_ddp.loading.own_samples import (
-    OwnFunction,
+from flyte_ddp.loading.samples import (
     Sample,
     SampleLoader,
+    UserFunction,
     augment_sample,
     derive_target_spec,
     find_seeded_transforms,
@@ -79,7 +79,7 @@ class Items:
         where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
         seed_for("dataset", seed, epoch or 0, sample, transforms)
         try:
-            pair = split_item(get_own_item(where, samples, sample))
+            pair = split_item(read_user_item(where, samples, sample))
         except ValueError as error:
             raise UserError(f"{where} {error}") from None
         return convert_sample(where, pair) if self.data.pictures else pair
@@ -97,12 +97,12 @@ class ItemLoader:
     collate: str  # the hyperparameter
     seed: int
     _: KW_ONLY
-    augment: OwnFunction | None = None
+    augment: UserFunction | None = None
     masked: str | None = None  # name of the input whose mask a padded batch has
     types: Types | None = None  # of leaves in all batches
 
     def __post_init__(self) -> None:
-        self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
+        self.own_collate = UserFunction("collate", self.collate) if ":" in self.collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return samples as one collated batch.
@@ -117,7 +117,7 @@ class ItemLoader:
             return batch_samples(loaded, names, padded=self.collate == PADDED, masked=self.masked, types=self.types)
 
     def call_own_collate(
-        self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
+        self, own: UserFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
         own.seed(self.seed, epoch or 0, samples[0])
         # Lists become tuples. Mappings, such as a tokenizer's, become dicts, in which tree_leaves() finds tensors.
@@ -151,7 +151,7 @@ class ItemImages(SampleLoader):
     targets: TargetSpec
     seed: int
     _: KW_ONLY
-    augment: OwnFunction | None = None  # may return images of the same size, or of ``image_size`` unless that is 0
+    augment: UserFunction | None = None  # may return images of the same size, or of ``image_size`` unless that is 0
     image_size: int = 0
 
     def __post_init__(self) -> None:
@@ -191,11 +191,18 @@ class ItemFacts(NamedTuple):
 
 
 def describe_items(
-    data: ItemSet, side: str, order: Order, collate: str, seed: int, *, like: LeavesSpec | None = None, classes: int = 0
+    data: ItemSet,
+    side: str,
+    order: Order,
+    collate: str,
+    seed: int,
+    *,
+    trained_spec: LeavesSpec | None = None,
+    classes: int = 0,
 ) -> ItemFacts:
     """Return the properties that all samples of a side share.
 
-    Reads up to 16 samples if user code makes them. Inputs are in the order of ``like``.
+    Reads up to 16 samples if user code makes them. Inputs are in the order of ``trained_spec``.
 
     Raises:
         UserError: Samples have different lengths, and ``collate`` is "stacked".
@@ -216,8 +223,10 @@ def describe_items(
         if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
             raise UserError(f"collate='stacked': {problem}; set 'padded', or a function of your own")
-    inputs = inputs if like is None else inputs.in_order_of(like)
-    trained = {} if like is None else dict(like.leaves)  # used first: new samples may have one length by chance
+    inputs = inputs if trained_spec is None else inputs.in_order_of(trained_spec)
+    trained = (
+        {} if trained_spec is None else dict(trained_spec.leaves)
+    )  # used first: new samples may have one length by chance
     shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
     with_lengths = [name for name, shape in shapes.items() if shape]
     ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
