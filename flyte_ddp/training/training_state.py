@@ -141,8 +141,8 @@ class TrainingState:
         """
         if self.total_steps < steps_divisor:
             raise UserError(
-                f"the run has {self.total_steps} steps, of which a rung takes 1/{steps_divisor}: there must be at least "
-                f"{steps_divisor}; lower rungs or batch_size, or raise epochs or max_steps"
+                f"the run has {self.total_steps} steps, of which a rung takes 1/{steps_divisor}: there must be "
+                f"at least {steps_divisor}; lower rungs or batch_size, or raise epochs or max_steps"
             )
         self.last_step = -(-self.total_steps // steps_divisor)
         self.last_epoch = -(-self.last_step // self.steps_per_epoch)
