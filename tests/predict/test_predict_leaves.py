@@ -65,5 +65,5 @@ def test_the_mask_is_of_the_input_that_had_lengths_in_training() -> None:
     """A single new row has one length only, and its numbers come first."""
     like = LeavesSpec("dict", (("numbers", LeafSpec((2,), "float")), ("words", LeafSpec((None,), "int64"))))
     side = {"numbers": np.ones((1, 2)), "words": [[4, 5, 6]]}, None
-    split, _ = open_item_test_split(arrays(side, side), "padded", 0, torch.device("cpu"), 1, like=like)
+    split, _ = open_item_test_split(arrays(side, side), "padded", 0, torch.device("cpu"), 1, trained_spec=like)
     assert split.load_batch(np.array([0])).inputs["mask"].shape == (1, 3)
