@@ -33,7 +33,7 @@ from torch import nn
 
 from flyte_ddp.errors import CollectiveError
 from flyte_ddp.export.graphs import NotExportedError, export_recurrent_layers_as_loops, silence_torch
-from flyte_ddp.launch.supervise.link import classify_failure
+from flyte_ddp.launch.supervise.report import Cause, find_cause
 from flyte_ddp.loops.in_rank import default_group_timeout, separate_group_stores
 from flyte_ddp.machine.process import list_helper_pids
 from flyte_ddp.parallel import distributed
@@ -135,7 +135,7 @@ def test_errors_of_gloo_are_known_by_their_text() -> None:
         thread.join()
     with pytest.raises(RuntimeError) as caught:
         made[0].allreduce([torch.ones(1)]).wait()
-    assert classify_failure(caught.value) == "timeout"
+    assert find_cause(caught.value) is Cause.TIMEOUT
 
 
 @pytest.mark.canary

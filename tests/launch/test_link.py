@@ -14,8 +14,9 @@ import torch
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch.remote import elastic_link
 from flyte_ddp.launch.supervise.failures import find_first_failure
-from flyte_ddp.launch.supervise.link import Link, classify_failure, make_error_report
+from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.report import Cause, FailureReport, find_cause, report_failure
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import await_checkpoint
 from flyte_ddp.parallel import distributed
@@ -69,29 +70,29 @@ OWN = KeyError("loss")
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (UserError("no such file"), "mistake"),
-        (PeerGoneError("rank 1 has ended"), "peer"),
-        (CollectiveTimeoutError("rank 1 did not come"), "timeout"),
-        (CollectiveError("Connection reset by peer"), "peer"),
-        (torch.distributed.DistBackendError("NCCL communicator was aborted"), "peer"),
-        (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "timeout"),
-        (torch.distributed.DistNetworkError("Connection reset by peer"), "peer"),
-        (raised_from(KeyError("loss"), CollectiveTimeoutError("rank 1 did not come")), "timeout"),
-        (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "own"),
-        (raised_from(OWN, OWN), "own"),  # as of ``raise error from error``
+        (UserError("no such file"), Cause.MISTAKE),
+        (PeerGoneError("rank 1 has ended"), Cause.PEER),
+        (CollectiveTimeoutError("rank 1 did not come"), Cause.TIMEOUT),
+        (CollectiveError("Connection reset by peer"), Cause.PEER),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), Cause.PEER),
+        (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), Cause.TIMEOUT),
+        (torch.distributed.DistNetworkError("Connection reset by peer"), Cause.PEER),
+        (raised_from(KeyError("loss"), CollectiveTimeoutError("rank 1 did not come")), Cause.TIMEOUT),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), Cause.CODE),
+        (raised_from(OWN, OWN), Cause.CODE),  # as of ``raise error from error``
     ],
 )
-def test_causes(error: Exception, expected: str) -> None:
-    assert classify_failure(error) == expected
+def test_causes(error: Exception, expected: Cause) -> None:
+    assert find_cause(error) is expected
 
 
-@pytest.mark.parametrize(("seconds_ago", "expected"), [(50.0, "peer"), (60.0, "timeout")])
-def test_only_who_has_waited_for_the_time_limit_says_so(monkeypatch, seconds_ago: float, expected: str) -> None:
+@pytest.mark.parametrize(("seconds_ago", "expected"), [(50.0, Cause.PEER), (60.0, Cause.TIMEOUT)])
+def test_only_who_has_waited_for_the_time_limit_says_so(monkeypatch, seconds_ago: float, expected: Cause) -> None:
     """Whatever the error's own words are."""
     monkeypatch.setattr(distributed, "timeout_seconds", 60.0)
     with pytest.raises(CollectiveError) as caught, translate_collective_errors(time.monotonic() - seconds_ago):
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
-    assert classify_failure(caught.value) == expected
+    assert find_cause(caught.value) is expected
 
 
 class MuteError(RuntimeError):
@@ -107,14 +108,14 @@ SHORTENED = f"head{'.' * 9996}\n...\n{'.' * 9996}tail"
 
 @pytest.mark.parametrize(("error", "message"), [(MuteError(), "<exception str() failed>"), (LONG, SHORTENED)])
 def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
-    told = make_error_report(error)
-    assert (told["type"], told["cause"], told["message"]) == (type(error).__name__, "own", message)
-    assert len(told["traceback"]) < 30_000
+    report = report_failure(error)
+    assert (report.type, report.cause, report.message) == (type(error).__name__, Cause.CODE, message)
+    assert len(report.traceback) < 30_000
 
 
 def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float = 0.0, **values: Any) -> Any:
-    error = {"cause": kind, "type": "E", "message": f"of {rank}", "traceback": "", "time": time} if kind else None
-    values = {"exitcode": exit_code, "error": error, "completed": False, "lost": False, "host": "h", **values}
+    report = FailureReport(Cause[kind], "E", f"of {rank}", "", time) if kind else None
+    values = {"exitcode": exit_code, "report": report, "completed": False, "lost": False, "host": "h", **values}
     return SimpleNamespace(rank=rank, ran_out_of_memory=lambda: False, **values)
 
 
@@ -141,19 +142,19 @@ AT, LIMIT = "\n\nrank 1 is at:\nits stack\n\n", "600 s (FLYTE_DDP_TIMEOUT)"
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ([handle(0, 1, "peer"), handle(1, -signal.SIGKILL)], "rank 1 was killed by SIGKILL"),
+        ([handle(0, 1, "PEER"), handle(1, -signal.SIGKILL)], "rank 1 was killed by SIGKILL"),
         ([handle(0, -signal.SIGABRT), handle(1, -signal.SIGSEGV)], "rank 1 was killed by SIGSEGV"),
         ([handle(0, -signal.SIGABRT), handle(1, lost=True)], "rank 1 exited without reporting"),
         ([handle(0, -signal.SIGABRT), handle(1, 0)], "rank 1 ended with exit code 0"),
-        ([handle(0, -signal.SIGABRT), handle(1, 1, "own")], "rank 1: E: of 1"),
-        ([handle(0, 1, "peer"), handle(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
-        ([handle(0, 1, "own", 2.0), handle(1, 1, "own", 1.0)], "rank 1: E: of 1"),
-        ([handle(0, 1, "peer"), handle(1, 1, "mistake")], "of 1"),
-        ([handle(0, 1, "peer"), handle(1, lost=True)], "rank 1 exited without reporting an error before it had finish"),
-        ([handle(0, 1, "peer"), handle(1, 1, "peer", 1.0)], "rank 0: E: of 0"),
-        ([handle(0, 1, "timeout"), HANGING], f"rank 1 did not come where rank 0 waited for {LIMIT}{AT}rank"),
-        ([handle(0, 1, "peer"), HANGING], f"rank 0: E: of 0{AT}rank 0: E: of 0"),
-        ([handle(0, 1, "timeout"), handle(1, 1, "timeout")], f"ranks 0 and 1 waited for {LIMIT}, in different places"),
+        ([handle(0, -signal.SIGABRT), handle(1, 1, "CODE")], "rank 1: E: of 1"),
+        ([handle(0, 1, "PEER"), handle(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
+        ([handle(0, 1, "CODE", 2.0), handle(1, 1, "CODE", 1.0)], "rank 1: E: of 1"),
+        ([handle(0, 1, "PEER"), handle(1, 1, "MISTAKE")], "of 1"),
+        ([handle(0, 1, "PEER"), handle(1, lost=True)], "rank 1 exited without reporting an error before it had finish"),
+        ([handle(0, 1, "PEER"), handle(1, 1, "PEER", 1.0)], "rank 0: E: of 0"),
+        ([handle(0, 1, "TIMEOUT"), HANGING], f"rank 1 did not come where rank 0 waited for {LIMIT}{AT}rank"),
+        ([handle(0, 1, "PEER"), HANGING], f"rank 0: E: of 0{AT}rank 0: E: of 0"),
+        ([handle(0, 1, "TIMEOUT"), handle(1, 1, "TIMEOUT")], f"ranks 0 and 1 waited for {LIMIT}, in different places"),
     ],
 )
 def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:
@@ -164,5 +165,5 @@ def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:
 def test_collectives_that_fail_on_all_ranks_at_once_may_be_the_networks_fault(
     hosts: tuple[str, str], worth_another_try: bool
 ) -> None:
-    group = [handle(rank, 1, "peer", host=host) for rank, host in enumerate(hosts)]
+    group = [handle(rank, 1, "PEER", host=host) for rank, host in enumerate(hosts)]
     assert find_first_failure(group, 600.0).recoverable == worth_another_try

@@ -20,6 +20,7 @@ from training_runs import train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import MachineError, RankError
 from flyte_ddp.launch.supervise.failures import find_first_failure
+from flyte_ddp.launch.supervise.report import Cause, FailureReport
 from flyte_ddp.parallel.distributed import explain_failed_device, translate_collective_errors
 from flyte_ddp.run import Result
 from flyte_ddp.training.checkpointing import Checkpointer
@@ -116,9 +117,10 @@ def test_a_device_without_memory_is_told_with_torchs_figures_and_a_fix(fail: Any
 )
 def test_nccls_system_errors_are_worth_another_try(message: str, worth_another_try: bool) -> None:
     """Also where all ranks, which are on one host, have them."""
-    report = {"cause": "peer", "type": "DistBackendError", "message": message, "traceback": "", "time": 0.0}
+    report = FailureReport(Cause.PEER, "DistBackendError", message, "", 0.0)
     handles = [
-        SimpleNamespace(rank=rank, error=report, exitcode=1, completed=False, lost=False, host="h") for rank in range(2)
+        SimpleNamespace(rank=rank, report=report, exitcode=1, completed=False, lost=False, host="h")
+        for rank in range(2)
     ]
     assert find_first_failure(handles, 600.0).recoverable == worth_another_try
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from flyte_ddp.errors import RankError
 from flyte_ddp.files import hold_lock
-from flyte_ddp.launch.supervise.failures import ROOT_CAUSES
-from flyte_ddp.launch.supervise.link import Link, classify_failure
+from flyte_ddp.launch.supervise.link import Link
+from flyte_ddp.launch.supervise.report import ROOT_CAUSES, find_cause
 from flyte_ddp.machine import process
 from flyte_ddp.runs.checkpoint import make_handover
 
@@ -92,7 +92,7 @@ class WorkerLink(Link):
         with suppress(TimeoutError):
             if (outcome := self.outcome.result(OUTCOME_SECONDS)) is not None:
                 return outcome
-        return own_error if classify_failure(own_error) in ROOT_CAUSES else lost_rank_0_error()
+        return own_error if find_cause(own_error) in ROOT_CAUSES else lost_rank_0_error()
 
 
 def lost_rank_0_error() -> RankError:

@@ -232,7 +232,7 @@ class RemoteHandle(RankHandle):
         Drops "port", which the supervisor handles.
         """
         if message["kind"] == "error" and not self.worker.is_on_launcher_host:
-            message["time"] = time.monotonic()  # the report has the time of another host's clock
+            message["report"] = replace(message["report"], time=time.monotonic())  # not of another host's clock
         if message["kind"] == "exit":
             self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
         elif message["kind"] in ("stack", "stored"):

@@ -4,15 +4,14 @@ The death of a rank makes other ranks fail, and their failures are not the root 
 """
 
 import signal
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.report import CONSEQUENCES, ROOT_CAUSES, Cause, FailureReport
 
 NO_STACK = "(it does not say)"
-MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
-ROOT_CAUSES = ("own", "machine", *MISTAKES)  # causes that are not a consequence of another rank's failure
+MISTAKES = {Cause.MISTAKE: UserError, Cause.UNREACHABLE: UnreachableError}
 
 
 def find_first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
@@ -37,7 +36,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
             number = signal.Signals(-handle.exitcode)
             return killed_rank_error(handle.rank, number, out_of_memory=handle.ran_out_of_memory())
-    unreported = [handle for handle in group if handle.error is None and not handle.completed]
+    unreported = [handle for handle in group if handle.report is None and not handle.completed]
     for handle in unreported:
         if handle.lost and handle.ran_out_of_memory():
             return killed_rank_error(handle.rank, signal.SIGKILL, out_of_memory=True)
@@ -47,11 +46,11 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
                 f"{handle.host} is lost",
                 recoverable=True,
             )
-    if own := reports_with_cause(group, *ROOT_CAUSES):
-        first, mistake = own[0], MISTAKES.get(own[0]["cause"])
-        of_machine = first["cause"] == "machine"
-        failure = RankError(format_rank_error(first), details=first["traceback"], recoverable=of_machine)
-        return mistake(first["message"]) if mistake else failure
+    if reports := list_reports(group, ROOT_CAUSES):
+        rank, first = reports[0]
+        mistake, of_machine = MISTAKES.get(first.cause), first.cause is Cause.MACHINE
+        failure = RankError(first.format(rank), details=first.traceback, recoverable=of_machine)
+        return mistake(first.message) if mistake else failure
     for handle in unreported:
         if handle.exitcode is not None and handle.exitcode >= 0:
             return RankError(f"rank {handle.rank} ended with exit code {handle.exitcode} before it had finished")
@@ -73,35 +72,32 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     The error is recoverable, unless all ranks are on one host and failed without a timeout. In this case the operation
     is the cause.
     """
-    reports = reports_with_cause(group, "timeout", "peer")
-    late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
-    missing = [handle for handle in group if handle.error is None]
+    reports = list_reports(group, CONSEQUENCES)
+    late = sorted(rank for rank, report in reports if report.cause is Cause.TIMEOUT)
+    missing = [handle for handle in group if handle.report is None]
     waited = f"{format_ranks(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)" if late else ""
     if late and missing:
         message = f"{format_ranks([handle.rank for handle in missing])} did not come where {waited}"
     else:
-        message = f"{waited}, in different places or at different times" if late else format_rank_error(reports[0])
+        rank, first = reports[0]
+        message = f"{waited}, in different places or at different times" if late else first.format(rank)
     stacks = [f"rank {handle.rank} is at:\n{handle.read_stack() or NO_STACK}" for handle in missing]
     shown = reports[:1] if missing else reports
-    tracebacks = [f"{format_rank_error(error)}\n\n{error['traceback']}" for error in shown]
+    tracebacks = [f"{report.format(rank)}\n\n{report.traceback}" for rank, report in shown]
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
     # A lost rank may be the fault of its host. A timeout may be a hang of the code, which recurs in each attempt.
     kind = RankLostError if recoverable and not late else RankError
-    of_system = any("unhandled system error" in error["message"] for error in reports)  # NCCL's, not the operation's
+    of_system = any("unhandled system error" in report.message for _, report in reports)  # NCCL's, not the operation's
     return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable or of_system)
 
 
-def reports_with_cause(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:
-    """Return the ranks' reports of these causes, with ``rank`` added.
+def list_reports(group: Sequence[RankHandle], causes: Container[Cause]) -> list[tuple[int, FailureReport]]:
+    """Return rank and report of each failure with one of these causes.
 
     The earliest report by the launcher's clock is the first.
     """
-    found = [{**handle.error, "rank": handle.rank} for handle in group if handle.error is not None]
-    return sorted((error for error in found if error["cause"] in causes), key=lambda error: error["time"])
-
-
-def format_rank_error(error: dict[str, Any]) -> str:
-    return f"rank {error['rank']}: {error['type']}: {error['message']}"
+    found = [(handle.rank, handle.report) for handle in group if handle.report is not None]
+    return sorted((each for each in found if each[1].cause in causes), key=lambda each: each[1].time)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

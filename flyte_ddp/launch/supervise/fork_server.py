@@ -24,9 +24,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
-from flyte_ddp.launch.supervise.link import RankInfo, make_error_report
+from flyte_ddp.launch.supervise.link import RankInfo
 from flyte_ddp.launch.supervise.rank_handle import JOIN_SECONDS, ProcessHandle, RankHandle, start_processes
 from flyte_ddp.launch.supervise.rank_process import flush_output, start_rank
+from flyte_ddp.launch.supervise.report import report_failure
 from flyte_ddp.machine.process import (
     become_subreaper,
     die_with_parent,
@@ -295,7 +296,7 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes], requests: socket.socket) -
 def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
     for each in ranks:
         with suppress(OSError):
-            each.pipe.send(make_error_report(error))
+            each.pipe.send({"kind": "error", "report": report_failure(error)})
     kill_ranks_and_exit()
 
 

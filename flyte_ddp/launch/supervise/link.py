@@ -1,31 +1,23 @@
-"""A rank's connection to its launcher, and the reports of failures. Imports no torch."""
+"""A rank's connection to its launcher. Imports no torch."""
 
 import os
 import pickle
 import queue
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError, UnreachableError, UserError
+from flyte_ddp.errors import CollectiveTimeoutError
 from flyte_ddp.launch.supervise.network import set_network_interface
+from flyte_ddp.launch.supervise.report import report_failure
 from flyte_ddp.runs.checkpoint import Handover
 
-GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # parts of the texts of gloo's errors: a source folder, and words
-TORCH_TIMEOUTS = ("timed out", "timeout")  # parts of the texts of errors of NCCL and of torch's stores
-# Parts of the text of torch's error for a DataLoader process that a signal has ended.
-KILLED_LOADER = ("DataLoader worker (pid", "is killed by signal")
-MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest checkpoint's step
 OfferSaving = Callable[[SaveFunction], None]
 StandIn = Callable[[Handover], int | None]  # saves in rank 0's place; returns the newest checkpoint's step, or None
-CONSEQUENCES = ("timeout", "peer")  # causes of a failure that leave a rank's state intact
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Link(PipeEnd):
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def report_error(self, error: BaseException) -> None:
-        self.send(**make_error_report(error))
+        self.send("error", report=report_failure(error))
 
     def receive_work(self) -> Any:
         """Wait for the Work without a limit, and return the Work.
@@ -129,63 +121,3 @@ class Link(PipeEnd):
         On Linux, the kernel has already killed this process together with its launcher.
         """
         os._exit(1)
-
-
-def make_error_report(error: BaseException) -> dict[str, Any]:
-    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's error
-    return {
-        "kind": "error",
-        "time": time.monotonic(),
-        "cause": classify_failure(error),
-        "type": type(raised).__name__,
-        "message": exception_message(raised),
-        "traceback": shorten_text("".join(traceback.format_exception(error))),
-    }
-
-
-def exception_message(error: BaseException) -> str:
-    """Return an exception's text, shortened to 20,000 characters.
-
-    If ``__str__`` raises, returns a placeholder.
-    """
-    return shorten_text(str(traceback.TracebackException.from_exception(error)))
-
-
-def shorten_text(text: str) -> str:
-    half = MAX_CHARACTERS // 2
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}\n...\n{text[-half:]}"
-
-
-def classify_failure(error: BaseException) -> str:
-    """Return the cause of a rank's failure, by the types of the exception and its causes.
-
-    The cause is "mistake" or "unreachable" (UserErrors), "machine", "timeout" (of a collective operation), "peer"
-    (another rank failed first), or "own" (this rank's code). If a signal has ended a process of torch's DataLoader, the
-    cause is "machine".
-    """
-    for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
-        if isinstance(error, kind):
-            return cause
-    # NCCL and torch's stores raise DistError. Without torch, CollectiveError replaces it.
-    of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
-    origin: BaseException | None = error
-    seen: set[int] = set()  # `raise error from error` makes a loop of causes
-    while origin is not None and id(origin) not in seen:
-        seen.add(id(origin))
-        if isinstance(origin, CollectiveTimeoutError):
-            return "timeout"
-        if isinstance(origin, CollectiveError):
-            return "peer"
-        if isinstance(origin, of_torch):
-            return "timeout" if any(words in str(origin).lower() for words in TORCH_TIMEOUTS) else "peer"
-        if type(origin) is RuntimeError and (cause := classify_text(str(origin))):
-            return cause
-        origin = origin.__cause__
-    return "own"
-
-
-def classify_text(message: str) -> str:
-    """Return the cause of a failure by the text of torch's RuntimeError, or "" for any other text."""
-    if GLOO in message:
-        return "timeout" if GLOO_TIMEOUT in message else "peer"
-    return "machine" if all(words in message for words in KILLED_LOADER) else ""

@@ -11,6 +11,7 @@ from typing import Any
 from flyte_ddp.launch.supervise.link import PipeEnd, RankInfo
 from flyte_ddp.launch.supervise.network import LOOPBACK
 from flyte_ddp.launch.supervise.rank_process import start_rank
+from flyte_ddp.launch.supervise.report import FailureReport
 from flyte_ddp.machine.process import count_out_of_memory_kills, read_stack, spawn_context
 
 READ_SECONDS = 0.1  # for messages of one rank, so that many messages delay neither other ranks nor requests to stop
@@ -33,7 +34,7 @@ class RankHandle(PipeEnd):
         self.listening = True  # whether more messages may come through the pipe
         self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
-        self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
+        self.report: FailureReport | None = None  # of the rank's failure
         self.completed = False  # whether the rank has reported that it has completed
         self.resumed_step = 0  # step of the checkpoint that the work resumes from
         self.answered = False  # whether the rank has answered a request for a checkpoint
@@ -58,7 +59,7 @@ class RankHandle(PipeEnd):
 
     @property
     def failed(self) -> bool:
-        return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))
+        return self.report is not None or (not self.completed and (self.exitcode is not None or self.lost))
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of this cgroup for lack of memory since the rank's start."""
@@ -87,7 +88,7 @@ class RankHandle(PipeEnd):
 
     def handle_message(self, message: dict[str, Any]) -> None:
         if message["kind"] == "error":
-            self.error = message
+            self.report = message["report"]
         elif message["kind"] == "completed":
             self.completed = True
         elif message["kind"] == "saved":

@@ -12,7 +12,8 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from flyte_ddp.launch.supervise.link import CONSEQUENCES, Link, RankInfo, classify_failure
+from flyte_ddp.launch.supervise.link import Link, RankInfo
+from flyte_ddp.launch.supervise.report import CONSEQUENCES, find_cause
 from flyte_ddp.launch.supervise.stopping import call_on_signals
 from flyte_ddp.machine import process
 
@@ -54,7 +55,7 @@ def run_and_report(info: RankInfo, link: Link) -> int:
     except BaseException as error:
         flush_output()  # before the report, after which the launcher ends this process
         link.report_error(error)
-        if classify_failure(error) in CONSEQUENCES:
+        if find_cause(error) in CONSEQUENCES:
             threading.Event().wait()  # the launcher may request a checkpoint, and then kills this process
         return 1
     flush_output()

@@ -8,8 +8,8 @@ from typing import Any
 
 from flyte_ddp.errors import RankError, RankLostError, print_to_stderr
 from flyte_ddp.launch.supervise.failures import NO_STACK, find_first_failure, find_root_cause
-from flyte_ddp.launch.supervise.link import CONSEQUENCES
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.report import CONSEQUENCES, Cause
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 from flyte_ddp.runs.checkpoint import make_handover, trust_checkpoint
 from flyte_ddp.runs.work import Work
@@ -119,7 +119,7 @@ def has_failed_by_code(handle: RankHandle) -> bool:
 
     Then no restart follows, and rank 0 has already saved.
     """
-    return handle.error is not None and handle.error["cause"] not in (*CONSEQUENCES, "machine")
+    return handle.report is not None and handle.report.cause not in (*CONSEQUENCES, Cause.MACHINE)
 
 
 def request_checkpoint(
