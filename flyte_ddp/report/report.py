@@ -25,8 +25,6 @@ PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),
     "forward_backward": ("Forward and backward", BLUE),
     "communication": ("Communication", ORANGE),
-    "waiting_data": ("GPU waits for data", "#c0392b"),
-    "waiting_launches": ("GPU waits for launches", "#e3a59d"),
     "evaluation": ("Evaluation", GREEN),
     "other": ("Other", "#a3adba"),
 }

@@ -139,7 +139,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         np.savez(file, **described)
     if state.step >= LEAST_STEPS:
         pictures, loaders = isinstance(state.spec, InputSpec), state.training.source.loaders
-        recorder.add_warning(describe_waiting(state.clock.seconds, hp, state.hardware, loaders, pictures=pictures))
+        recorder.add_warning(describe_waiting(state.clock.seconds, state.hardware, loaders, pictures=pictures))
     notes = [*recorder.warnings, *list_report_notes(state, recorder.arithmetic, work.checkpoint)]
     if bad:
         what = f"{len(bad):,} samples could not be decoded and were replaced by others"

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.machine.clock import DATA, WAITING
+from flyte_ddp.machine.clock import DATA, STEPS
 from flyte_ddp.machine.resources import read_cpu
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
@@ -24,7 +23,7 @@ from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
 OWN_RECORDS = 4  # another rank than 0 may be ahead of rank 0 by a step, and by an evaluation
-LONG_WAIT = 0.2  # share of the steps' time in which a GPU has nothing to do
+LONG_WAIT = 0.2  # share of the steps' time in which a GPU waits for data
 SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies", "warnings")
 
 
@@ -149,15 +148,14 @@ class Recorder:
     def seconds_by_activity(self) -> dict[str, float]:
         """Return this rank's seconds by activity, and their sum as ``total``.
 
-        ``communication`` is the time that did not overlap with computation. Waits are times in which a GPU had nothing
-        to do, and exist on GPUs only.
+        ``communication`` is the time that did not overlap with computation. On a GPU, ``data`` includes the waits for
+        batches, and ``forward_backward`` the waits for the host's launches.
         """
         spent = self.clock.seconds
         seconds = {
             "data": sum(spent[name] for name in DATA),
             "forward_backward": spent["forward_backward"] - spent[WAITED],
             "communication": spent["communication"] + spent[WAITED],
-            **{name: spent[name] for name in WAITING if name in spent},
             "evaluation": spent["evaluation"],
         }
         total = self.clock.total()
@@ -186,24 +184,19 @@ def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: in
     return b"".join(line + b"\n" for line in [*lines, *map(format_record, missing)])
 
 
-def describe_waiting(
-    seconds: Mapping[str, float], hp: Hyperparameters, hardware: Hardware, loaders: int, *, pictures: bool
-) -> str:
-    """Return advice if the GPU had nothing to do for more than a fifth of the steps' time, else ""."""
-    for_data, for_launches = (seconds.get(name, 0.0) for name in WAITING)
-    share = (for_data + for_launches) / (seconds.get("steps") or 1.0)
+def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: int, *, pictures: bool) -> str:
+    """Return advice if the GPU waited for data in more than a fifth of the steps' time, else ""."""
+    steps = seconds.get(STEPS, 0.0)
+    share = sum(seconds.get(name, 0.0) for name in DATA) / steps if steps else 0.0
     if share <= LONG_WAIT:
         return ""
-    waited = f"The GPU waited {100 * share:.0f} % of the training time, mostly for"
-    if for_launches >= for_data:
-        compiled = "" if hp.compile else ", or compile=true"
-        return f"{waited} the host to launch its work; use a larger batch_size (now {hp.batch_size}){compiled}."
+    waited = f"The GPU waited {100 * share:.0f} % of the training time for data"
     if not loaders:
-        return f"{waited} data, which the rank loads itself; use a GPU with room for them, or a larger batch_size."
+        return f"{waited}, which the rank loads itself; use a GPU with room for the data, or a larger batch_size."
     cores, each = hardware.threads, ", for each rank" if hardware.num_ranks > 1 else ""
     more = f"FLYTE_DDP_LOADERS={cores - 1}" if loaders < cores - 1 else "more cores"
     less = "smaller stored pictures, or a smaller image_size" if pictures else "or faster functions that load samples"
-    return f"{waited} data: {loaders} loader process(es) on {cores} core(s){each}; use {more}, {less}."
+    return f"{waited}: {loaders} loader process(es) on {cores} core(s){each}; use {more}, {less}."
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:

@@ -53,18 +53,6 @@ def test_the_time_is_divided_as_recorded(page: Page) -> None:
     assert body == "".join(expected)
 
 
-def test_a_gpus_waits_are_parts_of_the_time(tmp_path: Path, page: Page) -> None:
-    *others, end = records()
-    end["seconds"] |= {"forward_backward": 1.0, "waiting_data": 3.0, "waiting_launches": 1.0}
-    of_gpu = Page(report.render_report(write_run(tmp_path / "run", [*others, end])))
-    body = "".join(of_gpu.texts("div", class_="parts"))
-    assert "GPU waits for data3.00 s (30.00" in body
-    assert "GPU waits for launches1.00 s (10.00" in body
-    explained = "the GPU has nothing to do"
-    assert explained in "".join(of_gpu.texts("p"))
-    assert explained not in "".join(page.texts("p"))
-
-
 def test_hyperparameters_that_differ_from_their_defaults_are_set_apart(page: Page) -> None:
     given, default = records()[0]["hyperparameters"], Hyperparameters().to_dict()
     rows = {row[0]: row[1:3] for row in page.rows() if len(row) >= 4 and row[0] in default}

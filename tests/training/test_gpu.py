@@ -15,7 +15,6 @@ from training_runs import Train, cut_off, losses, records_of, resumed_steps, wei
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.launch import spawn
-from flyte_ddp.machine.clock import SPIN, keep_gpu_busy
 from flyte_ddp.objectives import Facts, make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
@@ -126,7 +125,7 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path, max_steps: int,
 def test_the_time_goes_where_the_device_spends_it(
     train: Train, device: str, image_size: int, batch_size: int, epochs: int
 ) -> None:
-    """And not to the host's waiting for it, nor to its own for the host, which is little with so large a model."""
+    """And not to the host's waiting for it."""
     hp = replace(HP, model="resnet18", precision="fp32", deterministic=False, ema_decay=0.0)
     hp = on_device(replace(hp, image_size=image_size, batch_size=batch_size, epochs=epochs), device)
     [end] = records_of(train(hp), "end")
@@ -135,40 +134,12 @@ def test_the_time_goes_where_the_device_spends_it(
     assert sum(seconds.values()) == pytest.approx(total)
     assert all(part >= -0.01 * total for part in seconds.values())
     assert seconds["forward_backward"] > 0.5 * (total - seconds["evaluation"])
-    assert seconds.get("waiting_data", 0.0) + seconds.get("waiting_launches", 0.0) < 0.2 * total
-    assert ("waiting_data" in seconds) is (device == "cuda")
+    assert seconds["data"] < 0.2 * total
     assert seconds["other"] < 0.3 * total
-
-
-@needs_gpu
-def test_a_gpu_that_waits_for_the_host_is_not_called_busy(train: Train) -> None:
-    hp = Hyperparameters(model="small_cnn", batch_size=4, epochs=1, num_ranks=1, precision="fp32")
-    result = train(on_device(hp, "cuda"))
-    [end] = records_of(result, "end")
-    seconds = end["seconds"]
-    total = seconds.pop("total")
-    assert sum(seconds.values()) == pytest.approx(total)
-    waited = seconds["waiting_data"] + seconds["waiting_launches"]
-    assert waited > 0.5 * (total - seconds["evaluation"] - seconds["other"])
-    assert seconds["forward_backward"] < waited
-    assert "GPU waits for launches" in result.report.read_text()
 
 
 TWO = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, backend="nccl", precision="fp32")
 BUSY_CYCLES = 20_000_000_000  # of a GPU's clock: some ten seconds, as if a collective did not end
-
-
-@needs_gpu
-def test_a_gpu_is_kept_busy_for_about_so_long() -> None:
-    """As long as the host took at least, which is the margin's purpose."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    keep_gpu_busy(0.0)  # the first time loads the kernel
-    begin.record()
-    keep_gpu_busy(0.05)
-    end.record()
-    assert not end.query()
-    end.synchronize()
-    assert 50.0 / SPIN < begin.elapsed_time(end) < 200.0
 
 
 @needs_gpu
