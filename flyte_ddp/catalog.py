@@ -118,6 +118,8 @@ def check_image_size(model: str, height: int, width: int) -> None:
 
     The error suggests a size that fits. User-defined models are not checked.
     """
+    if ":" in model:
+        return
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)
     if min(height, width) < smallest or height % multiple or width % multiple:

@@ -113,5 +113,6 @@ def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:
 
 
 def test_vision_transformers_refuse_oblong_images() -> None:
+    catalog.check_image_size("vit_of_mine:build", 16, 32)  # a user-defined model
     with pytest.raises(UserError, match="16x32 images: they must be square; set image_size"):
         spec_for("vit_b_16", 16, width=32)

@@ -183,10 +183,10 @@ def write_page(folder: Path) -> None:
 
     If writing fails, prints the reason.
     """
-    is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
-    if not is_recorded and not (folder / results.FOLDER).exists():
-        return
     try:
+        is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
+        if not is_recorded and not (folder / results.FOLDER).exists():
+            return
         from flyte_ddp.report.function_page import render_function_page  # imports NumPy, for which ranks would wait
         from flyte_ddp.report.page import write_html
 

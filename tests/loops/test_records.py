@@ -44,6 +44,11 @@ def test_a_page_that_cannot_be_made_costs_the_function_nothing(run: Run, tmp_pat
     assert not (tmp_path / "run/report.html").exists()
 
 
+def test_damaged_records_cost_the_function_nothing(run: Run, tmp_path: Path, capfd) -> None:
+    assert run(own_functions.damage_records, num_ranks=1) == "the value"
+    assert "no report.html could be made (UserError: " in capfd.readouterr().err
+
+
 def test_no_number_costs_what_the_function_returns(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither in the records nor on the page."""
     assert run(own_functions.record_extremes, num_ranks=1) == "the value"
