@@ -125,11 +125,11 @@ def check_image_size(model: str, height: int, width: int) -> None:
     if min(height, width) < smallest or height % multiple or width % multiple:
         rule = f"sides must be at least {smallest}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
     elif model.startswith("vit_") and height != width:
-        rule = "they must be square"
+        rule = "images must be square"
     else:
         return
     fits = -(-max(smallest, height, width) // multiple) * multiple
-    raise UserError(f"model {model!r} cannot take {height}x{width} images: {rule}; set image_size={fits}")
+    raise UserError(f"model {model!r} does not accept {height}x{width} images: {rule}; set image_size={fits}")
 
 
 def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
@@ -152,8 +152,8 @@ def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
         return None
     if model not in TORCHVISION_MODELS:
         raise UserError(
-            f"init_from={init_from!r}: goes with a model of torchvision's, not with {model!r}; "
-            "set model to one of these, such as resnet18, or init_from to a file of weights"
+            f"init_from={init_from!r}: requires a torchvision model, not {model!r}; set model to a torchvision model, "
+            "such as resnet18, or init_from to a file of weights"
         )
     known = TORCHVISION_WEIGHTS[model]
     named = {DEFAULT: next(iter(known.values())), **known}
@@ -175,7 +175,7 @@ def check_select_by(select_by: str, objective: str, classes: int = 2) -> None:
         choices = ["loss", *(name for name in MEASURES[objective] if name not in unfit)]
         if select_by in unfit:
             raise UserError(
-                f"select_by={select_by!r}: is of two classes, and there are {classes}; choose {', '.join(choices)}"
+                f"select_by={select_by!r}: requires two classes, not {classes}; choose {', '.join(choices)}"
             )
         if select_by not in choices:
             raise unknown_name_error("select_by", select_by, choices)

@@ -36,44 +36,48 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     data_source: str = setting(
         "",
-        "Where the data set's files are: a directory, or a file://, s3://, gs://, az:// or https:// mirror; "
-        "empty for the usual places (a system copy, then the public address). Your own callable gets it as it is.",
+        "Location of the data set's files: a directory, or a file://, s3://, gs://, az:// or https:// mirror; empty: "
+        "a system copy, else the public address. A user-defined callable gets the value unchanged.",
     )
     test_dataset: str = setting(
         "",
         "For shards, streams and image folders: the data set to test on, `shards:ADDRESS` or `image_folder:ADDRESS`; "
-        "empty holds out a tenth of the samples, or of a stream's shards.",
+        "empty: a tenth of the samples, or of a stream's shards, is held out.",
     )
     num_classes: int = setting(
-        0, "Classes, or tokens of texts, if the data set does not tell; 0 if it does.", at_least=0, at_most=1_000_000
+        0, "Number of classes, or of tokens for texts; 0: from the data set.", at_least=0, at_most=1_000_000
     )
     sample: str = setting(
         "",
-        "For shards and image folders: your own `package.module:callable`, which makes an image and a target out of "
+        "For shards and image folders: your own `package.module:callable`, which makes an image and a target from "
         "the members of a sample; empty: an image and its class.",
         own=True,
     )
     collate: str = setting(
         "stacked",
-        "How samples that are no images become a batch: stacked (all have one shape), padded (the first dimension, to "
-        "the longest; the model also gets `mask`, true where there are values), or your own `package.module:callable`, "
-        "called with a list of pairs (inputs, targets).",
+        "How samples other than images are collated into a batch: stacked (all samples have one shape), padded (the "
+        "first dimension is padded to the longest sample; the model also gets `mask`, true at values), or your own "
+        "`package.module:callable`, called with a list of pairs (inputs, targets).",
         choices=("stacked", "padded"),
         own=True,
     )
     shuffle_shards: int = setting(
         16,
-        "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
+        "Number of shards from which a batch is drawn, over all ranks: more shards mix better, fewer need less cache.",
         at_least=1,
         at_most=4096,
     )
     shuffle_buffer: int = setting(
-        1000, "For streams: samples that each worker, and each rank, mix among.", at_least=1, at_most=10_000_000
+        1000,
+        "For streams: size of the shuffle buffer of each worker, and of each rank, in samples.",
+        at_least=1,
+        at_most=10_000_000,
     )
     bad_samples: int = setting(
         0,
-        "For shards, streams and image folders: how many images, over all ranks, may be impossible to decode. Each is "
-        "replaced by its shard's next image that can be decoded. A stream leaves out up to as many for each worker.",
+        "For shards, streams and image folders: maximum number of images that cannot be decoded, over all ranks. "
+        "Each is replaced by the next image of the same shard that can be decoded. In a stream, each worker skips up "
+        "to this number of images.",
         at_least=0,
     )
     validation_fraction: float = setting(
@@ -85,62 +89,65 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     # Model
     model: str = setting(
         "small_cnn",
-        "For images small_cnn, tutorial, or a torchvision classifier by name; or your own `package.module:callable`.",
+        "For images: small_cnn, tutorial, or the name of a torchvision classifier; for any data: your own "
+        "`package.module:callable`.",
         own=True,
     )
     image_size: int = setting(
         0,
-        "Side in pixels of the square that images are resized to; 0: their own size, or 224 for shards, streams and "
-        "image folders, or what `torchvision:` weights take.",
+        "Side, in pixels, of the square to which images are resized; 0: the stored size, or 224 for shards, streams "
+        "and image folders, or the size that `torchvision:` weights expect.",
         at_least=0,
         at_most=4096,
     )
     init_from: str = setting(
         "",
-        "The weights to start from: `torchvision:DEFAULT` (or another name of the model's weights there), or a file "
-        "(path or URI) with a state_dict, or with a checkpoint that has one under `state_dict`, `model_state_dict` or "
-        "`model`; all tensors must fit. Empty starts from the seed.",
+        "Initial weights: `torchvision:DEFAULT` (or other weights of torchvision for the model), or a file (path or "
+        "URI) with a state_dict, or with a checkpoint that has a state_dict under `state_dict`, `model_state_dict` "
+        "or `model`; all tensors must fit. Empty: random weights, drawn by the seed.",
     )
     init_skip: str = setting(
         "",
-        "Parts of the model that start from the seed although the rest starts from `init_from`: names of modules or "
-        "tensors, separated by commas, such as the head for another number of classes (`fc`, `classifier.6`).",
+        "Parts of the model that start with random weights although `init_from` is set: names of modules or tensors, "
+        "separated by commas, such as the head for another number of classes (`fc`, `classifier.6`).",
     )
     freeze: str = setting(
         "",
-        "Parts of the model that stay as they start: names of modules or tensors, separated by commas (`layer1`, "
-        "`fc.bias`). A module also stays in evaluation mode: its BatchNorm keeps its statistics, its dropout is off.",
+        "Parts of the model that are not trained: names of modules or tensors, separated by commas (`layer1`, "
+        "`fc.bias`). A frozen module also stays in evaluation mode: its BatchNorm keeps its statistics, and its "
+        "dropout is off.",
     )
     sync_batchnorm: bool = setting(
-        True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
+        True,
+        "BatchNorm normalises by the statistics of the whole batch; false: by those of each rank's part of the batch.",
     )
     # Objective
     objective: str = setting(
         "classification",
         "What is minimised and measured: classification (a class for each sample), multilabel (several labels), "
-        "regression (numbers), segmentation (a class for each pixel), language (the next token at each place of a "
+        "regression (numbers), segmentation (a class for each pixel), language (the next token at each position of a "
         "text), or your own `package.module:callable`.",
         choices=tuple(catalog.SETTINGS_OF_OBJECTIVES),
         own=True,
     )
     options: str = setting(
         "",
-        "Options of the model and the objective, a JSON object or its text: "
-        '`{"model": {"width": 128}, "objective": {"loss": "huber"}}`. Regression has `loss`: mse, l1 or huber; '
-        "language `shift` and `decode`; your own callables get theirs as keyword arguments.",
+        'Options of the model and the objective, a JSON object or its text: `{"model": {"width": 128}, "objective": '
+        '{"loss": "huber"}}`. Regression has `loss`: mse, l1 or huber; language has `shift` and `decode`; '
+        "user-defined callables get their options as keyword arguments.",
         json=True,
     )
     class_weights: str = setting(
         "",
-        "Weights of the classes or labels in the loss (not for regression and language): numbers separated by commas, "
-        "or balanced (by the inverse of each class's training samples); empty: all 1.",
+        "Weights of the classes or labels in the loss (not for regression and language): numbers separated by "
+        "commas, or balanced (inverse to each class's number of training samples); empty: all 1.",
     )
     threshold: str = setting(
         "",
-        "For classification of two classes: the probability from which the second one is predicted, as a number, or a "
-        "rule that fits it on the validation split. f1: the highest F1; recall=0.9: the highest precision with a "
-        "recall of at least 0.9; cost=10: the lowest cost, where a missed sample of the second class costs as much as "
-        "10 false alarms. Empty: the likelier class is predicted.",
+        "For classification of two classes: the probability from which the second class is predicted: a number, or a "
+        "rule that fits the threshold on the validation split. f1: the highest F1; recall=0.9: the highest precision "
+        "with a recall of at least 0.9; cost=10: the lowest cost, where a missed sample of the second class costs as "
+        "much as 10 false alarms. Empty: the more probable class is predicted.",
         number=True,
     )
     # Length
@@ -151,24 +158,29 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         128, "Samples per optimiser step, over all ranks and accumulation steps.", at_least=1, at_most=1_000_000
     )
     test_batch_size: int = setting(
-        250, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
+        250, "Samples per evaluation batch; each batch is evaluated by a single rank.", at_least=1, at_most=1_000_000
     )
     sampling: str = setting(
         "shuffled",
         "Training samples of an epoch: shuffled (each once), weighted (drawn with replacement by the data set's "
-        "sample_weights), balanced (drawn so that all classes are equally common), or your own "
-        "`package.module:callable`, called with the samples, the seed and the epoch. Shards and streams: shuffled.",
+        "sample_weights), balanced (drawn with equal frequencies of all classes), or your own "
+        "`package.module:callable`, called with the samples, the seed and the epoch. For shards and streams: only "
+        "shuffled.",
         choices=("shuffled", "weighted", "balanced"),
         own=True,
     )
     accumulation_steps: int = setting(
-        1, "Parts of each batch, to save memory; gradients are summed before the step.", at_least=1, at_most=100_000
+        1,
+        "Micro-batches of each batch, to save memory; gradients are summed before the step.",
+        at_least=1,
+        at_most=100_000,
     )
     # Optimiser
     optimizer: str = setting(
         "sgd",
         "Optimiser: sgd, adam, adamw, or your own `package.module:callable`, called with the model and the "
-        "hyperparameters, which returns one or a list; parameter groups keep their own rates.",
+        "hyperparameters, which returns an optimiser or a list of optimisers; parameter groups keep their learning "
+        "rates.",
         choices=("sgd", "adam", "adamw"),
         own=True,
     )
@@ -177,22 +189,23 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     weight_decay: float = setting(5e-4, "L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0)
     decay_norms: bool = setting(
         True,
-        "Weight decay for all parameters; false: not for those with fewer than two dimensions, such as biases, and not "
-        "for those of normalisation layers. An optimiser of your own decides that itself.",
+        "Weight decay for all parameters; false: no weight decay for parameters with fewer than two dimensions, such "
+        "as biases, and for parameters of normalisation layers. A user-defined optimiser sets its weight decay "
+        "itself.",
     )
     nesterov: bool = setting(True, "Nesterov momentum; for SGD with momentum above 0.")
     schedule: str = setting(
         "one_cycle",
         "Learning rate over the run: constant, cosine to 0, one_cycle (linear up over the first quarter, linear down "
-        "to 0), or your own `package.module:callable`, which returns the factor of the rate for a step and the number "
-        "of all steps.",
+        "to 0), or your own `package.module:callable`, called with the step and the total number of steps, which "
+        "returns the factor of the learning rate.",
         choices=("constant", "cosine", "one_cycle"),
         own=True,
     )
     warmup_steps: int = setting(
         0,
-        "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter. A schedule of your "
-        "own does that itself.",
+        "Optimiser steps of linear warm-up from 0; with one_cycle, they replace the rise over the first quarter. Not "
+        "for a user-defined schedule.",
         at_least=0,
     )
     label_smoothing: float = setting(
@@ -200,39 +213,41 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     grad_clip_norm: float = setting(
         -1.0,
-        "Largest L2 norm of the whole gradient; larger ones are scaled down. 0: no clipping. -1: 1 for the two small "
-        "CNNs, which do not normalise, on shards, streams and image folders; else no clipping.",
+        "Maximum L2 norm of the whole gradient; a larger gradient is scaled down. 0: no clipping. -1: 1 for the two "
+        "small CNNs, which have no normalisation layers, on shards, streams and image folders; else no clipping.",
         at_least=-1.0,
     )
     # Regularisation and selection
     augment: str = setting(
         "none",
-        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop, and mirrored half "
-        "of the time), for shards, streams and image folders resized_crop (a random part at a random size, and "
+        "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop, and mirrored "
+        "half of the time), resized_crop (for shards, streams and image folders: a random part at a random size, and "
         "mirrored half of the time), or your own `package.module:callable` (not for streams).",
         choices=("none", "crop", "crop_flip", "resized_crop"),
         own=True,
     )
     mixup: float = setting(
         0.0,
-        "Alpha of mixup: each input is mixed with another one of its batch by a share drawn from Beta(alpha, alpha), "
-        "and the losses of both targets likewise; 0: no mixing.",
+        "Alpha of mixup: each input is mixed with another input of its batch by a share drawn from Beta(alpha, "
+        "alpha), and the losses of both targets are mixed likewise; 0: no mixup.",
         at_least=0.0,
         at_most=100.0,
     )
     ema_decay: float = setting(
-        0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
+        0.0, "Decay per step of the exponential moving average of the weights; 0: no average.", at_least=0.0, below=1.0
     )
     early_stop_patience: int = setting(
-        0, "Stop after this many evaluations none of which is better by `select_by`; 0 never stops early.", at_least=0
+        0,
+        "Stop after this many evaluations in a row without an improvement by `select_by`; 0: no early stopping.",
+        at_least=0,
     )
     select_by: str = setting(
         "loss",
-        "What decides which evaluation of the validation split is best: loss, or one of the objective's measures.",
+        "Measure by which the best evaluation of the validation split is chosen: loss, or a measure of the objective.",
     )
     keep: str = setting(
         "last",
-        "Weights to return: of the last step, of the evaluation that is best by `select_by`, or the moving average.",
+        "Weights to return: of the last step, of the best evaluation by `select_by`, or the moving average (ema).",
         choices=("last", "best", "ema"),
     )
     seed: int = setting(
@@ -257,8 +272,9 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     precision: str = setting(
         "auto",
-        "fp32; bf16 (autocast); auto takes bf16 on GPUs that have it, and for the two small CNNs on CPUs where it was "
-        "measured to be faster (Intel's with AMX, AMD's of families 25 and 26 with AVX512-BF16); fp64 for comparisons.",
+        "fp32; bf16 (autocast); fp64 (for comparisons); auto: bf16 on GPUs that support bf16, and for the two small "
+        "CNNs on CPUs on which bf16 was measured to be faster (Intel's with AMX, AMD's of families 25 and 26 with "
+        "AVX512-BF16), else fp32.",
         choices=("auto", "fp32", "bf16", "fp64"),
     )
     channels_last: str = setting(
@@ -288,8 +304,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         if self.test_dataset and (not kind or catalog.encoded_kind(self.test_dataset) != fitting):
             must = f"{fitting}:ADDRESS for {kind}:" if kind else "left empty"
             raise UserError(
-                f"test_dataset={self.test_dataset!r}: must be {must}; "
-                "other data sets than shards, streams and image folders have a test set of their own"
+                f"test_dataset={self.test_dataset!r}: must be {must}; data sets other than shards, streams and image "
+                "folders contain a test set"
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
@@ -300,8 +316,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         fits_threshold = bool(self.threshold) and catalog.parse_threshold(self.threshold)[0] != "fixed"
         if fits_threshold and self.validation_fraction == 0:
             raise UserError(
-                f"threshold={self.threshold!r}: is fitted on the validation split; set validation_fraction above 0, or "
-                "give a probability"
+                f"threshold={self.threshold!r}: needs a validation split for fitting; set validation_fraction above 0, "
+                "or give a probability"
             )
         refuse_callables_of_torch(self)
         check_batch_size(self.batch_size, self.accumulation_steps, max(1, self.num_ranks))
@@ -333,16 +349,16 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise UserError(f"options={short_repr(self.options)}: is not JSON ({error})") from None
         if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
             raise UserError(
-                f"options={short_repr(self.options)}: must be a JSON object of objects by hyperparameter, "
-                'such as {"model": {"width": 128}}'
+                f"options={short_repr(self.options)}: must be a JSON object that maps hyperparameters to objects, such "
+                'as {"model": {"width": 128}}'
             )
         for name in found:
             if name not in FIELDS_WITH_OPTIONS:
-                raise unknown_name_error("options of", name, FIELDS_WITH_OPTIONS)
+                raise unknown_name_error("key of options", name, FIELDS_WITH_OPTIONS)
         for text in filter(YAML_NUMBER.fullmatch, list_texts(found)):
             raise UserError(
-                f"options={short_repr(self.options)}: {text!r} is a text; write a number without quotes, and in YAML "
-                "with a point and a sign, such as 1.0e-4"
+                f"options={short_repr(self.options)}: {text!r} is text, not a number; write numbers without quotes, "
+                "and in YAML with a decimal point and a signed exponent, such as 1.0e-4"
             )
         return found
 
@@ -357,7 +373,7 @@ def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
         value = getattr(hp, field.name)
         if field.name in some_use and field.name not in used and value != field.default:
             raise UserError(
-                f"{field.name}={short_repr(value)}: objective={hp.objective!r} has no use for it; leave it out, or "
+                f"{field.name}={short_repr(value)}: not used by objective={hp.objective!r}; remove {field.name}, or "
                 "choose another objective"
             )
 
@@ -374,7 +390,7 @@ def check_class_weights(text: str) -> None:
     except ValueError:
         weights = [-1.0]
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        rule = "must be balanced, or numbers of at least 0 separated by commas, not all 0"
+        rule = "must be balanced, or numbers separated by commas, each at least 0 and not all 0"
         raise UserError(f"class_weights={short_repr(text)}: {rule}")
 
 
@@ -383,8 +399,8 @@ def refuse_callables_of_torch(hp: Hyperparameters) -> None:
         value = getattr(hp, field.name)
         if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
             raise UserError(
-                f"{field.name}={value!r}: is torch's own, and is called in another way here; write a function of your "
-                "own that returns it, or what it computes, and name that (docs/own-code.md)"
+                f"{field.name}={value!r}: torch's callables expect other arguments; write a function that returns or "
+                "calls the torch callable, and name your function (docs/own-code.md)"
             )
 
 
@@ -399,32 +415,35 @@ def check_batch_size(batch_size: int, accumulation_steps: int, num_ranks: int) -
 def find_unfit_loading(hp: Hyperparameters) -> Iterator[str]:
     """Yield an error message for each loading field that does not fit the data set's kind."""
     kind = catalog.encoded_kind(hp.dataset)
-    unfit = f"not for dataset={short_repr(hp.dataset)}"
+    unfit = f"not supported for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
         fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
     if ":" in hp.augment and kind == "stream":
-        yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
+        yield f"augment={hp.augment!r}: not supported for a stream, which has no fixed order; use shards:ADDRESS"
     if hp.sample and ":" not in hp.sample:
         yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
     if hp.sample and kind not in ("shards", "image_folder"):
-        yield f"sample={hp.sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
+        yield f"sample={hp.sample!r}: {unfit}; use shards:ADDRESS or image_folder:ADDRESS, or remove sample"
     if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
-        yield f"collate={hp.collate!r}: {unfit}, whose images have one size; leave it out"
+        yield f"collate={hp.collate!r}: {unfit}, whose images all have one size; remove collate"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
-        fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
+        fix = "set weights of the index's parts (python -m flyte_ddp.shards join), or use shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"
     if hp.mixup and kind == "stream":
-        yield f"mixup={hp.mixup:g}: a stream gives an image once, so that it is no other's partner; set mixup=0"
+        yield f"mixup={hp.mixup:g}: mixup needs random access, and a stream reads each image once; set mixup=0"
 
 
 def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     if hp.warmup_steps and ":" in hp.schedule:
-        yield f"warmup_steps={hp.warmup_steps}: not for a schedule of your own, which can rise itself; set 0"
+        yield (
+            f"warmup_steps={hp.warmup_steps}: not supported for a user-defined schedule, which can include a warm-up; "
+            "set warmup_steps=0"
+        )
     if hp.init_skip and not hp.init_from:
-        yield f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
+        yield f"init_skip={hp.init_skip!r}: requires init_from, which is empty; set init_from, or leave both empty"
     if hp.early_stop_patience and hp.validation_fraction == 0:
         yield f"early_stop_patience={hp.early_stop_patience}: needs a validation split; set validation_fraction above 0"
     if -1 < hp.grad_clip_norm < 0:
@@ -432,4 +451,4 @@ def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
     if hp.keep == "best" and hp.validation_fraction == 0:
         yield "keep='best': needs a validation split to choose by; set validation_fraction above 0"
     if hp.keep == "ema" and hp.ema_decay == 0:
-        yield "keep='ema': there is no moving average; set ema_decay, for example to 0.99"
+        yield "keep='ema': needs a moving average; set ema_decay, for example to 0.99"

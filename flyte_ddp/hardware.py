@@ -53,8 +53,8 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
     device_type = choose_local_device_type(request_ranks(hp), gpus, who, ", or register with another profile")
     if ranks and hp.num_ranks not in (0, ranks):
         raise UserError(
-            f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "
-            "0, or register with another number of nodes (FLYTE_DDP_NODES) or another profile"
+            f"num_ranks={hp.num_ranks}: {who} {ranks} Elastic worker(s), each of which is a rank; set num_ranks to "
+            f"{ranks}, or 0, or register with another number of nodes (FLYTE_DDP_NODES) or another profile"
         )
     if device_type == "cpu" and 0 < capacity < hp.num_ranks:
         raise UserError(
@@ -81,8 +81,8 @@ def choose_hardware(hp: Hyperparameters, world: World, bf16: Bf16) -> Hardware:
         precision = "bf16" if bf16 is Bf16.FASTER and (device_type == "cuda" or small) else "fp32"
     elif precision == "bf16" and bf16 is Bf16.NONE:
         raise UserError(
-            f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
-            "use precision='fp32' or 'auto'"
+            f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} does not support bf16; use "
+            "precision='fp32' or 'auto'"
         )
     channels_last = hp.channels_last == "on" or (hp.channels_last == "auto" and is_channels_last_faster)
     strategy = choose_strategy(hp, world)
@@ -100,12 +100,12 @@ def choose_strategy(hp: Hyperparameters, world: World) -> str:
     possible = world.device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(
-            f"strategy='shared_memory': needs CPU ranks on Linux, these are on {world.device_type} and {sys.platform}; "
-            "use strategy='ddp' or 'auto'"
+            f"strategy='shared_memory': requires CPU ranks on Linux, but the ranks are on {world.device_type} and "
+            f"{sys.platform}; use strategy='ddp' or 'auto'"
         )
     if hp.strategy == "shared_memory" and world.num_nodes > 1:
         raise UserError(
-            f"strategy='shared_memory': needs all ranks on one host, and these are on "
+            "strategy='shared_memory': requires all ranks on one host, but the ranks are on "
             f"{', '.join(sorted({*world.hosts}))}; use strategy='ddp' or 'auto'"
         )
     return hp.strategy if hp.strategy != "auto" else "shared_memory" if possible and world.num_nodes == 1 else "ddp"

@@ -108,11 +108,11 @@ def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:
     assert zoo.build_model("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)
     assert [spec_for("small_cnn", 8, channels=channels).channels for channels in (1, 2, 3, 5)] == [1, 2, 3, 5]
     for channels in (2, 4):
-        with pytest.raises(UserError, match=f"{channels} channels: .* take 1 or 3"):
+        with pytest.raises(UserError, match=f"{channels} channels: .* 1 or 3"):
             spec_for("resnet18", 32, channels=channels)
 
 
 def test_vision_transformers_refuse_oblong_images() -> None:
     catalog.check_image_size("vit_of_mine:build", 16, 32)  # a user-defined model
-    with pytest.raises(UserError, match="16x32 images: they must be square; set image_size"):
+    with pytest.raises(UserError, match=r"16x32 images: .* square; set image_size"):
         spec_for("vit_b_16", 16, width=32)

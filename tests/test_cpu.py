@@ -70,7 +70,7 @@ def test_bf16_is_taken_where_it_was_found_faster(
         found = hardware.detect_hardware(replace(HP, model=model))
         assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")
     if worth is Bf16.NONE:
-        with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
+        with pytest.raises(UserError, match="precision='bf16': this CPU does not support bf16"):
             hardware.detect_hardware(replace(HP, precision="bf16"))
     else:
         assert hardware.detect_hardware(replace(HP, precision="bf16")).precision == "bf16"

@@ -37,7 +37,7 @@ def test_values_of_a_form(value: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"name": None}, "file: name=None: must be text; put it in quotes"),
+        ({"name": None}, "file: name=None: must be text"),
         ({"sizes": [1, 9]}, r"file: sizes\[1\]=9: must be a whole number from 1 to 8"),
         ({"sizes": [True]}, r"file: sizes\[0\]=True: must be a whole number"),
         ({"sizes": {}}, "file: sizes={}: must be a list"),
@@ -64,7 +64,7 @@ def test_what_is_no_such_object(value: Any, said: str) -> None:
 @pytest.mark.parametrize("levels", [65, 20_000])
 @pytest.mark.parametrize(("opens", "closes"), ["[]", ('{"a": ', "}")])
 def test_json_that_is_nested_too_deeply(opens: str, closes: str, levels: int) -> None:
-    with pytest.raises(MisreadError, match="it is nested more than 64 levels deep; write it flatter"):
+    with pytest.raises(MisreadError, match="nested more than 64 levels deep"):
         parse_json(opens * levels + "1" + closes * levels)
     assert json.dumps(parse_json(opens * 63 + "1" + closes * 63))
 
@@ -73,7 +73,7 @@ def test_arrays_that_are_damaged_or_too_large(tmp_path: Path) -> None:
     file = io.BytesIO()
     np.savez_compressed(file, np.zeros(10**6), names=np.array(["a"]))
     assert read_arrays(file.getvalue(), 10**7)["names"].tolist() == ["a"]
-    with pytest.raises(DamagedArraysError, match=r"it unpacks to 8,000,\d+ bytes, more than 1,000,000"):
+    with pytest.raises(DamagedArraysError, match=r"unpack to 8,000,\d+ bytes, more than .*1,000,000"):
         read_arrays(file.getvalue(), 10**6)
     with pytest.raises(DamagedArraysError, match="BadZipFile"):
         read_arrays(file.getvalue()[:-30], 10**7)

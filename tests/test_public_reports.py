@@ -179,6 +179,6 @@ def test_targets_that_are_shifted_twice_or_never() -> None:
     right = [(True, inputs, padded), (False, inputs, next_tokens), (False, hidden, padded), (True, hidden, next_tokens)]
     told = {name: warn_of_wrong_shift(Language(facts, shift=shift), *pair) for name, (shift, *pair) in given.items()}
     assert "set options" in told["never"]
-    assert told["twice"].endswith("Leave shift out.")
+    assert told["twice"].endswith("Remove shift.")
     assert [warn_of_wrong_shift(Language(facts, shift=shift), *pair) for shift, *pair in right] == [""] * 4
     assert warn_of_wrong_shift(Classification(facts), inputs, padded) == ""

@@ -47,4 +47,4 @@ def read_arrays(file: Path | bytes, most_bytes: int) -> dict[str, NDArray[Any]]:
         raise
     except Exception as error:  # of zipfile, zlib, struct and NumPy's parser
         raise DamagedArraysError(f"{type(error).__name__}: {error}") from error
-    raise DamagedArraysError(f"it unpacks to {size:,} bytes, more than {most_bytes:,}")
+    raise DamagedArraysError(f"the arrays unpack to {size:,} bytes, more than the allowed {most_bytes:,}")

@@ -21,7 +21,7 @@ from flyte_ddp.text.credentials import refuse_credentials
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 TYPES: dict[type, str] = {
     bool: "true or false",
-    str: "text; put it in quotes",
+    str: "text; put the value in quotes",
     int: "a whole number",
     float: "a finite number",
 }
@@ -169,13 +169,13 @@ def dump_object(name: str, value: Mapping[Any, Any]) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=str)  # YAML has dates
     except TypeError:
-        raise UserError(f"{name}={short_repr(value)}: the keys must be texts; put them in quotes") from None
+        raise UserError(f"{name}={short_repr(value)}: the keys must be text; put the keys in quotes") from None
 
 
 def refuse_unfit_text(name: str, value: str) -> None:
     """Raise UserError if a text has credentials, or the character NUL, which no path may contain."""
     if "\0" in value:
-        raise UserError(f"{name}={short_repr(value)}: must not have the character NUL (\\0); leave it out")
+        raise UserError(f"{name}={short_repr(value)}: must not contain the character NUL (\\0); remove the character")
     refuse_credentials(name, value)
 
 

@@ -11,7 +11,7 @@ from flyte_ddp.errors import UserError
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
 
 DEEPEST = 64  # maximum number of levels of JSON and YAML, far below the limit of recursive functions
-TOO_DEEP = f"it is nested more than {DEEPEST} levels deep; write it flatter"
+TOO_DEEP = f"nested more than {DEEPEST} levels deep; reduce the nesting"
 
 
 class MisreadError(UserError):
@@ -45,7 +45,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise MisreadError(f"the key {keys[find_doubled(keys) or 0]!r} is there twice; leave one of the two out")
+        raise MisreadError(f"the key {keys[find_doubled(keys) or 0]!r} occurs twice; remove one of the two")
     return made
 
 

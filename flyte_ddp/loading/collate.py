@@ -42,9 +42,9 @@ def batch_samples(
         for sample, leaf in zip(names, leaves, strict=True):
             if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:  # padded: all but the first dimension
                 what = f"the {kind} {name!r}" if name else f"the {kind}"
-                fix = "only the first dimension may differ; set a collate of your own"
-                fix = fix if padded else "set collate='padded', or a function of your own"
-                found = f"of {sample} have shape {list(leaf.shape)}, and of {names[0]} {list(shape)}"
+                fix = "only the first dimension may differ; set a user-defined collate"
+                fix = fix if padded else "set collate='padded', or a user-defined function"
+                found = f"of {sample} have shape {list(leaf.shape)}, and those of {names[0]} {list(shape)}"
                 raise UserError(f"{what} {found}: {fix}")
             require_type(f"the {kind} of {sample}", leaf, dtype)
         if not padded or not shape:
@@ -63,7 +63,9 @@ def batch_samples(
             arrays = list[NDArray[Any]]()
             for leaf, sample in zip(values, names, strict=True):
                 arrays.append(require_array(f"the {kind} of {sample}", leaf))
-                require_numbers(f"the {kind} of {sample}", arrays[-1], "convert them, or set a collate of your own")
+                require_numbers(
+                    f"the {kind} of {sample}", arrays[-1], "convert the values, or set a user-defined collate"
+                )
             joined[name] = join_leaf(name, arrays, kind)
         return restore_leaves(form_of(leaves[0]), joined)
 
@@ -82,7 +84,7 @@ def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
     always_same = dtype.kind == "f" or values.dtype.kind == "b" or (dtype.kind == "i" and values.dtype.kind in "iu")
     if not always_same and values.size and not (values == values.astype(dtype)).all():
         found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
-        problem = f"have {found}, and those of the samples looked at first are {known or 'whole numbers'}"
+        problem = f"have {found}, but the first examined samples have {known or 'whole numbers'}"
         raise UserError(f"{what} {problem}; give all samples one type, such as np.float32(values)")
 
 

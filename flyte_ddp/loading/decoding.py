@@ -162,6 +162,6 @@ def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
         with Image.open(io.BytesIO(content)) as image:
             yield image
     except UnidentifiedImageError:
-        raise DecodingError("of no known format") from None
+        raise DecodingError("unknown image format") from None
     except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DecodingError(str(error)) from None

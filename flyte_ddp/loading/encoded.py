@@ -138,8 +138,8 @@ class BadSamples:
         """
         self.names[name] = reason
         if (count := len(self.names)) > self.allowed:
-            more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
-            raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
+            more = f"; {count} samples cannot be decoded, more than bad_samples={self.allowed}" if self.allowed else ""
+            raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove the sample, or raise bad_samples")
 
 
 def map_samples(
@@ -170,6 +170,6 @@ def limit_threads() -> None:
 
 def require_valid_label(encoded: Encoded, classes: int) -> int:
     if not 0 <= encoded.label < classes:
-        rule = f"must be 0..{classes - 1} with {classes} classes; fix it, or set num_classes"
+        rule = f"must be 0..{classes - 1} with {classes} classes; fix the label, or set num_classes"
         raise UserError(f"{encoded.name} has label {encoded.label}: {rule}")
     return encoded.label

@@ -109,7 +109,9 @@ class EncodedSamples(SampleLoader):
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_record(other, self.reader.read_sample(other), epoch):
                 return *loaded, encoded.key
-        raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
+        raise UserError(
+            f"{encoded.name}: neither the sample nor any of its {len(others) - 1} substitutes can be decoded"
+        )
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
         """Return image and target, or record a sample that cannot be decoded and return None.

@@ -124,9 +124,9 @@ class ItemLoader:
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
         inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in returned)
         if not any(hasattr(value, "to") for value in tree_leaves(inputs)):  # tensors, or torch-geometric's batches
-            raise UserError(f"{own} returned inputs without a tensor for {where}; return what the model gets")
+            raise UserError(f"{own} returned inputs without a tensor for {where}; return the inputs of the model")
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(samples),):
-            rule = f"must have a row for each of the {len(samples)} samples; leave none out"
+            rule = f"must have a row for each of the {len(samples)} samples; return all samples"
             raise UserError(f"{own} returned targets {list(targets.shape)} for {where}: {rule}")
         return inputs, targets
 
@@ -172,7 +172,7 @@ class ItemImages(SampleLoader):
         if loaded.image.shape not in self.sizes:
             sizes = " or ".join(str(list(size)) for size in self.sizes)
             found = f"{own} returned {list(loaded.image.shape)} as the image of {where}"
-            fix = "give all images one size and one mode, such as by resize and convert('RGB')"
+            fix = "give all images one size and one mode, for example by resize and convert('RGB')"
             raise UserError(f"{found}: must be {sizes}; {fix}")
         return Sample(loaded.image, require_target(own, loaded.target, self.targets, where), "")
 
@@ -222,7 +222,7 @@ def describe_items(
     for kind, spec in (("inputs", inputs), ("targets", targets)):
         if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
             problem = f"the {kind} of dataset={data.name!r} have different lengths"
-            raise UserError(f"collate='stacked': {problem}; set 'padded', or a function of your own")
+            raise UserError(f"collate='stacked': {problem}; set 'padded', or a user-defined function")
     inputs = inputs if trained_spec is None else inputs.in_order_of(trained_spec)
     trained = (
         {} if trained_spec is None else dict(trained_spec.leaves)

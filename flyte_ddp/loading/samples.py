@@ -124,7 +124,7 @@ def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
     """
     if len({*shapes}) > 1:
         found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
-        raise UserError(f"augment: images of one batch are {found}; return images of one size")
+        raise UserError(f"augment: images of one batch have the shapes {found}; return images of one size")
     return next(iter(shapes))
 
 
@@ -177,7 +177,7 @@ class UserFunction:
             if inspect.isclass(found):
                 found = found()
             if not callable(found):
-                raise UserError(f"{self}: its objects cannot be called; give the class a method __call__")
+                raise UserError(f"{self}: objects of this class are not callable; define the method __call__")
             self.function, self.transforms = found, find_seeded_transforms(found)
         return self.function
 
@@ -244,7 +244,7 @@ def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
     """
     allowed = "biuf" if kind.dtype.kind == "f" else "biu"
     if target.shape != kind.shape or target.dtype.kind not in allowed:
-        rule = f"must be {kind.dtype} {list(kind.shape)}, as those of other samples are"
+        rule = f"must be {kind.dtype} {list(kind.shape)}, like the targets of other samples"
         raise UserError(f"{own} returned {target.dtype} {list(target.shape)} as the target of {where}: {rule}")
     if kind.classes and kind.dtype.kind != "f" and (target.min() < 0 or target.max() >= kind.classes):
         wrong = target[(target < 0) | (target >= kind.classes)]
@@ -266,7 +266,7 @@ def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: s
         UserError: The target is neither a number nor an array of numbers.
     """
     if target.dtype.kind not in "biuf":
-        rule = "must be a number, or an array of them"
+        rule = "must be a number, or an array of numbers"
         raise UserError(f"{own} returned {target.dtype} as the target of {where}: {rule}")
     whole = target.dtype.kind in "biu" and target.ndim != 1
     if target.ndim > 1 and target.dtype == np.uint8:

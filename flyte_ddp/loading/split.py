@@ -136,8 +136,8 @@ class Splits:
             return
         bad = self.gather_bad_samples()
         if len(bad) > allowed:
-            problem = f"there are {len(bad):,} such samples, more than bad_samples={allowed}"
-            fix = "fix or remove them, or raise bad_samples"
+            problem = f"{len(bad):,} samples cannot be decoded, more than bad_samples={allowed}"
+            fix = "fix or remove the samples, or raise bad_samples"
             raise UserError(f"{join_first(sorted(bad))} cannot be decoded; {problem}; {fix}")
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) 
             failures_in_a_row += 1
             if failures_in_a_row > most:
                 reason = loader.bad.names[encoded.name]
-                raise UserError(f"{encoded.name}: no sample of its worker can be decoded ({reason})")
+                raise UserError(f"{encoded.name}: no sample of this worker can be decoded ({reason})")
             continue
         (pixels, label), failures_in_a_row, draws = loaded, 0, None
         if loader.crop == "resized_crop":

@@ -157,5 +157,5 @@ def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[An
             try:
                 check(targets[place : place + 1])
             except UserError as error:
-                raise UserError(f"the target that own code made of sample {name!r}: {error}") from None
+                raise UserError(f"the target that user code made for sample {name!r}: {error}") from None
         raise

@@ -43,7 +43,7 @@ POSSIBLE = sys.platform == "linux"
 START_SECONDS = 300.0  # for processes to start, and import torch, on a busy machine
 GRACE_SECONDS = 5.0  # added to a process's own limit for a sample, before the rank gives up
 MOST_SECONDS = 2e6  # longest wait of poll()
-NO_STACK = "(a loader process that does not say where it is)"
+NO_STACK = "(a loader process that does not report its stack)"
 END_SECONDS = 5.0  # that a killed process may take to end
 # Most samples in a task of images. A task, or its answer with the samples' names, must fit into the buffers of a pipe:
 # else both sides might wait for each other for ever. The answer to a whole batch (submit_call) has no names.
@@ -201,7 +201,7 @@ class LoaderPool:
         if any(worker.pid is None for worker in loading):
             return MachineError(f"a loader process has not started within {START_SECONDS:g} s")
         stacks = [worker.pid and read_stack(worker.pid, worker.pipe, END_SECONDS) for worker in loading]
-        return waiting.late_error("what loader processes load", "\n".join(stack or NO_STACK for stack in stacks))
+        return waiting.late_error("a batch from loader processes", "\n".join(stack or NO_STACK for stack in stacks))
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
@@ -235,10 +235,10 @@ class LoaderPool:
             self.server.join(END_SECONDS)
             code = self.server.exitcode
         if code is None:
-            return RuntimeError(f"{who} has closed its pipe, and has not ended")
+            return RuntimeError(f"{who} closed its pipe, but has not exited")
         if code >= 0:
             return RuntimeError(f"{who} ended with exit code {code}")
-        why = ", often for lack of memory; lower FLYTE_DDP_LOADERS, or give the pod more memory"
+        why = ", often because of too little memory; lower FLYTE_DDP_LOADERS, or give the pod more memory"
         hint = why if code == -signal.SIGKILL else ""
         return MachineError(f"{who} ended with {signal.Signals(-code).name}{hint}")
 
@@ -273,7 +273,7 @@ class LoaderThreads:
         if len(done) < len(tasks) and not any(task.exception() for task in done):
             frames = [frame for thread, frame in sys._current_frames().items() if thread in self.list_threads()]
             stacks = ["".join(traceback.format_stack(frame)) for frame in frames]
-            raise waiting.late_error("what decoding threads load", "\n".join(stacks))
+            raise waiting.late_error("a batch from decoding threads", "\n".join(stacks))
         return [task.result() for task in tasks]
 
     def list_threads(self) -> set[int | None]:

@@ -72,7 +72,7 @@ def load_model(
     sidecar = read_model_json(sidecar_path)
     require_form(sidecar, LOADED, f"sidecar {sidecar_path} is damaged, so give the model.json of a finished run")
     if len({*sidecar["classes"]}) < len(sidecar["classes"]):
-        raise UserError(f"sidecar {sidecar_path}: classes have equal names; give the model.json of a finished run")
+        raise UserError(f"sidecar {sidecar_path}: duplicate class names; give the model.json of a finished run")
     try:
         digest = file_digest(model_path)
     except OSError as error:
@@ -106,7 +106,9 @@ def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
         raise UserError(f"{model_path}: model {name!r} cannot be built for this input ({reason})") from error
     numbers = sum(each.numel() for each in model.parameters())
     if numbers > model_path.stat().st_size:
-        raise UserError(f"{model_path} does not fit model {name!r}, whose {numbers:,} weights it cannot hold")
+        raise UserError(
+            f"{model_path} does not fit model {name!r}: the file is too small for the model's {numbers:,} weights"
+        )
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:

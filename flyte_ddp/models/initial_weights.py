@@ -26,7 +26,7 @@ MOST_NAMED = 12  # maximum number of a model's parts in an error
 LONGEST_REASON = 500  # maximum number of characters of torch's text
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # heads of GoogLeNet and Inception v3, which this library's models lack
 OLD_DENSE_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
-FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
+FILE_ADVICE = "give a file written by torch.save that maps names to tensors"
 
 
 def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
@@ -94,7 +94,7 @@ def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, 
     except storage.UnavailableError as error:
         raise error.to_user_error(
             f"init_from={init_from!r}: cannot get {address}: {error}; check the network, or set FLYTE_DDP_WEIGHTS to a "
-            "folder or mirror that holds it"
+            "folder or mirror that has the file"
         ) from None
     except UserError as error:
         raise UserError(f"{error}, by TORCH_HOME") from None
@@ -123,7 +123,7 @@ def local_weights_path(init_from: str) -> Path | None:
     path = storage.local_path(init_from) if init_from else None
     try:
         if path is not None and not path.is_file():
-            what = "is a folder" if path.is_dir() else "there is no such file"
+            what = "is a folder" if path.is_dir() else "does not exist"
             raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
     except OSError as error:
         raise UserError(f"init_from={init_from!r}: cannot be read: {error.strerror}; {FILE_ADVICE}") from None
@@ -156,8 +156,8 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:LONGEST_REASON]
         raise UserError(
-            f"init_from={init_from!r}: does not fit the model {name!r}: {reason}; give weights of this model, or name "
-            "the parts that are to start from the seed in init_skip"
+            f"init_from={init_from!r}: does not fit the model {name!r}: {reason}; give weights of this model, or list "
+            "the parts that should start with random weights in init_skip"
         ) from error
 
 
@@ -169,15 +169,15 @@ def read_weights(path: Path, init_from: str) -> Any:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of exceptions for a file of another format
         raise UserError(
-            f"init_from={init_from!r}: is damaged, or holds more than weights, whose reading could run any code; "
-            f"{FILE_ADVICE}"
+            f"init_from={init_from!r}: is damaged, or contains other objects than weights, which could run code when "
+            f"loaded; {FILE_ADVICE}"
         ) from error
     found = content if isinstance(content, Mapping) else {}
     while keys := [key for key in STATE_DICT_KEYS if isinstance(found.get(key), Mapping)]:
         found = found[keys[0]]
     weights: Any = OrderedDict((str(name), value) for name, value in found.items() if isinstance(value, torch.Tensor))
     if not weights:
-        raise UserError(f"init_from={init_from!r}: has no tensors with names; {FILE_ADVICE}")
+        raise UserError(f"init_from={init_from!r}: contains no named tensors; {FILE_ADVICE}")
     weights._metadata = dict(getattr(found, "_metadata", {}))  # modules use it to convert tensors of older versions
     return weights
 
@@ -213,8 +213,8 @@ def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserErr
     parts = [*dict.fromkeys(name.partition(".")[0] for name in names)]
     more = ", ..." if len(parts) > MOST_NAMED else ""
     return UserError(
-        f"{setting}: the model has no part {part!r}; its parts are {', '.join(parts[:MOST_NAMED])}{more}, and what is "
-        "in these"
+        f"{setting}: the model has no part {part!r}; its parts are {', '.join(parts[:MOST_NAMED])}{more}, and the "
+        "modules and tensors in these parts"
     )
 
 

@@ -140,13 +140,13 @@ def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterato
         whole = {key: leaf for key, leaf in name_leaves(inputs).items() if getattr(leaf, "dtype", None) == torch.int64}
         ranges = ", ".join(f"{key} {leaf.min()}..{leaf.max()}".strip() for key, leaf in whole.items())
         raise UserError(
-            f"model {name!r}: an embedding has no row for one of its inputs, whose whole numbers are {ranges}; give it "
-            "more rows, or correct the inputs"
+            f"model {name!r}: an input is out of range for an embedding (ranges of the inputs: {ranges}); give the "
+            "embedding more rows, or correct the inputs"
         ) from error
     except TypeError as error:
         try:
             call_with_leaves(inspect.signature(model.forward).bind, inputs)
         except TypeError as mismatch:
-            what = f"its forward is called with {describe_form(inputs)}, and that fails: {mismatch}"
-            raise UserError(f"model {name!r}: {what}; take all of them (collate='padded' adds the mask)") from error
+            what = f"forward does not accept the inputs, {describe_form(inputs)}: {mismatch}"
+            raise UserError(f"model {name!r}: {what}; accept all inputs (collate='padded' adds the mask)") from error
         raise

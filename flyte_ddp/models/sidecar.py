@@ -71,7 +71,7 @@ def parse_model_json(path: Path) -> dict[str, Any]:
         raise UserError(f"sidecar {path} is not JSON ({error}); {fix}") from error
     form = sidecar.get("format") if isinstance(sidecar, dict) else None
     if form != FORMAT:
-        raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
+        raise UserError(f"sidecar {path} has format {form!r}: must be {FORMAT!r}; {fix}")
     require_form(sidecar, FORM, f"sidecar {path} is damaged, so {fix}")
     return dict(sidecar)
 

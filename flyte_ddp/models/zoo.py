@@ -30,8 +30,8 @@ def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog
         return spec
     if spec.channels not in (1, 3):
         raise UserError(
-            f"model {model!r} cannot take images of {spec.channels} channels: torchvision's models take 1 or 3; "
-            "use small_cnn or a model of your own"
+            f"model {model!r} does not accept images with {spec.channels} channels: torchvision's models accept 1 or "
+            "3; use small_cnn or a user-defined model"
         )
     if weights:
         return replace(spec, channels=3, mean=weights.mean, std=weights.std, crop_share=weights.crop_share)
@@ -54,13 +54,15 @@ def build_model(
     if ":" in name:
         own = load_callable(name)
         if isinstance(own, nn.Module):
-            raise UserError(f"model {name!r} is a model already: name a function that returns a new one, or its class")
+            raise UserError(
+                f"model {name!r} is a model instance; name a function that returns a new model, or the model's class"
+            )
         shape = (spec.channels, spec.height, spec.width) if isinstance(spec, InputSpec) else spec.shapes()
         given = select_arguments(own, {"num_classes": num_classes, "input_shape": shape})
         require_options(f"model {name!r}", own, options, **given)
         model = own(**given, **options)
         if not isinstance(model, nn.Module):
-            raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
+            raise UserError(f"model {name!r} returned a {type(model).__name__}: must return a torch.nn.Module")
         return model
     assert isinstance(spec, InputSpec)  # checked in flyte_ddp.datasets.prepared.refuse_unfit_settings
     try:
@@ -70,7 +72,7 @@ def build_model(
     except TypeError as error:
         if not options:
             raise
-        raise UserError(f"options of model {name!r}: {error}; correct them") from None
+        raise UserError(f"options of model {name!r}: {error}; correct the options") from None
 
 
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
@@ -93,7 +95,7 @@ def check_model(name: str, model: nn.Module) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
             raise UserError(
                 f"model {name!r} has layer {place or type(module).__name__} with max_norm or scale_grad_by_freq, which "
-                "look at the samples of one rank alone; leave these out, or set num_ranks=1"
+                "use the samples of one rank only; remove these arguments, or set num_ranks=1"
             )
     check_state_dict(name, model.state_dict())
 
@@ -103,8 +105,8 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
     if found := find_refused_value(state_dict):
         key, value = found
         raise UserError(
-            f"model {name!r} has {reprlib.repr(value)} in {key}: torch.load(weights_only=True) refuses it; keep "
-            "only tensors, numbers, text, None, and dicts, lists, tuples and sets of them there"
+            f"model {name!r} has {reprlib.repr(value)} in {key}, which torch.load(weights_only=True) rejects; keep "
+            "only tensors, numbers, text, None, and dicts, lists, tuples and sets of these in the state_dict"
         )
 
 

@@ -46,11 +46,12 @@ def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
     """Return why an objective cannot compare a batch's samples with these hyperparameters, "" if possible."""
     if accumulation_steps > 1:
         return (
-            f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and each part "
-            "would have fewer to compare; set accumulation_steps=1, with more ranks or a smaller batch_size"
+            f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and a "
+            "micro-batch would have fewer samples; set accumulation_steps=1, and use more ranks or a smaller "
+            "batch_size"
         )
     if mixup:
-        return f"mixup={mixup:g}: the objective compares samples, and a mixture would be two at once; set mixup=0"
+        return f"mixup={mixup:g}: the objective compares samples, and a mixture is two samples at once; set mixup=0"
     return ""
 
 
@@ -71,12 +72,12 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
         require_options(what, own, options, facts)
         objective = own(facts, **options)
         if not isinstance(objective, Objective):
-            raise UserError(f"objective={name!r}: is no flyte_ddp.objectives.Objective; derive it from that")
+            raise UserError(f"objective={name!r}: must be a subclass of flyte_ddp.objectives.Objective")
         for measure, better in objective.measures.items():
             if better not in (LOWER, HIGHER):
                 raise UserError(
-                    f"objective={name!r}: measure {measure!r} has {better!r}: must be {LOWER!r} or {HIGHER!r}, by what "
-                    "is better"
+                    f"objective={name!r}: measure {measure!r} has {better!r}: must be {LOWER!r} or {HIGHER!r}, "
+                    "whichever is better"
                 )
         return objective
     base = Classification if facts.classes and not facts.target_shape else Objective

@@ -86,7 +86,7 @@ def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve
     # At equal steps of the sum, which rises from 0 to 2 along the ROC curve.
     places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))
     x, y, precisions = (values[places].tolist() for values in (alarms, recall, precision))
-    title, text = "Curves", "Each point is a threshold, on the test samples. Grey: probabilities that say nothing."
+    title, text = "Curves", "Each point is a threshold, on the test samples. Grey: uninformative probabilities."
     axes, share = ("false positive rate", "true positive rate"), float(truth.mean())
     roc, precision = (f"{name}: {kind}" if name else kind for kind in ("ROC curve", "Precision-recall curve"))
     return (

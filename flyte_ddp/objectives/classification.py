@@ -44,12 +44,16 @@ class Classification(Objective):
             self.measures = dict.fromkeys(named, HIGHER)
         if facts.label_smoothing and self.class_weights is not None and not bool(self.class_weights.all()):
             raise UserError(
-                f"class_weights={facts.class_weights!r}: with label_smoothing={facts.label_smoothing:g} a weight of 0 "
-                "would still count in part; give a small one, or set label_smoothing=0"
+                f"class_weights={facts.class_weights!r}: with label_smoothing={facts.label_smoothing:g}, a class of "
+                "weight 0 would still count in part; give a small weight, or set label_smoothing=0"
             )
         if facts.threshold_rule and (not self.is_binary or overrides(self, Classification, "columns", "answers")):
-            what = f"there are {len(facts.classes)}" if not self.is_binary else "columns and answers of your own decide"
-            raise UserError(f"threshold={facts.threshold_rule!r}: divides two classes, and {what}; leave it out")
+            what = (
+                f"needs two classes, not {len(facts.classes)}"
+                if not self.is_binary
+                else "not used by user-defined columns or answers"
+            )
+            raise UserError(f"threshold={facts.threshold_rule!r}: {what}; remove threshold")
 
     @property
     def is_binary(self) -> bool:

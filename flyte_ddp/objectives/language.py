@@ -40,15 +40,19 @@ class Language(Objective):
 
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless ``targets`` [samples, positions] are tokens below ``outputs``, or -100 (ignored)."""
-        require_targets("language", targets, (2,), "iu", "whole numbers [samples, places]")
-        rule = f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} where none counts"
+        require_targets("language", targets, (2,), "iu", "whole numbers [samples, positions]")
+        rule = (
+            f"0..{self.outputs - 1} with {self.outputs} tokens (num_classes), or {IGNORED_TOKEN} for ignored positions"
+        )
         require_values(
             "language", targets, lambda part: (part == IGNORED_TOKEN) | ((part >= 0) & (part < self.outputs)), rule
         )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         shape = *targets.shape, self.outputs
-        require_outputs(model, find_logits(outputs), shape, "(samples, places, classes)", "size it by num_classes")
+        require_outputs(
+            model, find_logits(outputs), shape, "(samples, positions, classes)", "size its last layer by num_classes"
+        )
 
     def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [n, P, tokens] and the targets [n, P] that are compared.

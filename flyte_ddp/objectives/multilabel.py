@@ -37,8 +37,8 @@ class Multilabel(Objective):
         require_targets("multilabel", targets, (2,), "f", rule)
         if len(self.facts.classes) not in (0, targets.shape[1]):
             raise UserError(
-                f"the targets have {targets.shape[1]} labels, and there are {len(self.facts.classes)} names: give one "
-                "name for each, or none"
+                f"the targets have {targets.shape[1]} labels, but there are {len(self.facts.classes)} class names: "
+                "give one name for each label, or no names"
             )
         rule = "0, 1, or NaN for unknown"
         require_values("multilabel", targets, lambda part: np.isnan(part) | (part == 0) | (part == 1), rule)
@@ -119,7 +119,7 @@ class Multilabel(Objective):
         for name, (truth, _, _), found in zip(names, labels.list_known(), measured, strict=True):
             rows.append([name, len(truth), int(truth.sum()), *found.values()])
         header = "Label", "Known", "Positive", "F1", "AUROC", "Average precision", "Balanced accuracy"
-        text = f"A label counts as predicted from a probability of {THRESHOLD} on."
+        text = f"A label is predicted if its probability is at least {THRESHOLD}."
         empty = [str(name) for name, _, positive, *_ in rows if not positive]
         if empty:
             text += f" Not in the means, because no sample has the label: {join_first(empty)}."

@@ -290,22 +290,20 @@ def class_weights_of(facts: Facts) -> Tensor | None:
     number = len(facts.classes) or int(np.prod(facts.target_shape))  # labels need no names
     if number == 1:
         raise UserError(
-            f"class_weights={text!r}: weighs classes or labels against each other, and there is one; leave it out; for "
-            "positive samples that count more, override weights of Multilabel"
+            f"class_weights={text!r}: needs at least two classes or labels, and there is one; remove class_weights; to "
+            "give positive samples more weight, override weights of Multilabel"
         )
     if text == "balanced":
         counts = torch.tensor(facts.class_counts, dtype=torch.float64)
         if len(counts) != number or not bool((counts > 0).all()):
             raise UserError(
-                "class_weights='balanced': a class has no training sample, or their numbers are not known, as of what "
-                "`sample` makes and of sets on demand; give numbers, such as 1,2.5"
+                "class_weights='balanced': a class has no training sample, or the class counts are unknown (with "
+                "`sample`, or a data set on demand); give numbers, such as 1,2.5"
             )
         return (counts.sum() / (number * counts)).float()
     weights = [float(part) for part in text.split(",")]  # as config has checked
     if len(weights) != number:
-        raise UserError(
-            f"class_weights={text!r}: has {len(weights)} numbers; there are {number} classes: give one for each"
-        )
+        raise UserError(f"class_weights={text!r}: has {len(weights)} numbers: must be {number}, one for each class")
     return torch.tensor(weights)
 
 

@@ -129,7 +129,7 @@ class Regression(Objective):
             names = [*self.facts.classes]
         title, text = "Predictions", "The test samples. The residual is the prediction minus the truth."
         if len(names) > DRAWN_NUMBERS:
-            text += f" Of {len(names)} numbers the first {DRAWN_NUMBERS} are drawn."
+            text += f" The first {DRAWN_NUMBERS} of {len(names)} numbers are drawn."
         if len(columns["truth"]) > MOST_POINTS:
             text += f" At most {MOST_POINTS:,} samples are drawn as points."
         for name, (truth, prediction), measures in zip(names, known_numbers(columns), measured, strict=True):
@@ -143,9 +143,9 @@ class Regression(Objective):
                 counts, edges = np.histogram(residuals, bins=min(MOST_BINS, 5 + int(len(truth) ** 0.5)))
                 charts.append(Histogram(title, text, shown, "residual", edges.tolist(), counts.tolist()))
         header = ("Number", "Known", "RMSE", "MAE", "R2", "Mean residual")
-        text = "Of the known numbers of the test samples."
+        text = "Computed from the known numbers of the test samples."
         if unknown := [str(row[0]) for row in rows if not row[1]]:
-            text += f" Not in the means, because no sample knows the number: {join_first(unknown)}."
+            text += f" Not in the means, because the number is unknown in all samples: {join_first(unknown)}."
         return [*charts, Table("Errors", text, header, rows), *super().sections(columns)]
 
 

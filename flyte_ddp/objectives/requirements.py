@@ -16,10 +16,10 @@ def require_losses(losses: Any, weights: Tensor | None, samples: int) -> None:
         raise UserError(f"the objective's losses are a {type(losses).__name__}: must be a tensor of losses")
     shape = torch.Size([samples]) if weights is None else weights.shape
     if losses.dim() and losses.shape != shape:
-        rule = f"{list(shape)}, " + ("one for each sample" if weights is None else "as the weights are")
+        rule = f"{list(shape)}, " + ("one for each sample" if weights is None else "like the weights")
         fix = "do not reduce them"
         if tuple(losses.shape) == (samples, samples):
-            fix = "outputs [n, 1] and targets [n] make a table together: use outputs[:, 0]"
+            fix = "outputs [n, 1] and targets [n] broadcast to a table: use outputs[:, 0]"
         raise UserError(f"the objective's losses have shape {list(losses.shape)}: must be {rule}; {fix}")
 
 
@@ -28,13 +28,13 @@ def require_weights(weights: Tensor | None, samples: int) -> None:
         return
     if weights.shape[:1] != (samples,):
         raise UserError(
-            f"the objective's weights have shape {list(weights.shape)}: must be one or more for each of the {samples} "
-            "samples; do not reduce them"
+            f"the objective's weights have shape {list(weights.shape)}: must have one or more weights for each of the "
+            f"{samples} samples; do not reduce the weights"
         )
     if not bool(((weights >= 0) & weights.isfinite()).all()):
         raise UserError(
-            f"the objective's weights go from {weights.min().item():g} to {weights.max().item():g}: must be finite and "
-            "at least 0; 0 leaves a loss out"
+            f"the objective's weights range from {weights.min().item():g} to {weights.max().item():g}: must be finite "
+            "and at least 0; 0 excludes a loss"
         )
 
 
@@ -42,8 +42,8 @@ def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int],
     """Raise UserError, which states ``rule``, unless number of dimensions and type of the targets are allowed."""
     if targets.ndim not in dimensions or targets.dtype.kind not in kinds:
         raise UserError(
-            f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}; must be {rule}; convert them, "
-            "or choose another objective"
+            f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}: must be {rule}; convert the "
+            "targets, or choose another objective"
         )
 
 
@@ -63,6 +63,6 @@ def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes
         got = str(tuple(outputs.shape))
     else:
         name = "logits" if "classes" in axes else "outputs"
-        got, fix = type(outputs).__name__, f"return nothing but the {name}"
+        got, fix = type(outputs).__name__, f"return only the {name}"
     if got != str(expected):
-        raise UserError(f"model {model!r} returned {got}: it must return a tensor of shape {axes} = {expected}; {fix}")
+        raise UserError(f"model {model!r} returned {got}: must return a tensor of shape {axes} = {expected}; {fix}")

@@ -120,12 +120,12 @@ class Segmentation(Objective):
         counts = zip(true, predicted, correct, strict=True)
         rows = [[name, iou, *pixels] for name, iou, pixels in zip(self.facts.classes, found, counts, strict=True)]
         text = (
-            "All test samples together, without ignored pixels. The IoU is a class's correct pixels divided by those "
-            "that are of the class in the truth or in the prediction."
+            "All test samples together, without ignored pixels. The IoU of a class is its number of correct pixels "
+            "divided by the number of pixels with this class in the truth or in the prediction."
         )
         absent = [str(name) for name, _, *pixels in rows if not any(pixels)]
         if absent:
-            text += f" Not in the mean IoU, because they occur nowhere: {join_first(absent)}."
+            text += f" Not in the mean IoU, because the classes do not occur: {join_first(absent)}."
         header = ("Class", "IoU", "Pixels in truth", "Predicted", "Correct")
         worst = "The test samples with the largest loss. Ignored pixels are grey."
         return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]

@@ -99,7 +99,9 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
     """
     for name in answers:
         if name in ("id", "image", "mask") or name in truths:
-            raise UserError(f"the objective's answers have a column {name!r}, which the table has already; rename it")
+            raise UserError(
+                f"the objective's answers have a column {name!r}, which already exists in the table; rename the column"
+            )
     first = {name: answers[name] for name in answers if name == "prediction"}
     return {**first, **truths, **answers}
 

@@ -12,11 +12,11 @@ TOP_PERCENT = 1, 5, 10  # of the samples, those with the highest scores
 BINS = 10  # of equal width, as scikit-learn's calibration_curve has them
 HALF = 0.5
 RULES = {
-    "": "The hyperparameter threshold changes that.",
+    "": "The hyperparameter threshold changes this limit.",
     "f1": "This threshold has the highest F1 on the validation split.",
     "recall": "On the validation split this threshold has the highest precision with a recall of at least {:g}.",
     "cost": "On the validation split this threshold has the lowest cost: a miss costs as much as {:g} false alarms.",
-    "fixed": "The hyperparameter threshold says so.",
+    "fixed": "This threshold is set by the hyperparameter threshold.",
 }
 
 
@@ -36,7 +36,7 @@ def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -
     """Return a table of the model's decisions ``used`` [N], and of the decisions by a threshold of 0.5."""
     name, fitted = facts.classes[1], facts.threshold
     rule, number = parse_threshold(facts.threshold_rule) if facts.threshold_rule else ("", 0.0)
-    limit = f"above {HALF}" if fitted is None else f"from {format_value(fitted)} on"
+    limit = f"above {HALF}" if fitted is None else f"of at least {format_value(fitted)}"
     text = f"Samples with a score {limit} are predicted {name!r}. {RULES[rule].format(number)}"
     rows: list[list[str | float | None]] = []
     decisions = {HALF: scores > HALF, HALF if fitted is None else fitted: used}
@@ -83,9 +83,9 @@ def draw_calibration(name: str, truth: Bools, scores: Floats) -> Curve:
     error = float((counts[filled] * np.abs(means - shares)).sum() / len(scores))
     brier, share = float(np.square(scores - truth).mean()), float(truth.mean())
     text = (
-        f"The share of {name!r} among the test samples of each tenth of the range of scores, against their mean score. "
-        f"Grey: scores that are exact probabilities. Expected calibration error {error:.4f}. Brier score {brier:.4f}; "
-        f"the same score for all samples has {share * (1 - share):.4f}."
+        f"The share of {name!r} among the test samples in each tenth of the range of scores, against the mean score of "
+        f"these samples. Grey: perfect calibration. Expected calibration error {error:.4f}. Brier score {brier:.4f}; "
+        f"predicting the same score for all samples gives {share * (1 - share):.4f}."
     )
     axes = "mean score", f"share of {name}"
     return Curve("Calibration", text, "", *axes, means.tolist(), shares.tolist(), (0.0, 1.0))

@@ -48,7 +48,7 @@ class CustomOrder(ListedOrder):
         if len(chosen) != self.length:
             raise UserError(
                 f"sampling={self.spec!r}: returned {len(chosen):,} samples for epoch {epoch} and {self.length:,} for "
-                "epoch 0: must be as many in each epoch, as the number of steps is known beforehand"
+                "epoch 0: each epoch must have the same number of samples, because the number of steps is fixed"
             )
         return chosen
 
@@ -62,12 +62,12 @@ class CustomOrder(ListedOrder):
         if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
             raise UserError(
                 f"sampling={self.spec!r}: returned {chosen.dtype} {list(chosen.shape)} for epoch {epoch}: must be "
-                "whole numbers [M], at least one; return some of the samples that it gets"
+                "whole numbers [M], at least one; return some of the given samples"
             )
         if len(others := np.setdiff1d(chosen, self.listed)):
             raise UserError(
-                f"sampling={self.spec!r}: returned sample {others[0]} for epoch {epoch}, which is none of the training "
-                "split; return some of the samples that it gets"
+                f"sampling={self.spec!r}: returned sample {others[0]} for epoch {epoch}, which is not in the training "
+                "split; return some of the given samples"
             )
         return chosen.astype(np.int64)
 
@@ -75,7 +75,9 @@ class CustomOrder(ListedOrder):
 def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
     ends = np.cumsum(weights, dtype=np.float64)
     if not len(ends) or ends[-1] == 0:
-        raise UserError("sampling='weighted': the weights of all training samples are 0; give some of them more")
+        raise UserError(
+            "sampling='weighted': the weights of all training samples are 0; give at least one sample a weight above 0"
+        )
     return WeightedOrder(order.listed, order.seed, ends=ends)
 
 
@@ -95,7 +97,7 @@ def make_custom_order(order: ListedOrder, spec: str, choose_samples: Callable[[I
     first, again = own.call_function(0), own.call_function(0)
     if not np.array_equal(first, again):
         raise UserError(
-            f"sampling={spec!r}: returned other samples when called again for epoch 0: must be a function of samples, "
-            "seed and epoch alone; draw by np.random.default_rng([seed, epoch])"
+            f"sampling={spec!r}: returned different samples in a second call for epoch 0: must depend on samples, seed "
+            "and epoch only; draw with np.random.default_rng([seed, epoch])"
         )
     return replace(own, length=len(first))

@@ -47,7 +47,7 @@ class Exchange(NamedTuple):
         if numbers.device.type == "cpu" and bool((of_ranks[:, 0] != place).any()):
             raise UserError(
                 "ranks are at different BatchNorm layers, as with a model that skips layers at random: all ranks must "
-                "run the same layers; skip the use of a layer's result instead, or set sync_batchnorm=false"
+                "run the same layers; run each layer and ignore its result instead, or set sync_batchnorm=false"
             )
         return of_ranks[:, 1:]
 
@@ -91,7 +91,7 @@ class RankedBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
-            raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
+            raise ValueError(f"BatchNorm got {input.dim()} dimension(s): must be [N, C] or [N, C, ...]")
 
 
 class Statistics(NamedTuple):

@@ -54,8 +54,9 @@ class Buffers:
         if (layout := buffer_layout(values)) != self.layout:
             first = min(name for name in layout | self.layout if layout.get(name) != self.layout.get(name))
             raise UserError(
-                f"buffer {first}: was registered, removed or resized after the model was made; register it with its "
-                "final shape and type where you make the model, or use a plain attribute if it need not be saved"
+                f"buffer {first}: was registered, removed or resized after the model was made; register the buffer in "
+                "the model's constructor with its final shape and type, or use a plain attribute if the value need "
+                "not be saved"
             )
         return values
 

@@ -153,7 +153,9 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
         raise  # the last two are of this rank's own device
     except RuntimeError as error:
         if time.monotonic() - begin >= TIMEOUT_SHARE * timeout_seconds:
-            raise CollectiveTimeoutError(f"other ranks did not come within {timeout_seconds:g} s: {error}") from error
+            raise CollectiveTimeoutError(
+                f"other ranks did not reach the collective operation within {timeout_seconds:g} s: {error}"
+            ) from error
         raise CollectiveError(str(error)) from error
 
 
@@ -166,8 +168,9 @@ def explain_failed_device(device: str) -> Iterator[None]:
         if (found := FAILED_DEVICE.search(str(error))) is None:
             raise
         raise MachineError(
-            f"{device} of host {socket.gethostname()} failed: {found[0]}; a process cannot use it again, so start the "
-            "run again, on another host if the error returns (the kernel's log there has NVIDIA's number, Xid)"
+            f"{device} of host {socket.gethostname()} failed: {found[0]}; the process cannot use the device again; "
+            "restart the run, on another host if the error returns (the kernel log of this host has NVIDIA's error "
+            "number, Xid)"
         ) from error
 
 

@@ -164,7 +164,7 @@ def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int,
     except Exception as error:
         FAILED.add(device.type)
         warnings.warn(
-            f"Dropout takes more time and memory: torch.compile made no kernel of it for {device.type}, which needs "
+            f"Dropout takes more time and memory, because torch.compile made no kernel for {device.type}, which needs "
             f"Triton and a C compiler ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             stacklevel=2,
         )

@@ -77,8 +77,8 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     if _exchange is None and world_size() > 1 and torch.is_grad_enabled():
         raise UserError(
-            "across_ranks: was called outside an objective's losses, where other ranks may not call it; in a loop of "
-            "your own use torch.distributed.nn.functional.all_gather"
+            "across_ranks: must be called in an objective's losses, because elsewhere other ranks may not call the "
+            "function; in your own loop, use torch.distributed.nn.functional.all_gather"
         )
     if _exchange is not None and _exchange.refusal:
         raise UserError(_exchange.refusal)
@@ -89,8 +89,8 @@ def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     shapes = torch.stack(gather_equal(torch.tensor([counted, *values.shape[1:]], device=values.device), group)).tolist()
     if any(shape[1:] != shapes[0][1:] for shape in shapes):
         raise UserError(
-            f"across_ranks: the ranks' values have shapes {', '.join(map(str, shapes))}: must be equal but for the "
-            "first dimension; pad the others to one length"
+            f"across_ranks: the ranks' values have shapes {', '.join(map(str, shapes))}: must be equal except for the "
+            "first dimension; pad the other dimensions to one length"
         )
     lengths = [shape[0] for shape in shapes]
     start = sum(lengths[: rank()]) if counted else 0  # a rank without samples runs the batch's first sample

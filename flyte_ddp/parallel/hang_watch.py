@@ -90,5 +90,5 @@ class HangWatch:
             return
         error = CollectiveTimeoutError(f"the GPU waited for other ranks for {self.limit:g} s")
         if (frame := sys._current_frames().get(self.own_thread)) is not None:
-            error.add_note("".join(["Its host was at:\n", *traceback.format_stack(frame)]))
+            error.add_note("".join(["The stack of this rank:\n", *traceback.format_stack(frame)]))
         self.report(error)

@@ -141,6 +141,6 @@ def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise CollectiveTimeoutError(f"{peer} did not come within {limit:g} s") from None
+        raise CollectiveTimeoutError(f"{peer} did not respond within {limit:g} s") from None
     except ConnectionError:
-        raise PeerGoneError(f"{peer} has ended while others waited for it") from None
+        raise PeerGoneError(f"{peer} exited while other ranks waited") from None

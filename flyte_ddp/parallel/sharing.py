@@ -89,7 +89,8 @@ def batches(
     require_at_least(0, seed=seed, epoch=epoch, first=first)
     if first > (total := steps_per_epoch(n, batch_size)):
         raise UserError(
-            f"first={first}: an epoch has {total} batches, {n} samples by {batch_size}; count the batches of this epoch"
+            f"first={first}: must be at most {total}, the batches of an epoch ({n} samples by {batch_size}); count "
+            "only this epoch's batches"
         )
     return RankBatches(ListedOrder(np.arange(n), seed), batch_size, epoch, first, find_place(rank, num_ranks))
 
@@ -124,8 +125,8 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """
     if not dist.is_initialized() and (ranks := find_place()[1]) > 1:
         raise UserError(
-            f"sum_over_ranks: this is one of {ranks} ranks (WORLD_SIZE) and has no process group to add up over; "
-            "first call join() of current_rank(), or torch.distributed.init_process_group()"
+            f"sum_over_ranks: this process is one of {ranks} ranks (WORLD_SIZE), but has no process group; first call "
+            "join() of current_rank(), or torch.distributed.init_process_group()"
         )
     return distributed.sum_over_ranks(values)
 

@@ -249,8 +249,8 @@ class HooksSync(GradientSync):
         if self.last:
             if place < len(self.started):
                 raise UserError(
-                    "strategy='hooks': the backward pass added to a gradient that was complete, as with "
-                    "torch.utils.checkpoint(use_reentrant=True); compute each gradient once: use_reentrant=False"
+                    "strategy='hooks': the backward pass changed a gradient that was complete, as with "
+                    "torch.utils.checkpoint(use_reentrant=True); compute each gradient once, with use_reentrant=False"
                 )
             self.ready.add(place)
             while len(self.started) in self.ready:

@@ -104,9 +104,9 @@ class TrainingPass:
         if drawn not in self.calls:
             if self.forward_done and self.has_compiled_calls:
                 raise UserError(
-                    "dropout in compiled code that the backward pass runs again: it would get other random numbers "
-                    "than in the forward pass; compile the function that calls torch.utils.checkpoint, not what that "
-                    "runs"
+                    "the backward pass runs compiled code with dropout again, and would draw other random numbers "
+                    "than the forward pass; compile the function that calls torch.utils.checkpoint, not the function "
+                    "that checkpoint runs"
                 )
             self.calls[drawn] = states
             self.states = states + CALL

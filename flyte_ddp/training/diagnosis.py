@@ -96,7 +96,7 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
     if not of_all_ranks:
         return ""
     _, its_rank, name = min(of_all_ranks)
-    return f"the output of {name}, on rank {its_rank}" if name else f"the model's own output, on rank {its_rank}"
+    return f"the output of {name} on rank {its_rank}" if name else f"the model's output on rank {its_rank}"
 
 
 def non_finite_loss_error(
@@ -109,10 +109,10 @@ def non_finite_loss_error(
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     broken = [name for name, weight in trained if not bool(weight.isfinite().all())]
-    where = f" (the first activation that was not finite is {activation})" if activation else ""
+    where = f" (first non-finite activation: {activation})" if activation else ""
     if broken:
-        where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {update_step})"
+        where = f" (first non-finite gradient: {broken[-1]}, in step {update_step})"
     return UserError(
-        f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
-        f"(now {learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
+        f"the loss is {loss} at epoch {epoch}, step {step}{where}: must be finite; lower learning_rate (now "
+        f"{learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
     )

@@ -78,8 +78,8 @@ def gather_columns(
     for layout in layouts:
         if layout != layouts[0]:
             raise UserError(
-                f"the objective's columns are {layouts[0]} in one batch and {layout} in another: must have one shape a "
-                "sample; fill up shorter ones"
+                f"the objective's columns are {layouts[0]} in one batch and {layout} in another: samples must have one "
+                "shape in all batches; pad shorter samples"
             )
     names = parts[0][1] if parts else ()
     return {name: torch.from_numpy(np.concatenate([found[name] for _, found in parts])) for name in names}
@@ -128,7 +128,7 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
         if column.shape[:1] != (samples,):
             raise UserError(
                 f"column {name!r} of the objective has shape {list(column.shape)}: must have a row for each of the "
-                f"{samples} samples; do not reduce it"
+                f"{samples} samples; do not reduce the column"
             )
         columns[name] = column
     return columns
@@ -139,8 +139,8 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
-            f"{type(objective).__name__}.measure returned {', '.join(found) or 'nothing'}: must be what its measures "
-            f"names: {', '.join(objective.measures) or 'nothing'}"
+            f"{type(objective).__name__}.measure returned {', '.join(found) or 'nothing'}: must be the names in "
+            f"measures: {', '.join(objective.measures) or 'nothing'}"
         )
     return {**{name: float(found[name]) for name in objective.order_measures()}, "loss": mean_loss(columns)}
 

@@ -54,8 +54,8 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
                 fetch_into(folder)
     if read_prepared_digest(folder) != work.identity.data:
         raise UserError(
-            f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
-            "everywhere, so give an address that all hosts share, or run again if it has just changed"
+            f"dataset={hp.dataset!r}: the data fetched on this host differ from the launcher's data; give an address "
+            "that all hosts share, or run again if the data set has just changed"
         )
     return replace(work, arguments=replace(given, data=folder))
 

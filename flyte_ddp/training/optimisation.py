@@ -101,20 +101,22 @@ def make_own_optimizers(model: nn.Module, hp: Hyperparameters) -> list[torch.opt
         # Not isinstance, because optimisers of some libraries wrap an optimiser of torch without its base class.
         if any("lr" not in group for group in getattr(optimizer, "param_groups", [{}])):
             raise UserError(
-                f"optimizer={hp.optimizer!r}: returned {type(optimizer).__name__}; return an optimiser, each group of "
-                "which has a rate lr, or a list of such optimisers"
+                f"optimizer={hp.optimizer!r}: returned {type(optimizer).__name__}: must be an optimiser with lr in "
+                "each parameter group, or a list of such optimisers"
             )
         refuse_required_closure(optimizer, hp.optimizer)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in model.named_parameters():
             if parameter in known & own:
-                raise UserError(f"optimizer={hp.optimizer!r}: parameter {name} is in two optimisers; leave it in one")
+                raise UserError(
+                    f"optimizer={hp.optimizer!r}: parameter {name} is in two optimisers; remove the parameter from one"
+                )
         known |= own
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             raise UserError(
-                f"optimizer={hp.optimizer!r}: parameter {name} is in none of its groups, and would never be trained; "
-                f"add it to one, or set freeze={name!r}"
+                f"optimizer={hp.optimizer!r}: parameter {name} is in no parameter group, and would never be trained; "
+                f"add the parameter to a group, or set freeze={name!r}"
             )
     return optimizers
 
@@ -128,8 +130,8 @@ def refuse_required_closure(optimizer: torch.optim.Optimizer, spec: str) -> None
 
 def closure_error(spec: str, reason: str) -> UserError:
     return UserError(
-        f"optimizer={spec!r}: its step() fails, as it is called without arguments, after one backward pass without "
-        f"create_graph ({reason}); take an optimiser that works so, or train in a loop of your own (docs/own-loop.md)"
+        f"optimizer={spec!r}: step() must work without arguments, after one backward pass without create_graph "
+        f"({reason}); use another optimiser, or train in your own loop (docs/own-loop.md)"
     )
 
 
@@ -174,8 +176,8 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
             first, again = (require_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
             if first != again:
                 raise UserError(
-                    f"schedule={kind!r}: returned {first} and then {again} for step {step} of {total_steps}: must be a "
-                    "function of the two alone; keep no count in it, draw nothing at random"
+                    f"schedule={kind!r}: returned {first} and then {again} for step {step} of {total_steps}: must "
+                    "depend on step and total_steps only; do not count calls, and do not draw random numbers"
                 )
         return lambda rate, step: rate * require_factor(kind, factor(step, total_steps), step, total_steps)
     rise = warmup_steps
@@ -194,8 +196,8 @@ def require_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
     if isinstance(value, Real) and math.isfinite(value) and float(value) >= 0:
         return float(value)
     raise UserError(
-        f"schedule={spec!r}: returned {short_repr(value)} for step {step} of {total_steps}: must be a finite number of "
-        "at least 0, the factor of the learning rate"
+        f"schedule={spec!r}: returned {short_repr(value)} for step {step} of {total_steps}: the factor of the learning "
+        "rate must be a finite number, at least 0"
     )
 
 

@@ -20,16 +20,16 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
         saved = optimizer.state_dict()
     except (NotImplementedError, RuntimeError) as error:  # of optimisers that distribute state over the ranks
         raise UserError(
-            f"optimizer={spec!r}: its state_dict() fails, so that no checkpoint would have its state "
-            f"({error or type(error).__name__}); take an optimiser that each rank holds whole"
+            f"optimizer={spec!r}: state_dict() fails ({error or type(error).__name__}), and a checkpoint needs the "
+            "state; use an optimiser that does not distribute state over the ranks"
         ) from error
     places = {leaf.data_ptr() for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)}
     for name, inner in list_inner_optimizers(optimizer):
         kept = (leaf for leaf in tree_leaves([*inner.state.values()]) if isinstance(leaf, Tensor) and leaf.numel())
         if any(leaf.data_ptr() not in places for leaf in kept):
             raise UserError(
-                f"optimizer={spec!r}: its attribute {name} ({type(inner).__name__}) has state that its state_dict() "
-                "leaves out, so that no checkpoint would have it; return the optimisers themselves, as a list"
+                f"optimizer={spec!r}: the state of the attribute {name} ({type(inner).__name__}) is missing in "
+                "state_dict(), and would be missing in checkpoints; return the inner optimisers as a list"
             )
     parts = {**saved}  # an optimiser may have other parts than torch's two
     for number, values in parts.pop("state", {}).items():
@@ -40,8 +40,8 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
     if found := find_refused_value(parts):
         key, value = found
         raise UserError(
-            f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}: torch.load(weights_only=True) refuses it, "
-            "and could read no checkpoint; keep only tensors, numbers, text, and dicts and lists of them there"
+            f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}, which torch.load(weights_only=True) rejects "
+            "when it loads a checkpoint; keep only tensors, numbers, text, and dicts and lists of these in the state"
         )
 
 

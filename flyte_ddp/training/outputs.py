@@ -88,11 +88,11 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
     )
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {hardware.num_nodes}")
     if skipped:
-        recorder.add_warning(f"Started from the seed and not from init_from: {', '.join(skipped)}.")
+        recorder.add_warning(f"Started with random weights and not from init_from: {', '.join(skipped)}.")
     if state.uncovered_files:
         recorder.add_warning(
-            f"Your code uses {join_first(sorted(state.uncovered_files))}, which the cache key does not cover: a change "
-            "there is not noticed. Import it by name at the top of a module, from a folder on Python's path."
+            f"Your code uses {join_first(sorted(state.uncovered_files))}, which the cache key does not cover: changes "
+            "are not detected. Import the files by name at the top of a module, from a folder on Python's path."
         )
 
 
@@ -142,7 +142,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
         recorder.add_warning(describe_waiting(state.clock.seconds, state.hardware, loaders, pictures=pictures))
     notes = [*recorder.warnings, *list_report_notes(state, recorder.arithmetic, work.checkpoint)]
     if bad:
-        what = f"{len(bad):,} samples could not be decoded and were replaced by others"
+        what = f"{len(bad):,} samples could not be decoded and were replaced by other samples"
         notes.append(f"{what}: {join_first(sorted(bad))}.")
     recorder.log.write(
         {
@@ -235,9 +235,9 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
     if not torch.allclose(found, expected, rtol=0.0, atol=MOST_APART * largest, equal_nan=True):
         apart = (found - expected).abs().nan_to_num(nan=0.0, posinf=torch.inf).max().item()
         raise UserError(
-            f"model {state.hp.model!r}: its file does not hold all of it: a new model with these weights gives other "
-            f"outputs (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses in "
-            "parameters, in buffers, or the same in each new model"
+            f"model {state.hp.model!r}: the state_dict is incomplete: a new model with the saved weights gives "
+            f"different outputs (by up to {apart:.2g}, where the largest output is {largest:.2g}); keep all values "
+            "that forward uses in parameters or buffers, or set the same values in each new model"
         )
 
 
@@ -255,17 +255,17 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     is_stream, saw_reduced_loss = encoded_kind(hp.dataset) == "stream", state.objective.saw_reduced_loss
     notes: list[tuple[str, object]] = [
         (f"The model draws random numbers outside torch's Dropout layers: {other}", state.this_pass.model_draws),
-        (f"The loss came as a single number: unless it is the mean over samples, {other}", saw_reduced_loss),
-        (f"BatchNorm used the statistics of each rank's own share: {other}", separate),
+        (f"The loss is a single number: unless the number is the mean over samples, {other}", saw_reduced_loss),
+        (f"BatchNorm used the statistics of each rank's part of the batch: {other}", separate),
         (f"The model changes {join_first(changed)} in its forward passes, {by_rank_0}", changed),
         (f"{join_first(unsaved)} is not in the state_dict: evaluations used the values of a new model.", unsaved),
-        ("The training data were a stream: ranks and workers each read shards of their own.", is_stream),
+        ("The training data were a stream: each rank and each worker read different shards.", is_stream),
     ]
     told = [note for note, is_told in notes if is_told]
     if resumed_from is not None:
         changes = arithmetic.describe_changes(resumed_from.trained_in)
         since = f"; since then these changed: {changes}; so the result is exact up to rounding" if changes else ""
-        told.append(f"The run went on from a checkpoint after step {resumed_from.step:,}{since}.")
+        told.append(f"The run resumed from a checkpoint after step {resumed_from.step:,}{since}.")
     return told
 
 

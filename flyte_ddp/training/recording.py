@@ -192,7 +192,9 @@ def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: 
         return ""
     waited = f"The GPU waited {100 * share:.0f} % of the training time for data"
     if not loaders:
-        return f"{waited}, which the rank loads itself; use a GPU with room for the data, or a larger batch_size."
+        return (
+            f"{waited}, which the rank loads itself; use a GPU with enough memory for the data, or a larger batch_size."
+        )
     cores, each = hardware.threads, ", for each rank" if hardware.num_ranks > 1 else ""
     more = f"FLYTE_DDP_LOADERS={cores - 1}" if loaders < cores - 1 else "more cores"
     less = "smaller stored pictures, or a smaller image_size" if pictures else "or faster functions that load samples"

@@ -221,8 +221,8 @@ def compute_outputs(
         if "more than 1 value per channel" not in str(error):
             raise
         raise UserError(
-            f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm of model {hp.model!r} gets a single value "
-            "for each channel: it needs two; choose a batch_size with another remainder"
+            f"batch_size={hp.batch_size}: BatchNorm of model {hp.model!r} gets a single value per channel in a batch: "
+            "must be at least two values; choose a batch_size with another remainder"
             + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None

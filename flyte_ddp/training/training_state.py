@@ -141,8 +141,8 @@ class TrainingState:
         """
         if self.total_steps < steps_divisor:
             raise UserError(
-                f"the run has {self.total_steps} steps, of which a rung takes 1/{steps_divisor}: there must be "
-                f"at least {steps_divisor}; lower rungs or batch_size, or raise epochs or max_steps"
+                f"the run has {self.total_steps} steps, and a rung trains 1/{steps_divisor} of them: must be at least "
+                f"{steps_divisor} steps; lower rungs or batch_size, or raise epochs or max_steps"
             )
         self.last_step = -(-self.total_steps // steps_divisor)
         self.last_epoch = -(-self.last_step // self.steps_per_epoch)
@@ -218,9 +218,9 @@ class TrainingState:
         for name, parameter in named:
             if parameter.requires_grad and parameter not in self.optimised_parameters:
                 raise UserError(
-                    f"parameter {name}: was frozen or missing when the optimiser was made, so it is never trained; "
-                    "leave its requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be "
-                    "trained"
+                    f"parameter {name}: was frozen or missing when the optimiser was created, and would never be "
+                    "trained; keep requires_grad True, and multiply the gradient by 0 (register_hook) as long as the "
+                    "parameter should not be trained"
                 )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
@@ -252,8 +252,8 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     """
     if targets is None and ":" not in hp.objective:
         raise UserError(
-            f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
-            "none; name an objective of your own"
+            f"objective={hp.objective!r}: requires targets in a single array, and dataset={hp.dataset!r} has several "
+            "arrays or none; use a user-defined objective"
         )
     # A user-defined objective needs no classes if a sample's target is not a single number.
     of_numbers = targets is None or targets.dtype.kind == "f" or (":" in hp.objective and bool(targets.shape))
@@ -264,8 +264,8 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     counts = count_training_classes(data, training, len(classes)) if counted else ()
     if targets is not None and targets.varies and ":" not in hp.objective and hp.objective not in catalog.OF_LENGTHS:
         raise UserError(
-            f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take "
-            f"{' or '.join(catalog.OF_LENGTHS)}, or an objective of your own"
+            f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; use "
+            f"{' or '.join(catalog.OF_LENGTHS)}, or a user-defined objective"
         )
     # Targets without a known shape must not have the shape of a class number, ().
     shape = (1,) if targets is None or targets.varies else targets.shape

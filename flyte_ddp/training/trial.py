@@ -40,7 +40,9 @@ def try_evaluation(state: TrainingState) -> str:
     try:
         model = copy.deepcopy(state.kept_model())
     except Exception as error:  # a model with a lock or a file in it may be trained, too
-        return f"Nothing was evaluated before training, as model {hp.model!r} cannot be copied: {error!r}"
+        return (
+            f"The trial evaluation before training was skipped, because model {hp.model!r} cannot be copied: {error!r}"
+        )
     model.eval()
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
@@ -79,13 +81,13 @@ def warn_of_wrong_shift(objective: Objective, inputs: Leaves, targets: Leaves) -
             copied = bool((leaf == targets)[counted].all())
             if copied and not objective.shift:
                 return (
-                    "The targets are the inputs, place by place: the model learns to copy. To learn the next token, "
-                    f"set {option}, or shift the targets."
+                    "The targets equal the inputs at all positions: the model learns to copy. To learn the next "
+                    f"token, set {option}, or shift the targets."
                 )
             if objective.shift and not copied and bool((leaf[:, 1:] == targets[:, :-1])[followed].all()):
                 return (
-                    f"The targets are the next tokens already, and {option} takes each from one place later: the model "
-                    "learns the token after the next. Leave shift out."
+                    f"The targets are already the next tokens, and {option} shifts them by another position: the model "
+                    "learns the token after the next. Remove shift."
                 )
     return ""
 
@@ -140,10 +142,10 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
     pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
     found, moved, equal = (sum(each.sum() for each in tree_leaves(compute(*pair))) for pair in pairs)
     if torch.allclose(moved, found, rtol=1e-6) and not torch.allclose(equal, found, rtol=1e-6):
-        shapes = f"outputs {list(outputs.shape)} with targets {list(targets.shape)}"
+        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
         raise UserError(
-            f"the objective's loss does not change when the outputs change places: it compares {shapes}, each with "
-            "each; use outputs[:, 0], or outputs.reshape(targets.shape)"
+            f"the objective's loss compares each output with each target, because {shapes} are broadcast; use "
+            "outputs[:, 0], or outputs.reshape(targets.shape)"
         )
 
 
@@ -162,8 +164,9 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
                 row, *place = places[0].tolist()
                 at = f" (column {place[0]})" if len(place) == 1 else f" (at {place})" if place else ""
                 raise UserError(
-                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of "
-                    f"{name_sample(state.data, split, samples[row])}{at}: replace what is missing in the data set"
+                    f"the loss is not finite, because the {kind} {f'{name!r} ' if name else ''}of "
+                    f"{name_sample(state.data, split, samples[row])}{at} is not finite; correct missing values in "
+                    "the data set"
                 )
 
 
@@ -179,6 +182,7 @@ def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, nn.Parameter) and parameter not in known:
             raise UserError(
-                f"the loss depends on a parameter {list(parameter.shape)} that is none of the model's, and would never "
-                "be trained: make it a part of the model, whose outputs the objective gets; or requires_grad_(False)"
+                f"the loss depends on a parameter {list(parameter.shape)} outside the model, which would never be "
+                "trained; make the parameter a part of the model, whose outputs the objective gets, or call "
+                "requires_grad_(False)"
             )

@@ -38,14 +38,14 @@ def load_callable(spec: str) -> Callable[..., Any]:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise missing_module_error(spec, missing) from None
-        fix = "install what it needs" if missing else "correct it"
+        fix = "install the missing module" if missing else "correct the module"
         raise UserError(f"{spec!r}: importing {module_name} failed: {error}; {fix}") from error
     try:
         found = getattr(module, attribute)
     except AttributeError:
         raise UserError(
-            f"{spec!r}: module {module_name} ({getattr(module, '__file__', None)}) has no {attribute!r}; "
-            "name a function or class that it defines"
+            f"{spec!r}: module {module_name} ({getattr(module, '__file__', None)}) has no {attribute!r}; name a "
+            "function or class that the module defines"
         ) from None
     if not callable(found):
         raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
@@ -71,7 +71,7 @@ def require_parameters(what: str, function: Callable[..., Any], *names: str) -> 
     except ValueError:
         pass  # a built-in callable without a signature
     except TypeError as error:
-        raise UserError(f"{what}: {error}; give it the parameters ({', '.join(names)})") from None
+        raise UserError(f"{what}: {error}; the callable must accept ({', '.join(names)})") from None
 
 
 def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,5 +98,5 @@ def search_working_directory() -> None:
 
 
 def missing_module_error(spec: str, module: str) -> UserError:
-    fix = f"install it, or start from the directory that holds it (now {Path.cwd()})"
+    fix = f"install the module, or start from the directory that contains it (now {Path.cwd()})"
     return UserError(f"{spec!r}: no module named {module!r}; {fix}")

@@ -55,8 +55,10 @@ def refuse_foreign_module(spec: str, module: str) -> None:
     places = list_places(found) if found else []
     if top not in LIBRARY and places and all(map(is_user_file, places)):
         return
-    rule = f"only the project's own modules, and those listed in {MODULES}={os.environ[MODULES]!r}, may be named"
-    raise UserError(f"{spec!r}: module {module} is not allowed: {rule}; register with another list, or name your own")
+    rule = f"only the project's modules, and modules listed in {MODULES}={os.environ[MODULES]!r}, may be named"
+    raise UserError(
+        f"{spec!r}: module {module} is not allowed: {rule}; register with another list, or name a module of the project"
+    )
 
 
 def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:

@@ -55,16 +55,16 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "huge float for int": ({"max_steps": 1e300}, ("max_steps=", "at most 9007199254740992")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
-    "torch's optimizer": ({"optimizer": "torch.optim:AdamW"}, ("'torch.optim:AdamW'", "write a function of your own")),
+    "torch's optimizer": ({"optimizer": "torch.optim:AdamW"}, ("'torch.optim:AdamW'", "write a function")),
     "sample without a colon": (
         {"dataset": "shards:train.json", "sample": "mine"},
         ("sample='mine'", "must have the form package.module:callable"),
     ),
-    "padded images": ({"collate": "padded"}, ("collate='padded'", "not for dataset='digits'")),
+    "padded images": ({"collate": "padded"}, ("collate='padded'", "not supported for dataset='digits'")),
     "shards without an address": ({"dataset": "shards:"}, ("dataset='shards:'", "must name an address, such as")),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},
-        ("label_smoothing=0.1", "objective='regression' has no use for it", "leave it out"),
+        ("label_smoothing=0.1", "not used by objective='regression'"),
     ),
     **{
         f"class weights {text!r}": ({"class_weights": text}, (f"class_weights={text!r}", "balanced", "at least 0"))
@@ -90,17 +90,17 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "threshold that is true": ({"threshold": True}, ("threshold=True", "must be text")),
     "threshold of numbers": (
         {"objective": "regression", "threshold": "f1"},
-        ("threshold='f1'", "objective='regression' has no use for it", "leave it out"),
+        ("threshold='f1'", "not used by objective='regression'"),
     ),
     "threshold without split": (
         {"threshold": "recall=0.9", "validation_fraction": 0},
         ("threshold='recall=0.9'", "validation_fraction above 0"),
     ),
     "options that are no JSON": ({"options": "{width: 3}"}, ("options='{width: 3}'", "is not JSON", "column 2")),
-    "options that are a list": ({"options": "[1]"}, ("options='[1]'", "JSON object of objects by hyperparameter")),
+    "options that are a list": ({"options": "[1]"}, ("options='[1]'", "must be a JSON object")),
     "warm-up of an own schedule": (
         {"schedule": "mine:factor", "warmup_steps": 5},
-        ("warmup_steps=5", "not for a schedule of your own"),
+        ("warmup_steps=5", "user-defined schedule"),
     ),
     "batch below ranks": ({"batch_size": 2, "num_ranks": 4}, ("batch_size=2", "ranks x accumulation_steps = 4 x 1")),
     "nesterov alone": ({"momentum": 0}, ("nesterov=True", "momentum above 0")),

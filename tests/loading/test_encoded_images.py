@@ -140,7 +140,7 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
 
 def test_no_decodable_substitute_is_an_error(load: Load) -> None:
     loading = load(Images(bad={3, 4, 5}), [ListedOrder(np.array([3, 4, 5]))], bad=9)
-    with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
+    with pytest.raises(UserError, match=r"^sample 4: neither .* 2 substitutes can be decoded"):
         loading.load_batch(np.array([4]), None)
 
 

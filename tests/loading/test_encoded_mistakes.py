@@ -46,11 +46,11 @@ def test_bad_samples_are_replaced_alike_on_any_number_of_ranks(tmp_path: Path) -
     hp = of(tmp_path / "packed" / "train.json", batch_size=8, bad_samples=3, validation_fraction=0.0, epochs=1)
     one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
     assert losses(one) == pytest.approx(losses(two), abs=1e-9)
-    bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
+    bad = "3 samples could not be decoded and were replaced by other samples: sample 'blue/11' in shard "
     for result in (one, two):
         assert [note.startswith(bad) for note in notes(result)].count(True) == 1
         assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
-    with pytest.raises(UserError, match="3 such samples, more than bad_samples=2"):
+    with pytest.raises(UserError, match="3 samples cannot be decoded, more than bad_samples=2"):
         train(replace(hp, bad_samples=2, num_ranks=2), tmp_path / "too many")  # none of two ranks has met three
     with pytest.raises(UserError, match=r"sample '.*' in shard .*-000000.tar cannot be decoded.*bad_samples"):
         train(replace(hp, bad_samples=0), tmp_path / "none")
@@ -88,7 +88,7 @@ MOST = {"validation_fraction": 0.9999}
         (MOST, ALL_HELD_OUT),
         (MOST | {"dataset": "image_folder:{images}", "test_dataset": "image_folder:{images}"}, ALL_HELD_OUT),
         (MOST | {"dataset": "stream:{shards}", "test_dataset": "shards:{shards}"}, ALL_HELD_OUT),
-        ({"augment": "crop"}, "augment='crop': not for dataset='shards:.*; choose none or resized_crop"),
+        ({"augment": "crop"}, "augment='crop': not supported for dataset='shards:.*; choose none or resized_crop"),
         ({"num_classes": 3}, "num_classes=3: the data set has 10"),
         ({"test_dataset": "shards:{packed}"}, "has other classes than dataset"),
         ({"dataset": "image_folder:{images}", "batch_size": 2}, "has no samples for testing; give more, or hold out"),

@@ -79,7 +79,7 @@ def test_predictions_of_images_that_cannot_be_decoded(kind: str, learnt, tmp_pat
             pack_image_folder(str(source), tmp_path / "packed", name=source.name, samples_per_shard=5, progress="off")
         folder, tests = tmp_path / "packed" / "images.json", tmp_path / "packed" / "tests.json"
     sets = f"{kind}:{folder}", f"{kind}:{tests}"
-    with pytest.raises(UserError, match="2 such samples, more than bad_samples=1"):
+    with pytest.raises(UserError, match="2 samples cannot be decoded, more than bad_samples=1"):
         predict(learnt[1], tmp_path, *sets, batch_size=5, bad_samples=1)
     rows = predict(learnt[1], tmp_path, *sets, batch_size=5, bad_samples=2)
     assert len(rows) == 12

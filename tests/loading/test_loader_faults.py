@@ -69,7 +69,7 @@ def test_a_decoding_process_that_is_killed_is_an_error_of_the_machine(opened: Op
     loaders = list_children(server)
     os.kill(server if "starts" in victim else min(loaders), signal.SIGKILL)  # with the server end all
     wait_until(lambda: min(loaders) not in list_living_trees(loaders))
-    with pytest.raises(MachineError, match=f"^{victim} ended with SIGKILL, often for lack of memory; lower"):
+    with pytest.raises(MachineError, match=f"^{victim} ended with SIGKILL, .* memory; lower"):
         source.load_batch(SAMPLES, 0)
     source.close()
     assert children_of(os.getpid()) == []

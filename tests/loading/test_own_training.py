@@ -137,7 +137,7 @@ def test_targets_of_own_code_are_what_the_objective_takes(photos: Path, tmp_path
         objective="multilabel",
         model="faults:model",
     )
-    with pytest.raises(UserError, match=r"made of sample '.+': the target at \[\d\] is 0\.5: must"):
+    with pytest.raises(UserError, match=r"made for sample '.+': .*the target at \[\d\] is 0\.5: must"):
         train(hp, tmp_path)
 
 

@@ -142,9 +142,9 @@ def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards:
     assert start["training_samples"] == 16 * PER_SHARD
     assert start["steps"] == 16 * PER_SHARD // 50
     said = read_records(result.metrics)[-1]["notes"]
-    (note,) = (note for note in said if "went on from a checkpoint" in note)
+    (note,) = (note for note in said if "resumed from a checkpoint" in note)
     assert [line for line in said if line != note] == [
-        "The training data were a stream: ranks and workers each read shards of their own."
+        "The training data were a stream: each rank and each worker read different shards."
     ]
 
 
@@ -153,7 +153,7 @@ def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards:
     [
         (0, 0, r"tar cannot be decoded: .*bad_samples$"),
         pytest.param(1, 0, r"tar cannot be decoded: .*bad_samples$", marks=pytest.mark.slow),
-        (0, 50, r": no sample of its worker can be decoded \(of no k"),  # else it would look for a good one for ever
+        (0, 50, r": no sample of this worker can be .*unknown image f"),  # else it would look for a good one for ever
     ],
 )
 def test_samples_that_cannot_be_used_are_one_error(tmp_path: Path, workers: int, bad_samples: int, said: str) -> None:

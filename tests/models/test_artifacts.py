@@ -160,7 +160,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "no sidecar": (lambda _, path: path.unlink(), r"cannot read sidecar .*model.json: No such file"),
     "format": (edit(format="flyte-ddp-model/9"), "has format 'flyte-ddp-model/9'"),
     "no class": (edit(classes=None), "sidecar .*model.json is damaged, so give .*: classes is missing"),
-    "equal classes": (edit(classes=["a"] * 10), "sidecar .*model.json: classes have equal names; give the model.json"),
+    "equal classes": (edit(classes=["a"] * 10), "sidecar .*model.json: duplicate class names; give the model.json"),
     "a class's type": (edit(classes=[1] * 10), r"model.json is damaged, so .*: classes\[0\]=1: must be text"),
     "no input": (edit(input={}), "model.json is damaged, so .*: input.channels is missing"),
     "a side": (
@@ -171,7 +171,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         edit(input={**asdict(GREY), "channels": 3}),
         "input must have a mean and a std above 0 for each",
     ),
-    "large": (edit(input={**asdict(GREY), "height": 60_000, "width": 60_000}), "whose .* weights it cannot hold"),
+    "large": (edit(input={**asdict(GREY), "height": 60_000, "width": 60_000}), "too small for .* weights"),
     "no image": (edit(input={**asdict(GREY), "height": 1, "width": 1}), "does not fit|cannot be built for this input"),
     "digests": (edit(digests={"weights": 1}), "digests.weights=1: must be text"),
     "other classes": (edit(classes=["only one"]), r"model.pt does not fit model 'tutorial': .*size mismatch for fc2"),

@@ -298,7 +298,7 @@ def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd)
 
 def test_a_loss_that_came_reduced_is_said(tmp_path: Path) -> None:
     run = finish(tasks.classes(""), tmp_path, {**FLAT, "objective": "objective_tasks:reduced"})
-    said = "unless it is the mean over samples, another number of ranks would give another result"
+    said = "unless the number is the mean over samples, another number of ranks would give another result"
     assert [note for note in run.page.texts("li") if said in note]
 
 

@@ -34,7 +34,7 @@ def gather_in_ranks(folder: Path) -> None:
             UserError, match=r"the ranks' values have shapes \[2, 4\], \[3, 5\], \[0, 6\]: must be equal"
         ):
             across_ranks(torch.zeros(len(rows), own + 4))
-    with pytest.raises(UserError, match="was called outside an objective's losses"):
+    with pytest.raises(UserError, match="across_ranks: must be called in an objective's losses"):
         across_ranks(rows)
     with torch.no_grad():
         alone, own_places = across_ranks(rows)
@@ -62,7 +62,7 @@ class Undeclared(tasks.Contrastive):
     compares_samples = False
 
 
-COMPARES = "the objective compares the samples of a batch, and each part would have fewer to compare"
+COMPARES = "the objective compares the samples of a batch, and a micro-batch would have fewer samples"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ COMPARES = "the objective compares the samples of a batch, and each part would h
         ({"accumulation_steps": 2}, f"accumulation_steps=2: {COMPARES}; set accumulation_steps=1"),
         ({"accumulation_steps": 2, "objective": f"{OWN}Undeclared"}, f"accumulation_steps=2: {COMPARES}"),
         ({"mixup": 0.2}, r"mixup=0\.2: the objective compares samples, .*; set mixup=0"),
-        ({"mixup": 0.2, "objective": f"{OWN}Undeclared"}, "and a mixture would be two at once"),
+        ({"mixup": 0.2, "objective": f"{OWN}Undeclared"}, r"mixup=0\.2: .*a mixture is two samples"),
     ],
 )
 @pytest.mark.usefixtures("user_models")

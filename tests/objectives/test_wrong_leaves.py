@@ -64,27 +64,27 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
     "an input that the model does not know": (
         lambda: with_token(tasks.texts(""), "test_inputs", 9),
         {},
-        r"model 'leaf_tasks:Reader': an embedding has no row for one .* 0 0\.\.9; give it more rows, or correct",
+        r"model 'leaf_tasks:Reader'.*embedding.* 0 0\.\.9",
     ),
     "texts as classes": (
         lambda: tasks.texts(""),
         {"objective": "classification"},
-        "objective='classification': the targets of dataset='own:data' have different lengths; take language",
+        "objective='classification': the targets of dataset='own:data' have different lengths; use language",
     ),
     "no mask": (
         lambda: tasks.texts(""),
         {"model": f"{OWN}WithoutMask"},
-        "its forward is called with a tuple of 2, and that fails: too many positional arguments; take all of them .col",
+        "forward does not accept .* a tuple of 2: too many positional arguments; .*collate='padded'",
     ),
     "fewer rows for an own objective": (
         lambda: tasks.pairs(""),
         {**PAIRS, "model": f"{OWN}OneRowLess", "objective": f"{OWN}FewerLosses"},
-        r"losses have shape \[7\]: must be \[8\], as the weights are; do not reduce them",
+        r"losses have shape \[7\]: must be \[8\].*weights; do not reduce",
     ),
     "several targets": (
         lambda: tasks.pairs(""),
         {**PAIRS, "objective": "regression"},
-        "takes targets that are one array, and dataset='own:data' has several, or none; name an objective of your own",
+        "objective='regression'.*single array.*dataset='own:data' has several",
     ),
     "mixup of whole numbers": (
         lambda: tasks.table(""),
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
     "a missing number": (
         lambda: with_missing(tasks.table("")),
         TABLE,
-        r"the loss is not finite, nor is the input 'numbers' of training sample \d+ .column 0.: replace what",
+        r"the loss is not finite.* the input 'numbers' of training sample \d+ .column 0. is not finite",
     ),
     "a table of losses": (
         lambda: tasks.table(""),

@@ -62,11 +62,15 @@ def without_names(arrays: SampleArrays) -> SampleArrays:
 @pytest.mark.parametrize(
     ("objective", "arrays", "words"),
     [
-        ("classification", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a class number .*choose another"),
+        (
+            "classification",
+            tasks.labels(""),
+            r"targets are float32 \[41, 3\].* must be a class number .*choose another",
+        ),
         ("multilabel", with_value(tasks.labels(""), -1), r"the target of row 22 at \[2\] is -1: must be 0, 1, or NaN"),
-        ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
+        ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels.*2 class names"),
         ("regression", with_value(tasks.number(""), np.inf), "the target of row 22 is inf: must be a number, or NaN"),
-        ("segmentation", tasks.classes(""), r"targets are int64 \[41\]; must be a mask \[height, width\]"),
+        ("segmentation", tasks.classes(""), r"targets are int64 \[41\].* must be a mask \[height, width\]"),
         (
             "segmentation",
             with_value(tasks.masks(""), 3),
@@ -113,21 +117,21 @@ class Weighted(Classification):
     ("changes", "words"),
     [
         ({"objective": "objective_tasks:focsl"}, "objective_tasks .* has no 'focsl'; name a function or class"),
-        ({"objective": f"{OWN}Other"}, r"is no flyte_ddp.objectives.Objective; derive it from that"),
+        ({"objective": f"{OWN}Other"}, r"Other'.*subclass of flyte_ddp.objectives.Objective"),
         ({"objective": f"{OWN}Directionless"}, "measure 'accuracy' has 'max': must be 'lower' or 'higher'"),
         ({"select_by": "acuracy"}, "unknown select_by 'acuracy': did you mean 'accuracy'.* accuracy, .*f1, loss"),
-        ({"objective": "objective_tasks:focal", "label_smoothing": 0.1}, "label_smoothing=0.1: objective=.* no use"),
+        ({"objective": "objective_tasks:focal", "label_smoothing": 0.1}, "label_smoothing=0.1: not used by objective="),
         (
             {"class_weights": "0,1,2", "label_smoothing": 0.1},
-            "class_weights='0,1,2': with label_smoothing=0.1 a weight of 0 would still count in part",
+            "class_weights='0,1,2'.*label_smoothing=0.1.*weight 0",
         ),
-        ({"class_weights": "1,2"}, "class_weights='1,2': has 2 numbers; there are 3 classes"),
+        ({"class_weights": "1,2"}, "class_weights='1,2': has 2 numbers: must be 3"),
         ({"options": '{"objective": {"gamma": 2}}'}, "options of objective 'classification': .*'gamma'; correct"),
         *(
             ({"objective": f"{OWN}Weighted", "options": f'{{"objective": {{"kind": "{kind}"}}}}'}, words)
             for kind, words in (
-                ("negative", "weights go from -2 to 1: must be finite and at least 0"),
-                ("mean", r"weights have shape \[1\]: must be one or more for each of the 41 samples; do not reduce"),
+                ("negative", "weights range from -2 to 1: must be finite and at least 0"),
+                ("mean", r"weights have shape \[1\].*one or more .*41 samples; do not reduce"),
             )
         ),
     ],
@@ -143,13 +147,13 @@ def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_p
         (
             without_names(tasks.labels("")),
             {"objective": "multilabel", "class_weights": "1,2"},
-            "class_weights='1,2': has 2 numbers; there are 3 classes",
+            "class_weights='1,2': has 2 numbers: must be 3",
         ),
         *(
             (
                 replace(tasks.arrays_of(tasks.brightness()[:, :1] > 0), classes=names),
                 {"objective": "multilabel", "class_weights": weights},
-                f"class_weights='{weights}': weighs classes or labels against each other, and there is one; leave it",
+                f"class_weights='{weights}'.*at least two classes or labels",
             )
             for names, weights in (((), "balanced"), (("rare",), "3"))
         ),
@@ -192,9 +196,9 @@ class NoRows(Classification):
 
 
 IN_TRAINING = {
-    "too_few": r"losses have shape \[7\]: must be \[8\], one for each sample; do not reduce them",
+    "too_few": r"losses have shape \[7\]: must be \[8\], one for each sample; do not reduce",
     "not_a_number": r"the loss is nan at epoch 0, step 1.*must be finite",
-    "OtherNames": "OtherNames.measure returned nothing: must be what its measures names: kappa",
+    "OtherNames": "OtherNames.measure returned nothing.*measures.*kappa",
     "NoRows": r"column 'mean' of the objective has shape \[\]: must have a row for each of the \d+ samples",
 }
 
@@ -223,7 +227,7 @@ def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modu
         ("multilabel", f"{OWN}one_too_many", tasks.labels(""), r"\(8, 4\): .*\(samples, classes\) = \(8, 3\); size"),
         ("regression", f"{OWN}one_too_many", tasks.numbers(""), r"\(8, 3\): .*\(samples, numbers\) = \(8, 2\); size"),
         ("segmentation", "objective_tasks:flat", tasks.masks(""), r"\(8, 3\): .*\(8, 3, 8, 8\)"),
-        ("regression", "objective_tasks:InDict", tasks.number(""), "dict: .* return nothing but the outputs"),
+        ("regression", "objective_tasks:InDict", tasks.number(""), "dict: .* return only the outputs"),
     ],
 )
 def test_outputs_that_do_not_fit_the_targets(

@@ -82,8 +82,8 @@ def test_an_own_order_is_that_of_its_function() -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("drawing", "returned other samples when called again for epoch 0"),
-        ("outside", "returned sample 0 for epoch 0, which is none of the training split"),
+        ("drawing", "returned different samples .* for epoch 0"),
+        ("outside", "returned sample 0 for epoch 0, .* not in the training split"),
         ("fractions", r"returned float64 \[600\] for epoch 0: must be whole numbers"),
         ("nothing", r"returned float64 \[0\] for epoch 0"),
     ],
@@ -129,8 +129,8 @@ def test_a_run_that_is_cut_off_in_its_third_epoch_goes_on_bit_for_bit(weighted_d
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sampling": "balanced", "dataset": "shards:/index.json"}, "not for dataset='shards:/index.json'"),
-        ({"sampling": "own:order", "dataset": "shards:/index.json"}, "not for dataset='shards:/index.json'"),
+        ({"sampling": "balanced", "dataset": "shards:/index.json"}, "not supported for dataset='shards:/index.json'"),
+        ({"sampling": "own:order", "dataset": "shards:/index.json"}, "not supported for dataset='shards:/index.json'"),
         ({"sampling": "balance"}, "unknown sampling 'balance': did you mean 'balanced'"),
     ],
 )

@@ -87,7 +87,7 @@ def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
     (project / "identity_hiding.py").write_text(IMPORTS[way])
     hp = Hyperparameters(model="identity_hiding:model", epochs=1, batch_size=500, num_ranks=1)
     result = run_training(hp, digits, project / "run", Settings(progress="lines", wandb_mode="disabled"))
-    said = "Your code uses source/identity_net.py, which the cache key does not cover: a change there is not noticed."
+    said = "Your code uses source/identity_net.py, which the cache key does not cover: changes are not detected."
     expected = 0 if way == "seen" else 1
     assert [said in note for note in read_records(result.metrics)[-1]["notes"]] == [True] * expected
     assert "".join(capfd.readouterr()).count(said) == expected

@@ -141,8 +141,8 @@ def only(**more: Any) -> str:
 
 MALFORMED = {
     "\x00\x01": "is not JSON",
-    only()[:-1] + ', "shardlist": []}': "the key 'shardlist' is there twice",
-    '{"shardlist": [{"url": "a", "nsamples": 1, "nsamples": 2}]}': "the key 'nsamples' is there twice",
+    only()[:-1] + ', "shardlist": []}': "the key 'shardlist' occurs twice",
+    '{"shardlist": [{"url": "a", "nsamples": 1, "nsamples": 2}]}': "the key 'nsamples' occurs twice",
     '{"shardlist": []}': "has neither",
     '{"datasets": 5}': "a wrong type",
     '{"shardlist": {"a": 1}}': "a wrong type",

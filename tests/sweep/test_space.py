@@ -55,7 +55,7 @@ def sweep_of(space: dict[str, Any], **settings: Any) -> Sweep:
         ({"momentum": {"from": 0.5, "to": 1}}, "space, momentum: momentum=1.0: must be below 1"),
         ({"optimizer": ["sgd", "adamm"]}, "space, optimizer: unknown optimizer 'adamm': did you mean 'adam'?"),
         ({"batch_size": [0.5]}, "space, batch_size: batch_size=0.5: must be a whole number"),
-        ({"keep": ["last", "ema"]}, "space, keep: keep='ema': there is no moving average; set ema_decay"),
+        ({"keep": ["last", "ema"]}, "space, keep: keep='ema': needs a moving average; set ema_decay"),
         ({"options.objective.loss": ["mse", "l1"]}, "space, options.objective.loss: changes the loss, by which"),
         ({"class_weights": ["", "balanced"]}, "space, class_weights: changes the loss, by which trials are compared"),
         ({"options.model.width": {"from": 8, "to": 64}}, '64}: may mean whole numbers or all between; add "step": 1'),
@@ -79,7 +79,7 @@ def test_a_bad_space_is_refused(space: dict[str, Any], said: str) -> None:
     [
         ({"space": "{"}, "space='{': is not JSON"),
         ({"space": "[1]"}, "space='[1]': must be a JSON object"),
-        ({"space": '{"epochs": [1], "epochs": [2]}'}, "is not JSON (the key 'epochs' is there twice; leave one of the"),
+        ({"space": '{"epochs": [1], "epochs": [2]}'}, "is not JSON (the key 'epochs' occurs twice"),
         ({"trials": 0}, "trials=0: must be at least 1"),
         ({"seed": 2**32}, "seed=4294967296: must be at most 4294967295"),
         ({"sampler": "random"}, "unknown sampler 'random'"),

@@ -150,4 +150,4 @@ def test_a_wait_comes_with_what_to_do() -> None:
     )
     of_four = describe_waiting(waits(8.0, 0.5), replace(ON_16, num_ranks=4), 3, pictures=False)
     assert "3 loader process(es) on 16 core(s), for each rank; use FLYTE_DDP_LOADERS=15, or faster functions" in of_four
-    assert "room for the data" in describe_waiting(waits(8.0, 0.5), ON_16, 0, pictures=True)
+    assert "memory for the data" in describe_waiting(waits(8.0, 0.5), ON_16, 0, pictures=True)

@@ -67,12 +67,12 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_last_loss_is_looked_at(train: Train, batch_size: int, max_steps: int, epoch: int) -> None:
     sizes = {"batch_size": batch_size, "max_steps": max_steps}
     hp = Hyperparameters(model="test_diagnosis:activation", epochs=3, num_ranks=1, precision="fp32", **sizes)
-    with pytest.raises(UserError, match=rf"at epoch {epoch}, step {BAD_STEP} \(the first activation"):
+    with pytest.raises(UserError, match=rf"at epoch {epoch}, step {BAD_STEP} \(first non-finite activation"):
         train(hp)
 
 
-GRADIENT = "gradient", BAD_STEP + 1, rf"gradient that was not finite is that of first\.bias, in step {BAD_STEP}"
-ACTIVATION = "activation", BAD_STEP, r"activation that was not finite is the output of middle, on rank 0"
+GRADIENT = "gradient", BAD_STEP + 1, rf"first non-finite gradient: first\.bias, in step {BAD_STEP}"
+ACTIVATION = "activation", BAD_STEP, r"first non-finite activation: the output of middle on rank 0"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_error_names_epoch_step_and_where_it_began(
         request.getfixturevalue("_as_on_a_gpu")
     hp = Hyperparameters(model=f"test_diagnosis:{what}", epochs=3, batch_size=100, precision="fp32", learning_rate=0.01)
     hp = replace(hp, num_ranks=ranks)
-    with pytest.raises(UserError, match=rf"loss is (nan|inf) at epoch 1, step {step} \(the first {words}") as caught:
+    with pytest.raises(UserError, match=rf"loss is (nan|inf) at epoch 1, step {step} \({words}") as caught:
         train(hp, checkpoint_seconds=0.1)
     assert len(caught.value.message.splitlines()) == 1
     found = saved(tmp_path / "run")

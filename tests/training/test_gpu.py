@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path, max_steps: int,
     """Own optimisers do not know that they must skip the step after it."""
     hp = replace(HP, model="test_diagnosis:activation", precision="fp32", max_steps=max_steps, deterministic=False)
     hp = on_device(replace(hp, optimizer=optimizer), device)
-    with pytest.raises(UserError, match=r"at epoch 1, step 17 \(the first activation that was not finite is the out"):
+    with pytest.raises(UserError, match=r"at epoch 1, step 17 \(first non-finite activation: the output"):
         train(hp)
     assert 14 <= saved(tmp_path / "run").step < 17
 

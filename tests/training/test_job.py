@@ -80,7 +80,7 @@ def test_a_source_that_had_other_content_for_a_while(host_has: HostHas, sources:
     """What a host has fetched in that time does not stand in the way later."""
     launcher = fetch("served_data:load", sources[0], tmp_path / "launcher", progress="off")
     (Path(sources[0]) / "count").write_text("6")
-    with pytest.raises(UserError, match="what this host has fetched is not what the launcher has"):
+    with pytest.raises(UserError, match="fetched on this host differ from the launcher's data"):
         host_has(sources[0], launcher=launcher)
     (Path(sources[0]) / "count").write_text("4")
     assert read_prepared_digest(host_has(sources[0], launcher=launcher)) == read_prepared_digest(launcher)

@@ -74,7 +74,7 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
         assert resumed == fault["pass"] // hp.accumulation_steps
     assert retried.model.read_bytes() == expected.model.read_bytes()
     assert figures(retried) == figures(expected)
-    assert f"went on from a checkpoint after step {resumed}." in retried.report.read_text()
+    assert f"resumed from a checkpoint after step {resumed}." in retried.report.read_text()
     assert not (tmp_path / "run" / UNFINISHED).exists()
 
 
@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(train: Train, digits: Path, 
 
 
 def went_on(result: Result) -> str:
-    (note,) = (note for note in notes(result) if "went on from a checkpoint" in note)
+    (note,) = (note for note in notes(result) if "resumed from a checkpoint" in note)
     return str(note)
 
 

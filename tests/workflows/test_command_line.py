@@ -86,7 +86,7 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
         (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
         (["--hp=."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
-        (["--hp", "file.yaml"], "options: {model: {eps: 1e-6}}", "'1e-6' is a text; write a number without quotes"),
+        (["--hp", "file.yaml"], "options: {model: {eps: 1e-6}}", "'1e-6' is text, not a number"),
     ],
 )
 def test_inputs_that_cannot_be_read(
@@ -110,7 +110,7 @@ def test_a_name_or_a_path_that_is_not_there_is_one_sentence(
     assert re.search(words, refusal(*command.split()))
 
 
-TWICE = "is there twice; leave one of the two out"
+TWICE = "occurs twice; remove one of the two"
 
 
 @pytest.mark.parametrize(

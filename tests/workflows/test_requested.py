@@ -21,10 +21,10 @@ from tasks.preparation import check_inputs
     [
         ("gpu", "", "4", {"num_ranks": 2}, ""),
         ("gpu", "", "4", {"num_ranks": 8}, r"num_ranks=8: .*requests 2 GPU\(s\) .* set num_ranks to at most 2, or 0"),
-        ("gpu", "", "1", {"strategy": "shared_memory"}, r"strategy='shared_memory': needs CPU ranks"),
+        ("gpu", "", "1", {"strategy": "shared_memory"}, r"strategy='shared_memory': requires CPU ranks"),
         ("gpu", "elastic", "4", {"num_ranks": 8}, ""),
         ("gpu", "elastic", "4", {"num_ranks": 9}, r"=9: .*request 8 GPU\(s\) .* set num_ranks to at most 8, or 0"),
-        ("gpu", "elastic", "4", {"num_ranks": 2}, r"=2: .*request 8 worker\(s\) .* set num_ranks to 8, or 0"),
+        ("gpu", "elastic", "4", {"num_ranks": 2}, r"=2: .*request 8 .*worker\(s\).* set num_ranks to 8, or 0"),
         ("gpu", "ray", "2:4", {"num_ranks": 8}, ""),
         ("gpu", "ray", "2:4", {"num_ranks": 9}, r"num_ranks=9: .*request 8 GPU\(s\)"),
         ("gpu", "ray", "2:4", {"num_ranks": 33, "backend": "gloo"}, r"=33: .*request capacity for 32 rank\(s\)"),

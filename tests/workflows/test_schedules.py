@@ -56,11 +56,11 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
             "".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]\n" for n in range(9)),
             "schedules.yaml: its aliases (*NAME) stand for more than 100,000 parts; write what they stand for",
         ),
-        ("[" * 20_000, "schedules.yaml: it is nested more than 64 levels deep"),
+        ("[" * 20_000, "schedules.yaml: nested more than 64 levels deep"),
         (f"- {'9' * 5000}", "schedules.yaml: it has a value that cannot be read (Exceeds the limit"),
         (
             '- {name: a, workflow: training_wf, hyperparameters: "a\\0b"}',
-            ", a: hyperparameters='a\\x00b': must not have the character NUL",
+            ", a: hyperparameters='a\\x00b': must not contain the character NUL",
         ),
         (
             "- {name: a, workflow: training_wf, hyperparameters: {1: 2, a: 3}}",
@@ -92,7 +92,7 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
                 "directory; must be an object, or a file of",
                 "training_wf, hyperparameters: /etc/hosts": "hyperparameters='/etc/hosts': is not in the repository",
                 "training_wf, hyperparameters: [epochs]": "hyperparameters=['epochs']: must be an object, or text",
-                "training_wf, cron: 3": "cron=3: must be text; put it in quotes",
+                "training_wf, cron: 3": "cron=3: must be text",
                 **{
                     f"monitor_wf, model_name: x, window: {{table: 's3://b/{address}'}}": f"table='s3://b/{address}': "
                     f"'{sign}' is no field of strftime, such as %Y, %m, %d and %H; write a percent sign of the address "
