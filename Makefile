@@ -14,9 +14,9 @@ help: ## List the targets
 # Before anything is downloaded: flytekit, and so each pyflyte command, fails on newer versions of Python.
 FITS := import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
 	"Python %d.%d: flyte-ddp runs on 3.11 and 3.12; for example: make clean train PYTHON=python3.12" % v)
-# What is installed is what requirements-dev.lock names, uv first; wheels only, so that no package's own code runs here.
+# Installs exactly the packages of requirements-dev.lock, uv first. Only wheels, so packages run no code while installed.
 HASHED := --require-hashes --only-binary :all:
-# With CPU=1 torch's packages come from torch's own index, which has them without CUDA, and with hashes that no lock knows.
+# With CPU=1, torch's packages come from torch's index, without CUDA. The lock does not contain their hashes.
 FOR_CPU := /^[^ ]/ {cuda = /^(nvidia-|cuda-|triton==)/; torch = /^torch(vision|codec)?==/; if (torch) print $$1} \
 	!cuda && !torch
 WITH_CPU := --only-binary :all: --torch-backend cpu
@@ -31,21 +31,21 @@ $(VENV)/.installed: pyproject.toml requirements-dev.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
-install: $(VENV)/.installed ## Make .venv with the locked versions of everything; with CPU=1, as for each target, without CUDA
+install: $(VENV)/.installed ## Create .venv with all locked versions; CPU=1 (for any target) installs torch without CUDA
 
 train: install ## Train on the embedded digits, 2 ranks (other settings: make train HP=config/fast.json)
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests, each promise once (7 to 9 minutes on two cores)
+test: install ## Run all tests but the exhaustive ones (7 to 9 minutes on two cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-test-exhaustive: install ## Run what repeats these with more faults, stores, launchers and seeds (about 20 minutes)
+test-exhaustive: install ## Run the exhaustive tests: more faults, stores, launchers and seeds (about 20 minutes)
 	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
 
 test-all: test test-exhaustive ## Run both, one after the other (about half an hour)
 
-test-fast: install ## Run the tests one wants while working (50 to 80 seconds)
+test-fast: install ## Run the fast tests (50 to 80 seconds)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
 
 lint: install ## Check style (ruff), types (mypy, strict), layers (import-linter) and plain words
@@ -58,15 +58,15 @@ lint: install ## Check style (ruff), types (mypy, strict), layers (import-linter
 bench: install ## Run the benchmarks; results go to benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-libraries: install ## Try the recipes of examples/libraries, each with the packages it pins (some: make libraries K="data_lance")
+libraries: install ## Run the recipes of examples/libraries, each with its pinned packages (some: make libraries K="data_lance")
 	.ci/libraries $(K)
 
 chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (a quarter of an hour)
 	$(BIN)/python -m benchmarks chaos
 
-# Installs nothing, as it needs no network: without .venv, the Python that is there must have what the tests import.
+# Installs nothing, because it needs no network. Without .venv, PYTHON must have the packages that the tests import.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-gpu-check: ## On a machine with a GPU: its tests, then its figures (benchmarks/results/gpu.json); by .venv, else by PYTHON
+gpu-check: ## Run the GPU tests, then the GPU benchmark (benchmarks/results/gpu.json), with .venv or else PYTHON
 	$(GPU_PYTHON) -m pytest --gpu tests/training/test_gpu.py; tests=$$?; $(GPU_PYTHON) -m benchmarks gpu && exit $$tests
 
 cluster-test: install ## Check a Flyte cluster from outside: make cluster-test CONFIG=deploy/sandbox.yaml IMAGE=... [K=preempted]
@@ -74,7 +74,7 @@ cluster-test: install ## Check a Flyte cluster from outside: make cluster-test C
 
 COMPILE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header $(UPGRADE)
-lock: install ## Renew both locks; pins that still fit stay, or the newest versions are taken: make lock UPGRADE=--upgrade
+lock: install ## Update both locks and keep pins that still fit; for the newest versions: make lock UPGRADE=--upgrade
 	$(COMPILE) $(addprefix --extra ,images streams elastic ray dask export sweep) --output-file requirements.lock
 	$(COMPILE) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 

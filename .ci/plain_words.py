@@ -48,7 +48,7 @@ def main() -> int:
             print(f"{kind}, {shape}: {counts[shape]} of {total:,} sentences, {share:.1%} (at most {limit:.1%})")
     if failed:
         print(
-            "too many sentences are read twice: `.ci/plain_words.py --list` names them; CONTRIBUTING.md has the rules"
+            "too many sentences are read twice: `.ci/plain_words.py --list` lists them; CONTRIBUTING.md has the rules"
         )
     return int(failed)
 

@@ -28,15 +28,15 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     named = ", ".join((*LONG, *CHECKS))
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: {', '.join(NAMES)}; or {named}")
-    parser.add_argument("--list", action="store_true", help="say what there is and stop")
-    parser.add_argument("--quick", action="store_true", help="tiny settings, to see that it works; into build/")
-    parser.add_argument("--repeats", type=int, default=0, help="measurements of each side")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(NAMES)}; also: {named}")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
+    parser.add_argument("--quick", action="store_true", help="tiny settings for a test; results go to build/")
+    parser.add_argument("--repeats", type=int, default=0, help="number of measurements of each side")
     parser.add_argument("--output", type=Path, help="folder of results (benchmarks/results)")
-    parser.add_argument("--against", metavar="REV", help="in same_bits (HEAD) and startup (none), a git revision")
+    parser.add_argument("--against", metavar="REV", help="git revision for same_bits (HEAD) and startup (none)")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in ALL]:
-        parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(ALL)}")
+        parser.error(f"unknown benchmark {', '.join(unknown)}; choose from {', '.join(ALL)}")
     if arguments.list:
         for name in ALL:
             print(f"{name:<10} {description(name).splitlines()[0]}")
@@ -91,7 +91,7 @@ def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
     except Exception:  # one that fails must not stop the others
         traceback.print_exc()
         if partial.exists():
-            print(f"  what was measured is in {os.path.relpath(partial)}", flush=True)
+            print(f"  the measurements so far are in {os.path.relpath(partial)}", flush=True)
         return False
     keep(result)
     partial.replace(output / f"{name}.json")

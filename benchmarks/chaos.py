@@ -219,7 +219,7 @@ def damage(folder: Path, where: float) -> None:
 def described(row: Row) -> str:
     how = "in place" if row.commands == 1 else "by another command"
     went_on = (
-        f"went on {how} after step {row.resumed_after:,}" if row.resumed_after else f"restarted {how} from scratch"
+        f"resumed {how} after step {row.resumed_after:,}" if row.resumed_after else f"restarted {how} from scratch"
     )
     return f"{row.kind} after {row.moment:.1f} s: {went_on}, {'same model' if row.same_model else 'ANOTHER MODEL'}"
 

@@ -21,7 +21,7 @@ def train_library(order: dict[str, Any]) -> float:
     from flyte_ddp.settings import read_settings
 
     if "torch" in sys.modules:
-        raise RuntimeError("the workflow's module imported torch, which `pyflyte run` would pay for at every start")
+        raise RuntimeError("the workflow's module imported torch, which slows every start of `pyflyte run`")
     hp = Hyperparameters(**order["hp"])
     settings = replace(read_settings(), progress="off", wandb_mode=order["wandb"])
     began = time.time()

@@ -79,7 +79,7 @@ class Check:
     def time_shards(self, limit: float) -> None:
         """Train from shards. The bound is the slower of a bare step and of bare decoding."""
         if not {f"{RESNET50}: bare", DECODING} <= {*self.result.series}:
-            raise RuntimeError("nothing to compare with: there are no bare steps, or no decoding alone")
+            raise RuntimeError("nothing to compare with: bare steps or decoding alone were not measured")
         began, number = time.perf_counter(), 1 if self.options.quick else 16
         index = generated_images.write_shards(self.options.folder / "shards", number, 500, DIFFERENT)
         hp = {"dataset": f"shards:{index}", "test_dataset": f"shards:{index}"}
@@ -105,13 +105,13 @@ class Check:
         try:
             while not [*checkpoints.glob("*.ckpt")]:
                 if killed.poll() is not None or time.perf_counter() > end:
-                    raise RuntimeError("it wrote no checkpoint")
+                    raise RuntimeError("the killed run wrote no checkpoint")
                 time.sleep(0.01)
             killed.kill()
             killed.wait()
             call("benchmarks.gpu:train", *self.list_arguments("killed", hp), limit=end - time.perf_counter())
             if undisturbed.wait(max(1.0, end - time.perf_counter())):
-                raise RuntimeError("the run that nothing disturbs failed")
+                raise RuntimeError("the undisturbed run failed")
         finally:
             undisturbed.kill()
             killed.kill()
@@ -156,16 +156,16 @@ def measure(options: Options) -> Result:
     gpus, patience = count_gpus(), 10 if options.quick else 1
     end = time.perf_counter() + patience * WHOLE_SECONDS
     if not gpus and not options.quick:
-        raise SystemExit("gpu: no GPU here; --quick tries it with small models on the CPU")
+        raise SystemExit("gpu: this machine has no GPU; --quick runs the benchmark with small models on the CPU")
     check = Check(options, gpus)
     result, lost = check.result, []
     if gpus == 1:
-        result.notes.append("two ranks: not tried, because there is one GPU")
+        result.notes.append("two ranks: skipped, because the machine has one GPU")
     for name, case in check.list_cases().items():
         print(f"    {name}", flush=True)
         left = end - time.perf_counter()
         if left < LEAST_SECONDS:
-            result.notes.append(f"{name}: not tried, because the limit of {WHOLE_SECONDS:.0f} s was reached")
+            result.notes.append(f"{name}: skipped, because the limit of {WHOLE_SECONDS:.0f} s was reached")
         if left < LEAST_SECONDS or not taken(result, name, partial(case, min(patience * CASE_SECONDS, left)), tries=1):
             lost.append(name)
         options.keep(result)
@@ -176,7 +176,7 @@ def measure(options: Options) -> Result:
     missed = [f"missed: {each.what}: {each.value:.3f}" for each in result.targets if each.met is False]
     print("\n".join((*result.notes, *missed)))
     if lost:
-        raise RuntimeError(f"failed or not tried: {', '.join(lost)}")
+        raise RuntimeError(f"failed or skipped: {', '.join(lost)}")
     return result
 
 

@@ -112,7 +112,7 @@ def can_link() -> bool:
         with linked_hosts(SPEEDS[0]):
             return True
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"    links are left out: {error}", flush=True)
+        print(f"    links are skipped: {error}", flush=True)
         return False
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 HEAD = """# Results
 
-Made by `python -m benchmarks` from the JSON files beside it, which hold every single measurement.
+Written by `python -m benchmarks` from the JSON files beside it, which contain all measurements.
 """
 LAST = "49b6f202"  # the commit that has the last programs of those figures that no program measures any more
 

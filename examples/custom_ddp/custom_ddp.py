@@ -106,8 +106,8 @@ def train_dist(data: str, num_epochs: int, batch_size: int, ddp: str = "custom")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--source", help="folder with FashionMNIST's four files; the digits if it is left out")
-    parser.add_argument("--folder", default="runs/custom_ddp", help="of the run: data, checkpoints, records")
+    parser.add_argument("--source", help="folder with FashionMNIST's four files (default: the digits)")
+    parser.add_argument("--folder", default="runs/custom_ddp", help="run folder: data, checkpoints, records")
     parser.add_argument("--ddp", choices=["custom", "torch"], default="custom")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128)

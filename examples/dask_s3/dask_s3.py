@@ -104,9 +104,9 @@ def run_transfer_learning(images: str, weights: str, n_epochs: int, batch_size: 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--images", help="folder or prefix of images; the digits if it is left out")
+    parser.add_argument("--images", help="folder or prefix of images (default: the digits)")
     parser.add_argument("--weights", default="", help="path or address of a ResNet18's state_dict")
-    parser.add_argument("--folder", default="runs/dask_s3", help="of the run: data, checkpoints, records, results")
+    parser.add_argument("--folder", default="runs/dask_s3", help="run folder: data, checkpoints, records, results")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=1)
     args = parser.parse_args()

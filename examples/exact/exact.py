@@ -66,7 +66,7 @@ class PartAverage:
     def __init__(self, model: nn.Module, parts: int) -> None:
         rank = flyte_ddp.current_rank()
         if rank.world_size > parts:
-            raise flyte_ddp.UserError(f"{rank.world_size} ranks: take at most {parts}, one for each part")
+            raise flyte_ddp.UserError(f"{rank.world_size} ranks: must be at most {parts}, one for each part")
         self.device, self.model, self.parameters = rank.device, model, list(model.parameters())
         self.own_parts = range(rank.rank, parts, rank.world_size)
         # A row for each part: all gradients, flattened, and the loss.
@@ -131,7 +131,7 @@ def train(parts: int, fail_at: int = 0) -> dict[str, Any]:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 rank.save(step, {**state, "step": step, "epoch": epoch})
             if step == fail_at and not saved["step"] and rank.rank == rank.world_size - 1:
-                raise RuntimeError("as if the machine had failed")
+                raise RuntimeError("simulated failure of the machine")
     loss, accuracy = evaluate(model, test, rank.device)
     return {"weights": model.cpu().state_dict(), "loss": loss, "accuracy": accuracy}
 
@@ -185,11 +185,11 @@ def compare_runs(folder: Path, parts: int, resume_ranks: int) -> dict[str, str]:
     try:
         run("resumed", 3, fail_at)
     except flyte_ddp.RankError as error:
-        print(f"    {error.message}; goes on on {resume_ranks} ranks")
+        print(f"    {error.message}; resumes on {resume_ranks} ranks")
     resumed = run("resumed", resume_ranks, fail_at)
     return {
         "3 ranks and one process": describe_difference(three, one),
-        "never stopped and resumed": describe_difference(three, resumed),
+        "uninterrupted and resumed": describe_difference(three, resumed),
     }
 
 

@@ -107,8 +107,8 @@ def train_mnist(hp: Hyperparameters, data_dir: str) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--source", help="folder with MNIST's four files; the digits if it is left out")
-    parser.add_argument("--folder", default="runs/tutorial", help="of the run: data, checkpoints, records, weights")
+    parser.add_argument("--source", help="folder with MNIST's four files (default: the digits)")
+    parser.add_argument("--folder", default="runs/tutorial", help="run folder: data, checkpoints, records, weights")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()

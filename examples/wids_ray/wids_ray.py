@@ -104,12 +104,12 @@ def train_in_ray(config: Config) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--index", help="path or address of the shards' index; the digits if it is left out")
-    parser.add_argument("--folder", default="runs/wids_ray", help="of the run: data, checkpoints, records, weights")
+    parser.add_argument("--index", help="path or address of the shards' index (default: the digits)")
+    parser.add_argument("--folder", default="runs/wids_ray", help="run folder: data, checkpoints, records, weights")
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--world-size", type=int, default=2, help="0: as many as there is room for")
+    parser.add_argument("--world-size", type=int, default=2, help="number of ranks; 0: as many as fit")
     args = parser.parse_args()
     if not args.index:
         from flyte_ddp.datasets.packing import pack_source

@@ -82,7 +82,7 @@ def explain_no_test(reference: NDArray[Any], window: NDArray[Any]) -> str:
     if has_categories(reference):
         pooled = pool_rare(count_categories(reference, window)[1])
         if (pooled[:, 0] / pooled.sum(1)).min() > 1 - FLOOR:
-            return f"{most} samples have rare values, which count as one"
+            return f"{most} samples have rare values, which count as one category"
     return ""
 
 

@@ -111,7 +111,7 @@ def describe_new(reference: NDArray[Any], window: NDArray[Any]) -> str:
     values, counts = count_categories(reference, window)
     order = np.argsort(-counts[1], kind="stable")
     new = [format_page_cell(value) for value in values[order][counts[0, order] == 0].tolist()]
-    return f": new are {join_first(new)}" if new and has_categories(reference) else ""
+    return f": new values {join_first(new)}" if new and has_categories(reference) else ""
 
 
 def write_table(path: Path, columns: SampleColumns, ids: Sequence[str] = ()) -> Path:

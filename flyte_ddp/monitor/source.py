@@ -21,12 +21,12 @@ class WindowSource(CheckedFields, called="window setting"):
 
     images: str = setting(
         "",
-        "Folder of images to predict. In each address here fields of strftime are filled in, such as "
+        "Folder of images to predict. Each address may contain fields of strftime for the window's time, such as "
         "s3://bucket/in/%Y-%m-%d/%H.",
     )
     dataset: str = setting("", "Data set whose test split is predicted, as in the hyperparameters.")
-    table: str = setting("", "File of new rows, which the model's own prepare reads, such as s3://bucket/%Y%m%d.csv.")
-    data_source: str = setting("", "Where the files of dataset are, as in the hyperparameters.")
+    table: str = setting("", "File of new rows, read by the model's `prepare`, such as s3://bucket/%Y%m%d.csv.")
+    data_source: str = setting("", "Location of the files of dataset, as in the hyperparameters.")
     truth: str = setting(
         "",
         "A CSV file with the columns `id` and `truth`, for classification and regression; ids as in the tables of "
@@ -34,7 +34,7 @@ class WindowSource(CheckedFields, called="window setting"):
     )
     hours_back: int = setting(
         0,
-        "Hours from the time of the addresses to the start: 1 reads the hour that is over.",
+        "Hours from the time in the addresses to the start of the run: 1 reads the previous hour.",
         at_least=0,
         at_most=87_600,
     )
@@ -50,9 +50,7 @@ class WindowSource(CheckedFields, called="window setting"):
             given = ", ".join(f"{kind}={getattr(self, kind)!r}" for kind in KINDS)
             raise UserError(f"{given}: give exactly one of the three")
         if self.truth and self.dataset:
-            raise UserError(
-                f"truth={self.truth!r}: dataset={self.dataset!r} has its own truth; leave one of the two out"
-            )
+            raise UserError(f"truth={self.truth!r}: dataset={self.dataset!r} has its own truth; omit truth or dataset")
         moment = time.astimezone(UTC) - timedelta(hours=self.hours_back)
         filled: dict[str, Any] = {name: fill_in(name, getattr(self, name), moment) for name in ADDRESSES}
         return replace(self, **filled)
@@ -71,7 +69,7 @@ def fill_in(name: str, address: str, moment: datetime) -> str:
     """
     if unknown := re.search("%.{0,2}", FIELD.sub("", address)):
         raise UserError(
-            f"{name}={address!r}: {unknown[0]!r} is no field of strftime, such as %Y, %m, %d and %H; write a percent "
-            "sign of the address as %%"
+            f"{name}={address!r}: {unknown[0]!r} is not a field of strftime such as %Y, %m, %d and %H; write a "
+            "percent sign of the address as %%"
         )
     return moment.strftime(address)

@@ -43,8 +43,8 @@ class TruthFile:
             self.missing.append(sample)
             return ""
         if (other := self.users.setdefault(name, sample)) != sample:
-            rule = f"id {name!r} fits two samples, {other!r} and {sample!r}"
-            raise UserError(f"truth={self.address!r}: {rule}; write the ids as a table of predictions has them")
+            rule = f"id {name!r} matches two samples, {other!r} and {sample!r}"
+            raise UserError(f"truth={self.address!r}: {rule}; write the ids as in a table of predictions")
         return self.truths[name]
 
     def check_ids(self) -> str:
@@ -54,7 +54,7 @@ class TruthFile:
             rule = f"has none of the ids of the samples, such as {join_first(self.missing, 2)}"
             raise UserError(f"truth={self.address!r}: {rule}; give the ids of a table of predictions")
         others = [f"{name} for {sample}" for name, sample in self.users.items() if name != sample]
-        return f"{format_count(len(others), 'id')} are written otherwise: {join_first(others, 2)}" if others else ""
+        return f"{format_count(len(others), 'id')} are written differently: {join_first(others, 2)}" if others else ""
 
 
 def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -65,7 +65,7 @@ def add_truth(model: SavedModel, address: str, batches: Iterable[Batch]) -> Iter
     """
     file, classifies = TruthFile(address), isinstance(model.objective, Classification)
     if not classifies and (not isinstance(model.objective, Regression) or model.objective.facts.target_shape):
-        rule = "must be of a model that predicts classes, or one number for each sample"
+        rule = "needs a model that predicts classes, or one number for each sample"
         raise UserError(f"truth={address!r}: {rule}; give a dataset, which has its own truth")
     classes, known = {**index_by_form(model.classes), **{name: name for name in model.classes}}, 0
     for batch in batches:

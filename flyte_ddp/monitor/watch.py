@@ -94,8 +94,8 @@ class WatchedModel:
                 outputs = model.compute_outputs(batch.inputs)
                 columns = describe_batch(model, batch.inputs, outputs, batch.rows)
             if columns.keys() != self.reference.keys():
-                names = f"the columns {join_first(columns)}, the held-out ones {join_first(self.reference)}"
-                raise UserError(f"samples {ids[0]} to {ids[-1]} have {names}: must have the same names in each batch")
+                names = f"the columns {join_first(columns)}, and the held-out samples {join_first(self.reference)}"
+                raise UserError(f"samples {ids[0]} to {ids[-1]} have {names}: the names must be the same in each batch")
             usable = ~find_undefined_rows(outputs, len(ids))
             self.bad.names |= dict.fromkeys(ids[~usable].tolist(), "its outputs are NaN")
             self.ids += ids[usable].tolist()
@@ -157,9 +157,9 @@ def predict_window(
     version = registry.read_version(entry.version, entry.manifest)
     if REFERENCE not in version.files:
         raise UserError(
-            f"version {version.name[:12]} of {registry.name} has no {REFERENCE}: it was judged before there was "
-            "monitoring, or its objective's answers failed; mend them, and release another model by release_wf, with "
-            "another seed for instance"
+            f"version {version.name[:12]} of {registry.name} has no {REFERENCE}: the version was released before "
+            "monitoring existed, or the objective's answers failed; fix the objective, and release another model with "
+            "release_wf, for instance with another seed"
         )
     verdict = Verdict.from_json(registry.read_version_file(version, VERDICT))
     with TemporaryDirectory() as folder:
@@ -174,7 +174,7 @@ def predict_window(
         counted = f"{len(bad):,} of {format_count(samples + len(bad), 'sample')} cannot be decoded or predicted"
         listed = join_first(sorted(f"{name} ({reason})" for name, reason in bad.items()))
         if len(bad) > MOST_BAD * (samples + len(bad)):
-            raise UserError(f"{source.address}: {counted}; a tenth may be so, repair them: {listed}")
+            raise UserError(f"{source.address}: {counted}, and at most a tenth may fail; repair the samples: {listed}")
         Progress(settings.progress).print_note(f"{source.address}: {counted}: {listed}")
     digest = watched.digest.hexdigest()
     seed = int(digest[:16], 16)

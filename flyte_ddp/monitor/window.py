@@ -59,7 +59,7 @@ class Window(DataClassJsonMixin):
 
     def describe(self) -> str:
         if not self.columns:
-            return f"no verdict: {self.samples:,} samples are too few, {FEWEST} are needed"
+            return f"no verdict: {self.samples:,} samples are too few; at least {FEWEST} are needed"
         changes = []
         if self.moved:
             changes.append(f"{join_first(f'{each.column} ({each.effect:.2f})' for each in self.moved)} moved")
@@ -67,10 +67,10 @@ class Window(DataClassJsonMixin):
             now, before = (format_measure(self.measure, value) for value in (self.score, self.held_out))
             changes.append(f"{name_measure(self.measure)} is {now}, and was {before} on the held-out samples")
         if changes:
-            waits = f"no alarm yet, which {NEEDED} of {LOOKED_AT} windows make: "
+            waits = f"no alarm yet (an alarm needs {NEEDED} of {LOOKED_AT} windows): "
             return f"{'alarm: ' if self.alarm else waits}{'; '.join(changes)}"
         untested = [each.column for each in self.columns if each.untested]
-        return "no alarm: no column has moved" + (f"; not to be compared: {join_first(untested)}" if untested else "")
+        return "no alarm: no column has moved" + (f"; cannot be compared: {join_first(untested)}" if untested else "")
 
 
 def is_alarm(windows: Sequence[Window]) -> bool:

@@ -56,10 +56,10 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
     """
     same = {"classes", POSITIVE} if is_reordered(challenger, champion) else {POSITIVE}
     changed = next((name for name, value in challenger.items() if name not in same and champion[name] != value), "")
-    reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
+    reason = f"the {changed} changed, so users of the model must change, too; promote it by hand" if changed else ""
     if changed == "classes":
         names = (join_first(map(str, each["classes"])) for each in (champion, challenger))
-        reason = f"the classes changed from {next(names)} to {next(names)}: name them as before, or promote it by hand"
+        reason = f"the classes changed from {next(names)} to {next(names)}; restore the names, or promote it by hand"
     shown = f"another {changed}" if changed else "the same"
     return Check("objective, classes and input", not changed, shown=shown, rule="the same", reason=reason)
 
@@ -92,14 +92,14 @@ def compare_with_constant(found: Evaluation) -> tuple[Pair, str, float | None] |
     if constant is not None:
         measure = objective.main_measure
         scores = [format_measure(measure, each.score) for each in (constant, found)]
-        text = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model {scores[1]}"
+        text = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model has {scores[1]}"
         return compare_evaluations(found, constant), text, constant.score
     if (best := objective.loss_of_best_constant(columns)) is None:
         return None
     weight = columns.get("weight", columns["loss"].new_ones(found.samples))
     loss = (columns["loss"].sum() / weight.sum()).item()
     differences = (best * weight - columns["loss"]).numpy()
-    text = f"the best constant answer has a loss of {best:.4g}, and the model {loss:.4g}"
+    text = f"the best constant answer has a loss of {best:.4g}, and the model has {loss:.4g}"
     return Pair(differences, "loss", NUMBERS), text, None
 
 
@@ -110,8 +110,8 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
     """
     name = ABOVE_CONSTANT
     if (compared := compare_with_constant(challenger)) is None:
-        reason = "the best constant answer is not known, so that it was not compared with it"
-        return Check(name, True, shown="that is not known", reason=reason)
+        reason = "the best constant answer is unknown, so the model was not compared with a constant answer"
+        return Check(name, True, shown="unknown", reason=reason)
     p = compared[0].p_value()
     return check_p_value(name, p, alpha, "" if p <= alpha else compared[1])
 
@@ -147,7 +147,7 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
     means = [
         f"accuracy {format_measure('accuracy', mean)}" if classifies else f"a loss of {-mean:.4g}" for mean in both
     ]
-    shown = f"{means[0]} on {format_count(len(then), 'sample')}, where it had {means[1]} at its release"
+    shown = f"{means[0]} on {format_count(len(then), 'sample')}, compared with {means[1]} at its release"
     passed = p >= DISTINCT
     reason = f"the champion has {shown} (p = {p:.3g}), so inputs or labels of the same samples have changed"
     return Check(name, passed, p, DISTINCT, shown, rule, "" if passed else reason)
@@ -156,7 +156,8 @@ def check_repeated_answers(then: Floats, now: Floats, *, classifies: bool) -> Ch
 def check_superior(pair: Pair, alpha: float) -> Check:
     """Return the Check that the challenger beats the champion, by McNemar's exact test or a sign-flip test."""
     p = pair.p_value()
-    return check_p_value("superior", p, alpha, f"{pair.describe()} (p {format_p_value(p)}, {alpha:.3g} is needed)")
+    reason = f"{pair.describe()} (p {format_p_value(p)}, must be at most {alpha:.3g})"
+    return check_p_value("superior", p, alpha, reason)
 
 
 def check_p_value(name: str, p: float, alpha: float, reason: str) -> Check:
@@ -170,7 +171,7 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
     """
     bound = pair.lower_bound(alpha)
     least, needed = pair.format_difference(bound), pair.format_difference(-margin)
-    reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
+    reason = f"{pair.describe()}; the lower bound against the {name} is {least}, and must be above {needed}"
     value, shown, rule = bound if math.isfinite(bound) else None, f"at least {least}", f"above {needed}"
     return Check(f"not worse than the {name}", bound > -margin, value, -margin, shown, rule, reason)
 
@@ -212,7 +213,7 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
         rows.append(Check(name, passed, pair.difference, -policy.class_loss, shown, rule, reason))
     name = f"no {PLURAL[kind]} lost"
     if not tested:
-        return Check(name, True, shown=f"no {kind} has {LEAST_SAMPLES} samples"), rows
+        return Check(name, True, shown=f"no {kind} has at least {LEAST_SAMPLES} samples"), rows
     vetoes = [row.reason for row in rows if not row.passed]
     worst = min((row for row in rows if row.name in tested), key=lambda row: row.value or 0.0)
     summary = replace(worst, name=name, shown=f"worst: {worst.name}, {worst.shown}", reason="; ".join(vetoes[:3]))
@@ -225,7 +226,7 @@ def check_likelihood(challenger: Evaluation, champion: Evaluation, policy: Polic
     rise, bound = float((ours - theirs).mean()), lower_bound_of_mean(ours - theirs, policy.alpha)
     passed, name = bound <= 0 or rise <= policy.nll_rise, "negative log-likelihood"
     shown = f"{theirs.mean():.4f} to {ours.mean():.4f}, a rise of at least {bound:+.4f}"
-    reason = "" if passed else f"its {name} rises by {rise:.4f}, and {policy.nll_rise:g} is allowed"
+    reason = "" if passed else f"the {name} rises by {rise:.4f}, more than nll_rise={policy.nll_rise:g}"
     return Check(name, passed, rise, policy.nll_rise, shown, f"a rise of {policy.nll_rise:g}, or by chance", reason)
 
 
@@ -233,7 +234,7 @@ def check_export(found: Comparison | str, *, required: bool) -> Check:
     rule = "as torch" if required else ""
     if isinstance(found, str):
         return Check("export", not required, shown="none", rule=rule, reason=f"not exported: {found}")
-    said = f"outputs of the ONNX differ by {found.worst:.2g} at most, {found.tolerance:.2g} is allowed"
-    passed, left_out = found.passed or not required, "" if found.passed else "; it is left out"
+    said = f"outputs of the ONNX model differ from torch's by up to {found.worst:.2g} (limit {found.tolerance:.2g})"
+    passed, left_out = found.passed or not required, "" if found.passed else "; the version gets no ONNX file"
     value = found.worst if math.isfinite(found.worst) else None
     return Check("export", passed, value, found.tolerance, f"{found.worst:.2g}", rule, f"{said}{left_out}")

@@ -84,7 +84,7 @@ class Evaluation:
         if finite.all() and not math.isfinite(found.score):
             name = objective.main_measure
             raise UserError(
-                f"{name_measure(name)} is not defined on this test split; judge on one with samples of more kinds"
+                f"{name_measure(name)} is undefined on this test split; give a test split with more varied samples"
             )
         return found
 
@@ -146,7 +146,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet, *, describe: bool = Fal
                     failures.append(error)
             del outputs  # frees memory before the next outputs are computed
         if not ids:
-            raise UserError("the test split has no image that can be decoded; repair it")
+            raise UserError("no image of the test split can be decoded; repair the images")
 
     found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
@@ -191,7 +191,9 @@ def find_targets(model: SavedModel, batch: Batch, chosen: Sequence[bool]) -> Lea
         truths = [*compress(batch.truths, chosen)]
         if unknown := [name for name in truths if name not in places]:
             known = ", ".join(model.classes[:6])
-            raise UserError(f"class {unknown[0]!r} of the truth: the model knows {known}; give data with these")
+            raise UserError(
+                f"truth: unknown class {unknown[0]!r}; the model knows {known}; give data with these classes"
+            )
         return torch.tensor([places[name] for name in truths], device=model.device)
     targets = batch.targets if all(chosen) else map_leaves(lambda leaf: leaf[torch.tensor(chosen)], batch.targets)
     if isinstance(targets, Tensor) and len(targets):

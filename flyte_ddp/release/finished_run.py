@@ -32,16 +32,16 @@ class FinishedRun:
         """
         if is_in_pod() and "://" not in address:
             fix = "copy the folder to object storage, and give its address, such as s3://bucket/runs/NAME"
-            raise UserError(f"run={address!r}: is a folder of your machine, which pods do not reach; {fix}")
+            raise UserError(f"run={address!r}: is a folder of your machine, which pods cannot reach; {fix}")
         content = read_run_file(address, SIDECAR, storage.read_file)
         try:
             sidecar = json.loads(content)
             hp, digests = json.dumps(sidecar["hyperparameters"]), sidecar["digests"]
             return cls(address, Hyperparameters.from_json(hp), str(digests["data"]), str(digests["weights"]))
         except UserError as error:
-            problem = f"{SIDECAR} has a hyperparameter that this release of the library refuses: {error.message}"
+            problem = f"{SIDECAR} has a hyperparameter that this release of flyte-ddp rejects: {error.message}"
         except DAMAGED:
-            problem = f"{SIDECAR} is damaged, or not the sidecar of a training of this library"
+            problem = f"{SIDECAR} is damaged, or was not written by flyte-ddp"
         raise UserError(f"run={address!r}: {problem}; give the folder of another run, or train again")
 
     def check_weights(self) -> None:
@@ -50,7 +50,7 @@ class FinishedRun:
         if digest != self.weights:
             raise UserError(
                 f"run={self.address!r}: {WEIGHTS} has the SHA-256 {digest[:12]}..., and {SIDECAR} describes "
-                f"{self.weights[:12]}...; both files must be of one run, so copy them again from its folder"
+                f"{self.weights[:12]}...; both files must be of the same run; copy them again from the run's folder"
             )
 
     def check_hyperparameters(self, given: Hyperparameters) -> None:
@@ -59,7 +59,7 @@ class FinishedRun:
             if (trained := getattr(self.hp, name)) != value:
                 raise UserError(
                     f"hp: has {name}={value!r}, but the model of run={self.address!r} was trained with {trained!r}; "
-                    "leave hp out, as the hyperparameters are those of the run"
+                    "omit hp to use the run's hyperparameters"
                 )
 
     def check_data(self, description: Path) -> None:
@@ -70,8 +70,8 @@ class FinishedRun:
             named += f", data_source={self.hp.data_source!r}" if self.hp.data_source else ""
             raise UserError(
                 f"run={self.address!r}: was trained on data with the SHA-256 {self.data[:12]}..., and today's data of "
-                f"{named} have {today[:12]}...; a finished run is judged on the test split of its own data, so restore "
-                "them, or leave run out to train on today's"
+                f"{named} have {today[:12]}...; a finished run is judged on the test split of its own data; restore "
+                "that data, or omit run to train on today's data"
             )
 
     def download(self, folder: Path) -> None:

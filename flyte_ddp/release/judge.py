@@ -104,7 +104,7 @@ class Judgement:
         """
         if self.challenger is None or not self.challenger.finite.all() or self.policy.export == OFF:
             return
-        self.tell(f"exports it, and compares the ONNX with torch on {self.challenger.samples:,} samples")
+        self.tell(f"exporting the challenger, and comparing ONNX with torch on {self.challenger.samples:,} samples")
         try:
             found: Comparison | str = export_model(self.model, self.split, folder)
         except NotExportedError as error:
@@ -176,24 +176,27 @@ def judge_challenger(
 def decide_promotion(judgement: Judgement) -> Decision:
     """Evaluate the models as far as needed, add Checks and scores to the verdict, and return the decision."""
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
-    verdict, unchanged = judgement.verdict, (KEPT, "it has the champion's weights")
+    verdict, unchanged = judgement.verdict, (KEPT, "this model has the champion's weights")
     is_champion = verdict.champion == model.digest
     if judgement.may_promote and is_champion and before is not None:
         same = has_same_fit(model.sidecar, read_sidecar(registry, before))
-        other = NO_COMPARISON, "it has the champion's weights, and another preprocessing; train with another seed"
+        other = (
+            NO_COMPARISON,
+            "this model has the champion's weights and other preprocessing; train with another seed",
+        )
         return unchanged if same else other
     # Only a stored version can have been rolled back, so the whole log is read only for stored versions.
     if judgement.may_promote and before is not None and registry.find_version(model.digest):
         _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
-            return KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
-    judgement.tell(f"evaluates version {model.digest[:12]} on the test split")
+            return KEPT, f"{back.by} rolled this version back ({back.reason}); only a person can promote it again"
+    judgement.tell(f"evaluating version {model.digest[:12]} on the test split")
     ours = judgement.whole = judgement.challenger = evaluate_split(
         model, judgement.split, describe=judgement.may_promote
     )
     if ours.undescribed is not None:
         reason = describe_model_error(ours.undescribed)
-        judgement.tell(f"the version gets no {REFERENCE}, so that monitor_wf cannot watch it: {reason}")
+        judgement.tell(f"the version gets no {REFERENCE}, so monitor_wf cannot monitor the version: {reason}")
     note_scores(verdict, ours)
     finite = checks.check_finite_outputs(ours)
     verdict.checks.append(finite)
@@ -203,12 +206,12 @@ def decide_promotion(judgement: Judgement) -> Decision:
         above = checks.check_above_constant(ours, judgement.claim_alpha())
         verdict.checks += [checks.check_score(ours, policy), above]
         verdict.best = model.digest
-        return PROMOTED, f"there is no champion yet, and {above.reason or f'it is {above.name}'}"
+        return PROMOTED, f"there is no champion yet, and {above.reason or f'the model is {above.name}'}"
     if is_champion:
         verdict.checks.append(checks.check_score(ours, policy))
         measure = ours.objective.main_measure
-        return KEPT, f"it is the champion, with {name_measure(measure)} {format_measure(measure, ours.score)}"
-    judgement.tell(f"evaluates the champion, version {before.version[:12]}, and compares {ours.samples:,} scores")
+        return KEPT, f"this model is the champion, with {name_measure(measure)} {format_measure(measure, ours.score)}"
+    judgement.tell(f"evaluating the champion, version {before.version[:12]}, and comparing {ours.samples:,} scores")
     return compare_with_champion(judgement, ours, before)
 
 
@@ -231,7 +234,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, before: Entry)
         return KEPT, same.reason
     mine, own = (found.columns.get("truth") for found in (ours, theirs))
     if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
-        raise UserError("the champion's own `sample` or `collate` makes other targets than the model's")
+        raise UserError("`sample` or `collate` of the champion and of the challenger return different targets")
     judgement.champion = theirs
     judged = read_judged(registry := judgement.registry, before.version, before.manifest)
     if problem := question_champion(judgement, champion, theirs, before, judged):
@@ -302,7 +305,7 @@ def question_champion(
         shown = [replace(check, passed=True, rule="") for check in shown]
     verdict.checks += shown
     reasons = [check.reason for check in shown if not check.passed]
-    fix = ["find out what changed (an id must stay with its sample), or promote by hand"]
+    fix = ["find out what changed (the id of a sample must stay the same), or promote by hand"]
     return "; ".join(reasons + fix) if reasons else ""
 
 
@@ -325,9 +328,9 @@ def remove_seen_samples(
         return ours, others
     left_out = judgement.policy.seen_samples == LEAVE_OUT and judgement.may_promote
     what = f"{count:,} of {format_count(ours.samples, 'test sample')} ({count / ours.samples:.1%})"
-    fix = "split by id (flyte_ddp.split_by_id or Table), so that a sample stays on its side"
+    fix = "split by id (flyte_ddp.split_by_id or Table), which keeps each sample in its split"
     reason = (
-        f"the champion was trained on {what}, {'left out of the comparison' if left_out else 'compared, too'}; {fix}"
+        f"the champion was trained on {what}, {'excluded from the comparison' if left_out else 'compared, too'}; {fix}"
     )
     verdict.checks.append(
         Check("training samples of the champion", True, count / ours.samples, shown=what, reason=reason)
@@ -400,7 +403,7 @@ def evaluate_stored(judgement: Judgement, version: str, manifest: str = "") -> t
     except Exception as error:
         raise UserError(f"version {version[:12]} cannot be evaluated: {describe_model_error(error)}") from error
     if not found.finite.all():
-        raise UserError(f"version {version[:12]} cannot be evaluated: it answers with NaN or infinity")
+        raise UserError(f"version {version[:12]} cannot be evaluated: its outputs contain NaN or infinity")
     return model, found
 
 

@@ -29,7 +29,7 @@ WIDTH = 100  # characters of a line
 NARROWEST = 30  # least characters of the last column
 DIGITS = 12  # digits of a SHA-256 that are shown
 NONE = "-"
-LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom, and why")
+LOG_COLUMNS = ("entry", "action", "time (UTC)", "champion", "score", "by whom and why")
 
 
 def describe_models(address: str) -> list[str]:
@@ -123,9 +123,9 @@ def describe_state(name: str, history: list[Entry], verdict: Verdict | None) -> 
     if history and history[-1].version == name:
         return "champion"
     if back := taken_back.get(name):
-        return f"taken back by {back.by} by entry {back.number}: {back.reason}"
+        return f"rolled back by {back.by} in entry {back.number}: {back.reason}"
     if numbers := [entry.number for entry in history if entry.version == name]:
-        return f"was champion by entry {numbers[-1]}"
+        return f"former champion (entry {numbers[-1]})"
     if verdict is None:
         return "never promoted"
     kept = {KEPT: "kept back", NO_COMPARISON: "no comparison"}.get(verdict.decision, "not promoted")
@@ -138,7 +138,7 @@ def describe_entry(entry: Entry, history: list[Entry]) -> str:
 
 def describe_reason(entry: Entry, history: list[Entry]) -> str:
     """Return author and reason of an entry as text. For a rollback, the text also names the version rolled back."""
-    undone = f" takes {history[entry.number - 2].version[:DIGITS]} back" if entry.action == ROLLBACK else ""
+    undone = f" rolls back {history[entry.number - 2].version[:DIGITS]}" if entry.action == ROLLBACK else ""
     return f"{entry.by}{undone}: {entry.reason}"
 
 
@@ -153,12 +153,12 @@ def describe_verdict(verdict: Verdict | None) -> Iterable[tuple[str, str]]:
     score = format_score(verdict)
     if verdict.champion and verdict.samples:
         champion = format_measure(verdict.measure, verdict.champion_score)
-        score += f"; the champion of then, {verdict.champion[:DIGITS]}, had {champion}"
+        score += f"; the champion at that time, {verdict.champion[:DIGITS]}, had {champion}"
     yield "score", score
 
 
 def describe_check(check: Check) -> tuple[str, str, str]:
-    result = ("holds" if check.passed else "fails") if check.rule or not check.passed else ""
+    result = ("passes" if check.passed else "fails") if check.rule or not check.passed else ""
     limit = f" (must be: {check.rule})" if check.rule else ""
     return check.name, result, f"{check.shown}{limit}{'' if check.passed else f': {check.reason}'}"
 

@@ -64,7 +64,7 @@ def describe_decisions(model: Evaluation) -> Iterator[str]:
     assert isinstance(model.objective, Classification)
     facts = model.objective.facts
     if facts.threshold is not None:
-        yield f"Samples with a score from {format_value(facts.threshold)} on are predicted {facts.classes[1]!r}."
+        yield f"Samples with a score of at least {format_value(facts.threshold)} are predicted as {facts.classes[1]!r}."
     if single := model.objective.describe_single_prediction(model.columns):
         yield single
 

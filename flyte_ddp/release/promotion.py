@@ -46,7 +46,7 @@ def store_version(
     """
     name = file_digest(weights)
     if verdict.challenger != name:
-        raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
+        raise UserError(f"verdict: is about version {verdict.challenger[:12]}, not {name[:12]}; give the judged files")
     stored = registry.find_version(name)
     if stored is not None:
         contents = sidecar.read_bytes(), registry.read_version_file(stored, SIDECAR)
@@ -57,8 +57,8 @@ def store_version(
         changed = [field for field, value in own.items() if field != POSITIVE and other[field] != value]
         if changed := changed + [PREPROCESSING] * (not has_same_fit(*sidecars)):
             raise UserError(
-                f"version {name[:12]} is in the registry already, with another {changed[0]}: equal weights are one "
-                "version; train with another seed"
+                f"version {name[:12]} is already in the registry, with another {changed[0]}; equal weights are the "
+                "same version, so train with another seed"
             )
         if not verdict.promotes:
             return stored
@@ -104,7 +104,7 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
         return earlier
     found, before = registry.read_version(version), history[-1] if history else None
     if before is not None and before.version == version:
-        raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
+        raise UserError(f"version {version[:12]} is already the champion, since {before.time}")
     registry.verify_files(found)
     return append_to_log(registry, history, found, action=PROMOTE, best=version, reason=reason, by=by)
 
@@ -124,7 +124,7 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     standing, _ = replay_promotions(history)
     if len(standing) < 2:
         registry.require_model()
-        raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
+        raise UserError(f"model {registry.name!r}: has no previous champion; nothing was changed")
     target = standing[-2]
     version = registry.read_version(target.version, target.manifest)
     registry.verify_files(version)
@@ -179,7 +179,7 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     try:
         return DataProfile.from_json(content)
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{PROFILE} of version {version.name[:12]}: is another release's of this library") from None
+        raise UserError(f"{PROFILE} of version {version.name[:12]}: is from another release of flyte-ddp") from None
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> "tuple[nn.Module, dict[str, Any]]":

@@ -79,7 +79,7 @@ class Entry:
         if any(type(getattr(entry, field.name)) is not field.type for field in dataclasses.fields(cls)):
             raise TypeError("a value is of another type than its field")
         if entry.action not in (PROMOTE, ROLLBACK) or not all(map(DIGEST.fullmatch, (entry.version, entry.manifest))):
-            raise ValueError("the action, the version or the manifest cannot be what was written")
+            raise ValueError("the action, the version or the manifest is invalid")
         return entry
 
 
@@ -88,8 +88,8 @@ class LostError(UserError):
 
     def __init__(self, winner: Entry) -> None:
         super().__init__(
-            f"{winner.by} was faster: by entry {winner.number} of the log version {winner.version[:12]} is the "
-            f"champion ({winner.reason}); compare with that one, and try again"
+            f"{winner.by} was faster: entry {winner.number} of the log made version {winner.version[:12]} the "
+            f"champion ({winner.reason}); compare with this champion, and try again"
         )
         self.winner = winner
 
@@ -103,7 +103,7 @@ def check_model_name(name: str) -> None:
 
 def check_registry_address(address: str) -> None:
     if not address or storage.scheme(address) in ("http", "https"):
-        raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://; give one")
+        raise UserError(f"registry {address!r}: must be a path, or an address of s3://, gs:// or az://")
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def list_models(address: str) -> list[str]:
     with explain_failures(address, "its models cannot be listed"):
         names = [name for name in list_folder(address, storage.list_folders) if NAME.fullmatch(name)]
     if not names:
-        raise UserError(f"registry {address!r}: has no models; release one, or give another address")
+        raise UserError(f"registry {address!r}: has no models; release a model, or give another address")
     return names
 
 
@@ -222,9 +222,9 @@ class Registry:
             raise UserError(f"version {version!r}: {rule}; {listed}")
         found = [name for name in names if name.startswith(digits)]
         if not found:
-            raise UserError(f"version {version!r}: is no version of this model; {listed}")
+            raise UserError(f"version {version!r}: does not exist; {listed}")
         if len(found) > 1:
-            raise UserError(f"version {version!r}: is the beginning of {' and '.join(found)}; give more digits")
+            raise UserError(f"version {version!r}: matches {' and '.join(found)}; give more digits")
         return found[0]
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
@@ -242,8 +242,8 @@ class Registry:
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
             raise UserError(
-                f"registry {self.address!r}: its store ignores If-None-Match, so that two promotions at the same "
-                "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
+                f"registry {self.address!r}: the storage ignores If-None-Match, so two promotions at the same "
+                "time could both succeed; use storage with If-None-Match, such as S3, Google's, Azure's, or a folder"
             )
 
     def read_champion(self) -> Entry | None:
@@ -276,7 +276,7 @@ class Registry:
         present = {*numbers}
         missing = next(number for number in itertools.count(1) if number not in present)
         if missing <= max([at_least, *numbers[-1:]]):
-            rest = f"entries up to {numbers[-1]} are there" if numbers else "the log is empty"
+            rest = f"entries up to {numbers[-1]} exist" if numbers else "the log is empty"
             raise UserError(
                 f"{self.entry_address(missing)} is missing; restore it, as no entry may be deleted ({rest})"
             )
@@ -318,7 +318,7 @@ class Registry:
             UserError: The reason is blank, or the storage overwrites files.
         """
         if not reason.strip():
-            raise UserError("reason='': must say why; it is kept in the registry's log")
+            raise UserError("reason='': must not be empty; the registry's log keeps the reason")
         self.check_storage_never_overwrites()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
@@ -341,7 +341,7 @@ class Registry:
             try:
                 return int(json.loads(content)["look"])
             except DAMAGED:
-                raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
+                raise UserError(f"{pair}: is damaged; restore the file, or delete it and use another look") from None
         number = 1 + len(self.list_files(storage.join(folder, "looks")))
         values = {**compared, "nonce": secrets.token_hex(16)}  # differs between judges
         while not self.create_file(
@@ -379,8 +379,8 @@ class Registry:
         """Return the version as :meth:`find_version` does. Raises UserError if no complete version exists."""
         if (found := self.find_version(name, manifest)) is None:
             raise UserError(
-                f"registry {self.address!r}: {self.name} has no complete version {name}: there is no {MANIFEST} "
-                "in it; give another one, or write it again"
+                f"registry {self.address!r}: {self.name} has no complete version {name} ({MANIFEST} is "
+                "missing); give another version, or write this version again"
             )
         return found
 
@@ -407,8 +407,8 @@ class Registry:
         if not numbers:
             return None
         raise UserError(
-            f"{place}: has no {MANIFEST} with the SHA-256 {manifest[:12]}..., which was altered or deleted; restore "
-            "it, or promote another version"
+            f"{place}: the {MANIFEST} with the SHA-256 {manifest[:12]}... was altered or deleted; restore the "
+            "file, or promote another version"
         )
 
     def download_file(self, version: Version, file: str, folder: Path) -> Path:

@@ -81,7 +81,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         if scores.shape != (samples,) or not np.isfinite(scores).all():
             raise UserError(
                 f"the objective's scores have shape {list(scores.shape)}, and {np.count_nonzero(~np.isfinite(scores))} "
-                f"are not finite: must be a finite number for each of the {samples} samples; override its method scores"
+                f"are not finite: must be a finite number for each of the {samples} samples; override the method scores"
             )
         return scores
     if has_formula(objective):
@@ -232,6 +232,7 @@ def refuse_many_calls(samples: int) -> None:
     """Raise UserError for more than MOST_CALLS (20,000) samples."""
     if samples > MOST_CALLS:
         raise UserError(
-            f"the objective's main measure is no mean of scores, and {samples:,} samples are more than {MOST_CALLS:,} "
-            "to leave out one at a time; give it a method scores(columns) that returns a number for each sample"
+            f"the objective's main measure is not a mean of scores, and {samples:,} samples are more than "
+            f"{MOST_CALLS:,} to leave out one at a time; add a method scores(columns) that returns a number for each "
+            "sample"
         )

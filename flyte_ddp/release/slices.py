@@ -40,8 +40,8 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
     """Return line number, id and slice of each row of a CSV file. Raises UserError if the file has no rows."""
     rows = read_id_table("slices", "slice", address)
     if not rows:
-        rule = "has no rows, so that no slice would be checked"
-        raise UserError(f"slices={address!r}: {rule}; write the file again, or leave slices out")
+        rule = "has no rows, so no slice would be checked"
+        raise UserError(f"slices={address!r}: {rule}; write the file again, or omit slices")
     return rows
 
 

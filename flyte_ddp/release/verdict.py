@@ -62,7 +62,7 @@ class Verdict(DataClassJsonMixin):
             version = f"the champion {self.champion[:12]}"
             parts.append(f"{version} has {now} on these samples and had {then} at its release")
         if self.seen:
-            parts.append(f"{format_count(self.seen, 'test sample')} of its training left out")
+            parts.append(f"{format_count(self.seen, 'test sample')} of its training excluded")
         more = f"{len(self.changes) - LISTED} more changes of the data" if len(self.changes) > LISTED else ""
         text = "; ".join([*parts, *self.changes[:LISTED], *([more] if more else [])])
         return text.replace("\N{NO-BREAK SPACE}", " ")  # logs and tuples show other characters as escapes

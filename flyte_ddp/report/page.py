@@ -65,7 +65,7 @@ class RunRecords:
                 # If a value was recorded twice in a step, perhaps by an earlier attempt, the newest record counts.
                 self.by_step[kind].setdefault(record["step"], {}).update(record)
         if not self.starts:
-            raise UserError(f"{path} has no start record: give the folder of a run that began")
+            raise UserError(f"{path} has no start record: give the folder of a run that has started")
 
 
 @functools.cache

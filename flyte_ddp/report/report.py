@@ -84,7 +84,7 @@ class Run(RunRecords):
             if (path := folder / "predictions.npz").exists():
                 self.sections, self.pictures = read_predictions(path)
         except (OSError, ValueError, TypeError, LookupError) as error:
-            raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
+            raise UserError(f"cannot read {path}: {error}; remove the file or train again") from error
         # The last step's evaluation, or else the training record; empty without any record.
         last: Record = max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
         self.steps = int(last.get("step", 0))  # optimiser steps done

@@ -127,7 +127,7 @@ def access_result(address: str, action: Callable[[str], Any]) -> Any:
         raise
     except UnavailableError as failure:
         raise failure.to_user_error(
-            f"the sweep's results in {address}: {failure}; allow pods to read and write there"
+            f"cannot access the sweep's results in {address}: {failure}; allow pods to read and write there"
         ) from None
 
 

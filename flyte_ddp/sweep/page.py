@@ -14,8 +14,8 @@ from flyte_ddp.text.sections import Table
 
 PAGES = {"sweep.html": "all trials, to open in a browser", "best.json": "the winner's hyperparameters, for --hp"}
 GREYS = ("#5d6878", "#8791a0", "#adb5c1", "#ced4dc")  # of trials left behind, the furthest trials first
-RANKS = "Spearman's rank correlation between a rung and the next, over the trials in both: 1 if both have one order."
-MISLEAD = " With schedule=one_cycle early rungs mislead: what profits from the learning rate's fall is not seen yet."
+RANKS = "Spearman's rank correlation between a rung and the next, over the trials in both. 1 means the same order."
+MISLEAD = " With schedule=one_cycle early rungs are misleading, because they end before the learning rate falls."
 
 
 def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder: Path) -> Path:
@@ -46,9 +46,9 @@ def write_page(sweep: Sweep, done: Sequence[TrialResult], sidecar: Path, folder:
         )
         for rung in ordered
     ]
-    compared = ("TrialResult", "Next rung", "Trials in both", "Correlation")
+    compared = ("Rung", "Next rung", "Trials in both", "Correlation")
     tables = (
-        Table("Do early rungs tell?", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
+        Table("How well early rungs predict", RANKS + MISLEAD * one_cycle, compared, correlate_rungs(sweep, done)),
         Table("All trials", "", ("Trial", *names, "Trained", measure, "Time", *["Failed"] * any_failed), rows),
     )
     steps = {rung.trial: rung for rung in done if rung.steps}.values()  # unknown for failed rungs
@@ -102,7 +102,7 @@ def choose_colors(done: Sequence[TrialResult], trials: Sequence[int]) -> dict[in
 
 def draw_curves(done: Sequence[TrialResult], measure: str, colors: Mapping[int, str], scale: str) -> str:
     """Return an SVG element with each trial's value by step, the best trial in front."""
-    kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "left behind"}, []
+    kinds, series = {figures.ORANGE: "winner", figures.BLUE: "trained to the end", GREYS[0]: "stopped earlier"}, []
     for trial, color in colors.items():
         points = sorted({step: value for rung in done if rung.trial == trial for step, value in rung.curve}.items())
         if points:

@@ -28,7 +28,7 @@ FIXED = (
 )
 OPTIONS = tuple(f"options.{of}." for of in FIELDS_WITH_OPTIONS)
 TYPES = {field.name: field.type for field in dataclasses.fields(Hyperparameters) if field.name != "options"}
-FORM = 'must be a list of choices, or a range {"from": 1, "to": 9}, perhaps with "log": true or "step": 2'
+FORM = 'must be a list of choices, or a range {"from": 1, "to": 9}, optionally with "log": true or "step": 2'
 
 
 @dataclass(frozen=True)
@@ -84,23 +84,25 @@ class Sweep(CheckedFields, called="sweep setting"):
 
     space: str = setting(
         "",
-        "What is varied, a JSON object or its text: by the name of a hyperparameter, or `options.model.NAME` or "
-        '`options.objective.NAME`, a list of choices or a range `{"from": 0.01, "to": 1, "log": true}`, or with '
-        '`"step": 32`.',
+        "The hyperparameters to vary, as a JSON object or its text. A hyperparameter's name, `options.model.NAME` or "
+        '`options.objective.NAME` has a list of choices or a range, such as `{"from": 0.01, "to": 1, "log": true}` '
+        'or `{"from": 32, "to": 256, "step": 32}`.',
         json=True,
     )
     trials: int = setting(
-        27, "Different trials that are drawn; all combinations of a space that has no more.", at_least=1, at_most=1000
+        27, "Number of different trials. A smaller space is tried completely.", at_least=1, at_most=1000
     )
-    rungs: int = setting(3, "3 train 1/9, 1/3 and all of a run, each the best third.", at_least=1, at_most=8)
+    rungs: int = setting(
+        3, "3 rungs train 1/9, 1/3 and all of a run, each with the best third of the trials.", at_least=1, at_most=8
+    )
     sampler: str = setting(
         "qmc",
-        "qmc: trials cover the space evenly (Sobol's points), and more trials only add to them; tpe: nine at a time, "
-        "by what the first rung has shown of those before (Optuna).",
+        "qmc: trials cover the space evenly (Sobol's points), and a larger number only adds trials; tpe: nine trials "
+        "at a time, proposed by Optuna from the first rung's results of earlier trials.",
         choices=("qmc", "tpe"),
     )
     seed: int = setting(
-        0, "Seed of the draws; the seed of the trainings is a hyperparameter.", at_least=0, at_most=2**32 - 1
+        0, "Seed of the sampler. The seed of the trainings is a hyperparameter.", at_least=0, at_most=2**32 - 1
     )
 
     def __post_init__(self) -> None:
@@ -117,7 +119,7 @@ class Sweep(CheckedFields, called="sweep setting"):
         except ValueError as error:
             raise UserError(f"space={short_repr(self.space)}: is not JSON ({error})") from None
         if not isinstance(found, dict):
-            raise UserError(f"space={short_repr(self.space)}: must be a JSON object by the names of hyperparameters")
+            raise UserError(f"space={short_repr(self.space)}: must be a JSON object with hyperparameters as keys")
         return [parse_dimension(name, given) for name, given in sorted(found.items())]
 
     def count_points(self) -> float:
@@ -143,7 +145,7 @@ class Sweep(CheckedFields, called="sweep setting"):
         """Return why a sweep draws fewer trials than requested, or "" if all trials are drawn."""
         if drawn == self.trials:
             return ""
-        why = "the others would be equal, or the hyperparameters' rules refuse them"
+        why = "other trials would be duplicates, or the hyperparameters' rules reject them"
         if drawn == self.count_points():
             why = f"the space has {drawn} combinations"
         return f"{drawn} of {self.trials} trials: {why}"
@@ -151,7 +153,7 @@ class Sweep(CheckedFields, called="sweep setting"):
 
 def parse_dimension(name: str, given: Any) -> Dimension:
     if name in FIXED:
-        raise UserError(f"space, {name}: must be the same for all trials, to compare them; set it in the base")
+        raise UserError(f"space, {name}: must be the same for all trials; set it in the base")
     if name not in TYPES and not any(name.startswith(of) and name != of for of in OPTIONS):
         raise unknown_name_error("hyperparameter in space", name, [*TYPES, *(f"{of}NAME" for of in OPTIONS)])
     what = f"space, {name}={short_repr(given)}"
@@ -168,13 +170,13 @@ def parse_dimension(name: str, given: Any) -> Dimension:
     whole = kind is int or (kind is None and has_step and integers)
     for rule, broken in {
         "from must be less than to": low >= high,
-        "with log, from must be above 0, and the only step is 1, of whole numbers": log
+        "with log, from must be above 0, and step must be 1 with whole numbers": log
         and (low <= 0 or (has_step and not (whole and step == 1))),
         "step must be above 0, and not larger than the range": has_step and not 0 < step <= high - low,
         "must have at most 2**53 steps, and ends whose difference is finite": width == math.inf
         or (step > 0 and width / step > LARGEST_INT),
         "must be whole numbers": whole and any(each != int(each) for each in numbers),
-        'may mean whole numbers or all between; add "step": 1 for whole numbers, or write an end with a point for all, '
+        'may mean whole or real numbers; add "step": 1 for whole numbers, or write an end with a point for real ones, '
         f"such as {low}.0": kind is None and integers and not has_step and (low, high) != (0, 1),
     }.items():
         if broken:
@@ -217,7 +219,7 @@ def check_sweep(sweep: Sweep, base: Hyperparameters) -> None:
     """
     dimensions = sweep.list_dimensions()
     if not dimensions:
-        raise UserError('space="": names nothing to vary; for example {"learning_rate": {"from": 0.01, "to": 1}}')
+        raise UserError('space="": must name a hyperparameter; for example {"learning_rate": {"from": 0.01, "to": 1}}')
     if base.validation_fraction == 0:
         raise UserError("validation_fraction=0.0: a sweep compares trials on the validation split; set it above 0")
     for dimension in dimensions:
@@ -254,7 +256,7 @@ def draw_trials(sweep: Sweep, base: Hyperparameters, told: Mapping[Any, float | 
     made = draw_with_tpe(sweep, base, told) if sweep.is_adaptive() else make_trials(sweep, base, draw_evenly(sweep))
     trials = [*dict.fromkeys(each for each in made if isinstance(each, Hyperparameters))]
     if not trials:
-        raise UserError(f"space: its trials do not fit the hyperparameters' rules, the last one: {made[-1]}")
+        raise UserError(f"space: the hyperparameters' rules reject all trials; the last error: {made[-1]}")
     return trials
 
 

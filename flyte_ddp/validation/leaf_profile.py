@@ -86,8 +86,8 @@ class ItemMeasurer:
         for place, name in enumerate(names):
             found = [{leaf: values[place].ndim for leaf, values in side.items()} for side in (inputs, targets)]
             if found != self.dimensions:
-                problem = f"has leaves of the dimensions {found}, and training sample 0 {self.dimensions}"
-                raise UserError(f"{name} {problem}; all must have the same")
+                problem = f"has leaves of the dimensions {found}, and training sample 0 has {self.dimensions}"
+                raise UserError(f"{name} {problem}; all samples must have the same")
         return measure_leaves(samples, inputs, targets, self.kind, self.classes)
 
 
@@ -127,8 +127,8 @@ def measure_item_set(
             changed = (again.labels != found.labels[chosen]) | (again.digests != found.digests[chosen])
             if changed.any():
                 name = f"{NAMES[measurer.items.side]} sample {chosen[changed.argmax()]}"
-                fix = "it must depend on the sample's number alone"
-                raise UserError(f"dataset={data.name!r}: {name} has other content when it is read again; {fix}")
+                fix = "a sample must depend on its number alone"
+                raise UserError(f"dataset={data.name!r}: {name} has other content when read again; {fix}")
     return compared
 
 

@@ -57,7 +57,7 @@ def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> s
         listed = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
         more = f", and {len(counts) - LISTED} more" if len(counts) > LISTED else ""
         facts.append((statistic.capitalize(), ", ".join(f"{value}: {number:,}" for value, number in listed) + more))
-    facts.append(("Test samples that are training samples, too", f"{profile.duplicates:,}"))
+    facts.append(("Test samples that are also training samples", f"{profile.duplicates:,}"))
     if profile.targets in (CLASSES, LABELS, MASKS):
         facts.append((f"Samples with equal {profile.compared} and different labels", f"{profile.conflicts:,}"))
-    return render_template("preview.html", title=dataset, heading="What the data set is like", facts=facts)
+    return render_template("preview.html", title=dataset, heading="Profile of the data set", facts=facts)

@@ -166,30 +166,30 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
         problem = f"{format_count(undecodable, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}"
         problems.append(f"{problem}: {bad}; fix or remove them, or raise bad_samples")
     if profile.not_finite:
-        fix = "remove them, or replace the values, for instance with the mean and one more input that says where"
+        fix = "remove the samples, or replace the values, for instance with the mean and an extra input that marks them"
         problems.append(f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {bad}; {fix}")
     outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
     if outside and names:
         kind = "token" if profile.targets == TOKENS else "label"
         examples = join_first(sorted(f"{sample} has {kind} {label}" for label, sample in outside.items()))
-        limits = f"must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
+        limits = f"must be 0..{len(names) - 1} with {len(names)} classes; correct the data, or set num_classes"
         problems.append(f"{examples}: {limits}")
     for split, counts in {"training": profile.training, "test": profile.test}.items():
         empty = sorted(name for number, name in enumerate(names) if not counts.labels.get(str(number)))
         if empty and profile.targets in (CLASSES, LABELS, MASKS):
-            remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
+            remedy = "add samples" if split == "training" or hp.test_dataset else "give a test_dataset with samples"
             usable = "decodable " if what == "pixels" else ""
             problems.append(f"no {usable}{split} sample is of class {join_first(empty)}; {remedy}, or remove the class")
-    normal = "; of few categories, or short texts, that is normal: raise {} in --policy" if what == "inputs" else ""
+    normal = "; this is normal for few categories or short texts: raise {} in --policy" if what == "inputs" else ""
     tests = format_count(profile.test.samples, "test sample")
     samples = profile.training.samples + profile.test.samples
     if profile.duplicates > max_duplicates * profile.test.samples:
         problem = f"{profile.duplicates:,} of {tests} have the {what} of a training sample"
-        limit = f"more than max_duplicates={max_duplicates:g} of them, such as {'; '.join(profile.duplicated)}"
-        problems.append(f"{problem}, {limit}; remove them from one of the two{normal.format('max_duplicates')}")
+        limit = f"more than the share max_duplicates={max_duplicates:g}, such as {'; '.join(profile.duplicated)}"
+        problems.append(f"{problem}, {limit}; remove them from one split{normal.format('max_duplicates')}")
     if profile.conflicts > max_conflicts * samples:
-        problem = f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of another one"
-        limit = f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}"
+        problem = f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of a sample"
+        limit = f"more than the share max_conflicts={max_conflicts:g}, such as {'; '.join(profile.conflicting)}"
         fix = f"correct the labels{normal.format('max_conflicts')}"
         problems.append(f"{problem} with another label, {limit}; {fix}")
     if problems:
@@ -216,11 +216,11 @@ def find_differences(profile: DataProfile, champion: DataProfile, least: float =
     if profile.classes == champion.classes:
         statistics.insert(0, LABEL)
     else:
-        yield Difference(1.0, f"the classes are not the champion's, but {join_first(profile.classes)}")
-    for what, names in (("new", ours.keys() - theirs.keys()), ("gone", theirs.keys() - ours.keys())):
+        yield Difference(1.0, f"the classes differ from the champion's, and are {join_first(profile.classes)}")
+    for what, names in (("new", ours.keys() - theirs.keys()), ("missing", theirs.keys() - ours.keys())):
         if names:
             yield Difference(
-                1.0, f"the inputs and targets have other forms than the champion's, {what}: {join_first(sorted(names))}"
+                1.0, f"the forms of inputs and targets differ from the champion's, {what}: {join_first(sorted(names))}"
             )
     for split, statistic in itertools.product(SPLITS, statistics):
         sides: list[SplitProfile] = [getattr(each, split) for each in (profile, champion)]

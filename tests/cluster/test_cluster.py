@@ -219,7 +219,7 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     first = run_release("release_wf", hp=weak)
     assert first["champion"] == first["version"]
     assert first["outcome"].startswith("promoted: there is no champion yet")
-    kept = {**first, "outcome": "kept: it has the champion's weights"}
+    kept = {**first, "outcome": "kept: this model has the champion's weights"}
     assert run_release("release_wf", hp=weak) == kept
     stored = f"{bucket}/cluster-test-models/{name}/versions/{first['version']}"  # has the files of a finished run
     assert run_release("release_wf", run=stored) == kept
@@ -240,7 +240,7 @@ def test_a_model_is_released_as_on_ones_own_machine(cluster: Cluster) -> None:
     said = "inverted_digits:also_inverted: alarm: "
     assert said in cluster.wait_for_error(watch("inverted_digits:also_inverted"))
     refused = cluster.launch("workflows.release.rollback_wf", {"model_name": name, "reason": "once more"}, version)
-    said = "there is no champion before the present one; nothing was changed"
+    said = "has no previous champion; nothing was changed"
     assert last_line(cluster.wait_for_error(refused)).endswith(said)
 
 

@@ -34,9 +34,9 @@ def test_the_tutorial_as_a_workflow(tmp_path: Path) -> None:
 
 def test_ranks_and_resumed_runs_have_the_weights_of_one_process(tmp_path: Path) -> None:
     torch_ddp, parts = run(tmp_path, "exact").split("PartAverage")
-    failed = r"    rank 2: RuntimeError: as if the machine had failed; goes on on {} ranks\n"
+    failed = r"    rank 2: RuntimeError: simulated failure of the machine; resumes on {} ranks\n"
     name = r"    3 ranks and one process: "
-    same = r"    never stopped and resumed: equal bit for bit\n"
+    same = r"    uninterrupted and resumed: equal bit for bit\n"
     match = re.fullmatch(rf"DistributedDataParallel\n{failed.format(3)}{name}differ by (.*)\n{same}", torch_ddp)
     assert match, torch_ddp
     assert float(match[1]) < 1e-5  # rounding of fp32

@@ -17,7 +17,10 @@ NOWHERE = Path("/nowhere")
 
 
 def launch(work: Work, *, retries: int = 0) -> None:
-    """Do the work; agents, started again up to ``retries`` times, do not see the run folder and a training's data."""
+    """Run the work on agents that cannot see the run folder or a training's data.
+
+    An agent that fails is restarted up to ``retries`` times.
+    """
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     if hasattr(work.arguments, "data"):
@@ -30,7 +33,7 @@ def launch(work: Work, *, retries: int = 0) -> None:
 
 
 def send(ticket: JoinTicket, retries: int) -> None:
-    """Run an agent for a ticket; start it again up to ``retries`` times."""
+    """Run an agent for a ticket, and restart the agent up to ``retries`` times."""
     try:
         agent.run_agent(ticket.to_stdin())
     except agent.RankEndedError:

@@ -1,4 +1,4 @@
-"""Runs this environment's ``pyflyte`` as a user does, in a process with a home and a runs folder of its own."""
+"""Runs this environment's ``pyflyte`` as a user does, in a separate process with a separate home and runs folder."""
 
 import json
 import os
@@ -24,14 +24,14 @@ OWN_PREFIXES = ("AWS_", "FLYTE", "PYTHON", "PYTEST", "WANDB_")
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit code of a process, and its output on both streams together."""
+    """The exit code of a process, and the output of both streams together."""
 
     exit_code: int
     output: str
 
     @property
     def panel(self) -> str:
-        """The text in pyflyte's panel for an error; "" without one."""
+        """The text in pyflyte's error panel, or "" without a panel."""
         found = re.search(r"╭─ Error ─+╮\n(.*?)╰─+╯", self.output, re.DOTALL)
         return " ".join(found[1].replace("│", " ").split()) if found else ""
 
@@ -45,11 +45,11 @@ def pyflyte(
     session: bool = False,
     **environment: str,
 ) -> Ended:
-    """Run ``pyflyte`` with the arguments, in ``directory``, for up to DEADLINE; return exit code and output.
+    """Run ``pyflyte`` with the arguments, in ``directory``, for up to DEADLINE. Return exit code and output.
 
-    ``home`` stands for the user's home directory, in which Flyte keeps its cache; the runs folder is in it by default.
-    A command may be started by a ``wrapper``, or as the leader of a session. wandb is off and GPUs are hidden unless
-    ``environment`` says otherwise.
+    ``home`` stands for the user's home directory, which contains Flyte's cache. By default it contains the runs folder,
+    too. A ``wrapper`` may start the command, and the command may lead a new session. wandb is off and GPUs are hidden
+    unless ``environment`` sets other values.
     """
     ended = subprocess.run(
         [*wrapper, str(PYFLYTE), *arguments],
@@ -72,7 +72,7 @@ def is_pyflyte(pid: int) -> bool:
 
 
 def surroundings(home: Path, runs: Path) -> dict[str, str]:
-    """Create a home folder; return the environment of a user who has it."""
+    """Create a home folder, and return the environment of the folder's user."""
     home.mkdir(parents=True, exist_ok=True)
     inherited = {
         name: value
@@ -85,7 +85,7 @@ def surroundings(home: Path, runs: Path) -> dict[str, str]:
         "WANDB_MODE": "disabled",
         "CUDA_VISIBLE_DEVICES": "",
         "MPLCONFIGDIR": str(MATPLOTLIB),
-        "COLUMNS": "1000",  # so that the panel of an error is not wrapped, within a path for example
+        "COLUMNS": "1000",  # the panel of an error must not be wrapped, for example within a path
     }
     return {**inherited, **own}
 

@@ -1,4 +1,4 @@
-"""What docs/ has of the code, tables and recipes: ``python tests/helpers/document_tables.py`` writes them."""
+"""Writes the tables and recipes of docs/ from the code: ``python tests/helpers/document_tables.py``."""
 
 import ast
 import dataclasses
@@ -37,7 +37,7 @@ def format_rule(field: dataclasses.Field) -> str:
 
 
 def variable_table() -> str:
-    """Return the table of variables, and a sentence on those that nobody sets, as Markdown."""
+    """Return the table of variables, and a sentence on internal variables, as Markdown."""
     lines = ["| variable | default | where | meaning |", "|---|---|---|---|"]
     for variable in read_variable_table().values():
         default = variable.default or "(empty)"
@@ -48,7 +48,7 @@ def variable_table() -> str:
 
 
 def data_recipes() -> str:
-    """Return what each recipe for a data library says and how it begins, as Markdown."""
+    """Return docstring and beginning of each recipe for a data library, as Markdown."""
     sections = []
     for recipe in sorted((ROOT / "examples/libraries").glob("data_*.py")):
         _, told, code = recipe.read_text().split('"""', 2)
@@ -59,7 +59,7 @@ def data_recipes() -> str:
 
 
 def model_recipes() -> str:
-    """Return each recipe for a library of models, as Markdown: its docstring, with the code after the command."""
+    """Return each recipe for a library of models, as Markdown: the docstring, with the code after the command."""
     sections = []
     for recipe in sorted((ROOT / "examples/libraries").glob("model_*.py")):
         text = recipe.read_text()

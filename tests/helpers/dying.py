@@ -1,4 +1,4 @@
-"""Functions of somebody else's whose ranks are killed; each call of rank 0 leaves a line in the file ``calls``."""
+"""User-defined functions whose ranks are killed. Each call on rank 0 appends a line to the file ``calls``."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def note_call(folder: str) -> None:
 
 
 def be_killed(folder: str) -> None:
-    """Kill rank 1, however often the function is called."""
+    """Kill rank 1 in each call."""
     note_call(folder)
     current_rank().join()
     if current_rank().rank == 1:
@@ -34,7 +34,7 @@ def fail(folder: str) -> None:
 
 
 def count_to(last: int, kill_at: list[int], folder: str) -> tuple[int, int]:
-    """Count to ``last``, and save each step; kill rank 1 once at each of some steps. Return the count and the sum."""
+    """Count to ``last``, and save each step. Kill rank 1 once at each step of ``kill_at``. Return count and sum."""
     note_call(folder)
     here = current_rank()
     here.join()
@@ -52,7 +52,10 @@ def count_to(last: int, kill_at: list[int], folder: str) -> tuple[int, int]:
 
 
 def leave_a_process(folder: str) -> str:
-    """Kill rank 1 once, of which a process stays that has its connections; rank 0 notes that it has noticed."""
+    """Kill rank 1 once. A child process of rank 1 keeps the connections open.
+
+    Rank 0 creates the file ``noticed`` when a collective operation fails.
+    """
     here = current_rank()
     here.join()
     if here.load():
@@ -72,7 +75,7 @@ def leave_a_process(folder: str) -> str:
 
 
 class KillsItsLoader(Dataset[int]):
-    """Two samples, of which the last kills the loader process that reads it, once."""
+    """Two samples. Reading the last sample kills the loader process once."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -88,7 +91,7 @@ class KillsItsLoader(Dataset[int]):
 
 
 def lose_a_loader(folder: str) -> list[int]:
-    """Read all samples by a process of torch's DataLoader, which is killed once, of the last rank."""
+    """Read all samples by a process of torch's DataLoader. The last rank's process is killed once."""
     note_call(folder)
     here = current_rank()
     marker = Path(folder, "killed" if here.rank == here.world_size - 1 else "calls")

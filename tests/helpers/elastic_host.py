@@ -1,4 +1,4 @@
-"""What torchrun starts on each of a test's two hosts; arguments are hyperparameters, data, and run folder."""
+"""The program that torchrun starts on both hosts of a test. Arguments are hyperparameters, data and run folder."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,9 @@ from flyte_ddp.settings import Settings
 
 
 def main(hp: str, data: str, folder: str, like_a_task: str = "") -> None:
-    """Lead or follow as docs/launchers.md says, or as Flyte's tasks do, which also leave their error in a file."""
+    """Lead or follow as in docs/launchers.md, or as Flyte's tasks do, which also write errors to a file."""
     connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
-    elastic_link.UNWIND_SECONDS = (2.0, 3.0)  # not before Elastic's store counts a lost host's agent as gone, after 3 s
+    elastic_link.UNWIND_SECONDS = (2.0, 3.0)  # at least 3 s, until Elastic's store counts a lost host's agent as lost
 
     def lead() -> None:
         cache = Path(folder).parent / "cache"

@@ -36,7 +36,7 @@ def of(index: Path | str, **changes) -> Hyperparameters:
 
 
 def labelled(folder: Path, number: int = 30) -> Path:
-    """Write images of many sizes into folders of three classes: red, green, blue; return the folder."""
+    """Write images of many sizes into a folder for each class: red, green, blue. Return the parent folder."""
     random = np.random.default_rng(0)
     for index in range(number):
         colour = index % 3

@@ -6,7 +6,7 @@ import msgpack
 from flyteidl.core.literals_pb2 import Binding, BindingData, Literal
 from google.protobuf.json_format import MessageToDict
 
-Outputs = Mapping[str, Mapping[str, Literal]]  # of nodes by their ids; the workflow's inputs are those of start-node
+Outputs = Mapping[str, Mapping[str, Literal]]  # of nodes by their ids; start-node has the workflow's inputs
 
 
 def resolved(bindings: Iterable[Binding], outputs: Outputs) -> dict[str, Literal]:
@@ -15,10 +15,10 @@ def resolved(bindings: Iterable[Binding], outputs: Outputs) -> dict[str, Literal
 
 
 def value_of(data: BindingData, outputs: Outputs) -> Literal:
-    """Return the value of a binding: a constant, or a node's output or a part of it.
+    """Return the value of a binding: a constant, a node's output, or a part of an output.
 
     Raises:
-        KeyError: a part of a value that is not in it; the engine says BindingResolutionError then.
+        KeyError: The value lacks the part. The engine then reports BindingResolutionError.
     """
     if data.WhichOneof("value") == "scalar":
         return Literal(scalar=data.scalar)
@@ -37,7 +37,7 @@ def value_of(data: BindingData, outputs: Outputs) -> Literal:
 
 
 def packed(value: object) -> Literal:
-    """Return a text, or what a dataclass or a field of it is, as one task hands it to the next."""
+    """Return a text, a dataclass or a field of a dataclass as a literal that a task passes to the next task."""
     literal = Literal()
     if isinstance(value, str):
         literal.scalar.primitive.string_value = value

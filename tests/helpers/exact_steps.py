@@ -1,4 +1,4 @@
-"""Steps of training on N ranks and in parts, and the same steps in a plain loop, which tests compare in fp64."""
+"""Training steps on N ranks and in parts, and the same steps in a plain loop. Tests compare both in fp64."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +36,7 @@ def batches(hp: Hyperparameters) -> Iterator[sampling.Indices]:
 
 
 def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]]) -> None:
-    """Leave, from rank 0, the Steps of each case, which has a name, a prepared folder's, and hyperparameters."""
+    """Write each case's Steps from rank 0. A case is a name, a prepared folder's name, and hyperparameters."""
     ranks = torch.distributed.get_world_size()
     for name, data, case in cases:
         hp = replace(case, strategy="shared_memory")
@@ -62,7 +62,7 @@ def step_plainly(
     loss_of: Callable[[nn.Module, sampling.Indices, int], tuple[Tensor, Tensor | float]],
     loss_of_tests: Callable[[nn.Module], tuple[Tensor, Tensor | float]],
 ) -> Steps:
-    """One process, torch's own layers and optimiser. The losses are sums, each with the weight that divides it.
+    """Train in one process with torch's layers and optimiser. Losses are sums, each with the weight that divides them.
 
     ``loss_of`` gets the model, the samples of a batch, and the step.
     """
@@ -84,7 +84,7 @@ def step_plainly(
 
 
 def check_steps(folder: Path, plain: dict[str, Steps]) -> None:
-    """Assert that what the ranks have left is what the plain loop gives, to 1e-9."""
+    """Assert that the ranks' Steps equal the plain loop's Steps to 1e-9."""
     for name, (losses, states, test_loss) in plain.items():
         found: Any = torch.load(folder / f"{name}.pt")
         np.testing.assert_allclose(found[0], losses, rtol=0, atol=1e-9, err_msg=name)

@@ -23,7 +23,7 @@ def storing(name: str, response: Callable[[], Any]) -> Callable[[Any, Any, Any],
 
 
 class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
-    """Stores what is registered, activated and uploaded."""
+    """Stores registered, activated and uploaded items."""
 
     def __init__(self, upload_address: str) -> None:
         self.upload_address = upload_address
@@ -69,7 +69,7 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         return launch_plan_pb2.LaunchPlanList(launch_plans=[{"id": plan.id, "spec": plan.spec} for plan in newest])
 
     def found(self, created: list[Any], request: Any, context: Any) -> Any:
-        """Return the first of ``created`` that has the request's id; else answer NOT_FOUND."""
+        """Return the first item of ``created`` with the request's id, or answer NOT_FOUND."""
         same = [each for each in created if each.id == request.id]
         if not same:
             context.abort(grpc.StatusCode.NOT_FOUND, f"{request.id} is not there")

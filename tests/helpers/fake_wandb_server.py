@@ -13,7 +13,7 @@ from loopback import QuietHandler, serving
 
 @dataclass
 class FakeServer:
-    """Address and behaviour of the server, and what it has received: run names, history rows, uploaded files."""
+    """Address and behaviour of the server, and the received run names, history rows and uploaded files."""
 
     behaviour: str
     url: str = ""
@@ -28,7 +28,7 @@ class FakeServer:
         return {"id": name, **at, "storagePath": name, "uploadMultipartUrls": None, "artifact": {"id": "a"}}
 
     def graphql(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the least that wandb 0.31 accepts as an answer to a GraphQL query."""
+        """Return the shortest answer to a GraphQL query that wandb 0.31 accepts."""
         variables = body.get("variables") or {}
         project = {"id": "p", "name": variables.get("project"), "entity": {"id": "e", "name": "someone"}}
         if "query ArtifactType" in body["query"]:
@@ -89,7 +89,7 @@ def fake_server(behaviour: str = "works") -> Iterator[FakeServer]:
 
     Args:
         behaviour: works, hangs (accepts connections and never answers), denies (401, the key is wrong), or babbles
-            (answers something that is not JSON). Between all but hangs it may change.
+            (answers text that is not JSON). The behaviour may change later, except to or from hangs.
     """
     server = FakeServer(behaviour)
     if behaviour == "hangs":

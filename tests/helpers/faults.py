@@ -1,8 +1,8 @@
-"""Faults for ranks: a model, named in tests as ``faults:model``, that fails where the environment says.
+"""Faults for ranks: the model ``faults:model`` fails at the point that the environment names.
 
-``FAULTS`` is JSON: ``rank``, ``at`` (import, data, training, evaluation, checkpoint or results), ``pass`` (how often
-that point is passed before), ``kind``, and ``marker``, a file that the fault leaves: a run that finds it does not fail
-again.
+The variable ``FAULTS`` is JSON with ``rank``, ``at`` (import, data, training, evaluation, checkpoint or results),
+``pass`` (how often the point is passed before), ``kind`` and ``marker``. The fault creates the file ``marker``. If the
+file exists, a run does not fail again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import nn
 from flyte_ddp import results
 
 if TYPE_CHECKING:
-    import pytest  # which takes half a second
+    import pytest  # takes half a second
 
 FAULT: dict[str, Any] = json.loads(os.environ.get("FAULTS", "{}"))
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, marker: Path, **fault: Any) -> None:
-    """Make the next run fail, by a variable in the environment of its ranks."""
+    """Make the next run fail, by a variable in the environment of the ranks."""
     monkeypatch.setenv("FAULTS", json.dumps({"pass": 0, "marker": str(marker), **fault}))
 
 
@@ -40,7 +40,7 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    """Hang in a C call that holds the interpreter's lock, so that no Python code runs in this process."""
+    """Hang in a C call that holds the interpreter's lock, which stops all Python code of this process."""
     import ctypes
 
     ctypes.PyDLL(None).pause()
@@ -51,17 +51,17 @@ def fail() -> None:
 
 
 def fail_like_a_hang() -> None:
-    """Raise an error that contains gloo's words, but has nothing to do with other ranks."""
+    """Raise an error with gloo's words that no other rank has caused."""
     raise RuntimeError("label service timed out: Connection closed by peer")
 
 
 def own_asynchronous_collective() -> None:
-    """Whose failure comes out of no function of torch.distributed that Python could show."""
+    """Fail in an asynchronous collective, whose traceback shows no function of torch.distributed."""
     dist.all_reduce(torch.ones(1), async_op=True).wait()
 
 
 def hand_in_to_a_slow_folder() -> None:
-    """The folder takes the file in more time than any test has."""
+    """Submit a file to a folder that takes longer than any test."""
     results.replace_file = lambda *_, **__: time.sleep(1000)
     results.submit("slow", b"1")
 
@@ -81,7 +81,7 @@ DEVICE_ERRORS = {
 
 
 def fail_on_device() -> None:
-    """Raise what torch raises in a forward pass on a GPU."""
+    """Raise torch's error of a failed forward pass on a GPU."""
     raise DEVICE_ERRORS[FAULT["kind"]]
 
 
@@ -104,7 +104,7 @@ passed: dict[str, int] = {}
 
 
 def passing(point: str) -> None:
-    """Fails, if that is what is to happen here and now."""
+    """Fail if the fault belongs to this rank, this point and this pass."""
     if FAULT.get("at") != point or FAULT["rank"] != (dist.get_rank() if dist.is_initialized() else 0):
         return
     passed[point] = passed.get(point, -1) + 1
@@ -115,7 +115,7 @@ def passing(point: str) -> None:
 
 
 def before(owner: Any, name: str, point: str) -> None:
-    """Passes a point before each call of a function of the library."""
+    """Make each call of a function of the library pass a point first."""
     function = getattr(owner, name)
 
     def with_point(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def before(owner: Any, name: str, point: str) -> None:
 
 
 class OneLayer(nn.Module):
-    """A layer from 8x8 grey pixels to 10 classes; passes points before its forward passes."""
+    """A layer from 8x8 grey pixels to 10 classes. Passes points before forward passes."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class OneLayer(nn.Module):
 
 
 class Passing(nn.Sequential):
-    """Passes points before its forward passes."""
+    """Passes points before forward passes."""
 
     def forward(self, images: Any) -> Any:
         passing("training" if self.training else "evaluation")
@@ -146,7 +146,7 @@ class Passing(nn.Sequential):
 
 
 def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """For 8x8 images; with BatchNorm and dropout."""
+    """Return a model for 8x8 images with BatchNorm and dropout."""
     convolution = (nn.Conv2d(input_shape[0], 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     return Passing(*convolution, nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, num_classes))
 

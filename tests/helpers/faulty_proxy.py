@@ -1,4 +1,4 @@
-"""A proxy on loopback before a real server, that fails on request and else hands on what comes."""
+"""A proxy on loopback before a real server. The proxy fails on request, and otherwise forwards requests."""
 
 import socket
 import struct
@@ -20,13 +20,13 @@ LATENCY = 0.02  # seconds
 
 @dataclass
 class Proxy:
-    """``faults[path]`` are done one a request, in order.
+    """The state of a proxy, which tests read and change.
 
-    One is an HTTP status, ``truncate`` (the connection ends halfway), ``reset`` (it is reset halfway) or ``slow`` (the
-    answer comes after ``LATENCY``). ``requests`` are the paths that were asked for. Paths that begin as one of
-    ``denied`` are refused. Without ``lists``, lists are refused, and so is an object that is not there, as S3 does.
-    ``lost`` are paths of which the next answer to a PUT is lost, after it was done, ``conflicts`` those of which the
-    next PUT is answered by 409.
+    Each request for a path consumes the next of ``faults[path]``: an HTTP status, ``truncate`` (the connection ends
+    halfway), ``reset`` (the connection is reset halfway) or ``slow`` (the answer comes after ``LATENCY``). ``requests``
+    are the requested paths. Paths that begin with an entry of ``denied`` are rejected. Without ``lists``, lists and
+    missing objects are rejected, as S3 does. For a path in ``lost``, the next PUT is done but the answer is lost. For a
+    path in ``conflicts``, the next PUT is answered by 409.
     """
 
     url: str = ""
@@ -39,10 +39,10 @@ class Proxy:
 
 
 def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-    """Send a request to the real server; return status, headers and body of its answer."""
+    """Send a request to the real server. Return status, headers and body of the answer."""
     with closing(HTTPConnection(host)) as connection:
         connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
-        for header, value in request.headers.items():  # the host, too, as it is signed
+        for header, value in request.headers.items():  # includes the host, which is signed
             connection.putheader(header, value)
         connection.endheaders(body or None)
         found = connection.getresponse()
@@ -55,7 +55,7 @@ def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> 
 
 
 class Answer(QuietHandler):
-    """Answers requests by the state, the target and its folder."""
+    """Answers requests by the state, the target and the target's folder."""
 
     state: Proxy
     host: str
@@ -64,7 +64,7 @@ class Answer(QuietHandler):
 
     @property
     def name(self) -> str:
-        """The path that is asked for."""
+        """The requested path."""
         return unquote(urlsplit(self.path).path).lstrip("/")
 
     def do_GET(self) -> None:
@@ -117,7 +117,7 @@ class Answer(QuietHandler):
 def faulty_proxy(target: str, folder: Path | None = None) -> Iterator[Proxy]:
     """Run a proxy before ``target`` in a thread until the end of the block.
 
-    Where it is told the folder of the target's files it keeps ``If-None-Match: *``.
+    With ``folder``, the folder of the target's files, the proxy supports ``If-None-Match: *``.
     """
     state = Proxy()
     about = {"state": state, "host": urlsplit(target).netloc, "folder": folder, "lock": threading.Lock()}
@@ -126,5 +126,5 @@ def faulty_proxy(target: str, folder: Path | None = None) -> Iterator[Proxy]:
 
 
 def locking_proxy(server: S3Server) -> AbstractContextManager[Proxy]:
-    """Run a proxy that keeps ``If-None-Match: *``, as S3 does and rclone does not."""
+    """Run a proxy that supports ``If-None-Match: *``, as S3 does and rclone does not."""
     return faulty_proxy(server.endpoint, server.folder)

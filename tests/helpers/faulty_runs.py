@@ -1,4 +1,4 @@
-"""Runs that fail on purpose, with faults.py: what is trained, and what must be left of it."""
+"""Runs that fail on purpose, with faults.py: the training, and checks of the remains."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ INTRODUCED = replace(HP, model="user_models:introduced")
 
 
 def state_of_process() -> dict[str, object]:
-    """Return what a run must leave as it is in the launching process."""
+    """Return the state of the launching process that a run must not change."""
     # Those of the tests, of Ray, where we connect, and of joblib, when it is imported.
     other = {"PYTEST_CURRENT_TEST", "FAULTS", "FLYTE_DDP_SAVE_SECONDS"}
     other |= {"RAY_CLIENT_MODE", "PYTHONBREAKPOINT", "KMP_INIT_AT_FORK"}
@@ -48,7 +48,7 @@ def state_of_process() -> dict[str, object]:
 
 
 def nothing_is_left(run: Path, temporary: Path) -> None:
-    """Assert that a run has left no process, no temporary file and nothing that looks like a result."""
+    """Assert that a run has left no process, no temporary file and no file that looks like a result."""
     assert children_of(os.getpid()) == []
     assert [command for command in processes_with(str(temporary)).values() if "spawn_main" in command] == []
     assert [*temporary.iterdir()] == []
@@ -56,14 +56,14 @@ def nothing_is_left(run: Path, temporary: Path) -> None:
 
 
 def nothing_like_a_result(run: Path) -> None:
-    """Assert that a run folder holds only metrics, the traceback and checkpoints."""
+    """Assert that a run folder contains only metrics, the traceback and checkpoints."""
     files = {path for path in run.rglob("*") if path.is_file() and results.FOLDER not in path.relative_to(run).parts}
     assert {path.name for path in files} <= {"metrics.jsonl", TRACEBACK, *checkpoint.SLOTS}
     assert [path.name for path in run.iterdir()] == [UNFINISHED]
 
 
 def saved(run: Path) -> checkpoint.Checkpoint | None:
-    """Return the newest checkpoint of an interrupted run; None without one."""
+    """Return the newest checkpoint of an interrupted run, or None without a checkpoint."""
     return checkpoint.verify_checkpoints(run / UNFINISHED / checkpoint.FOLDER)[0]
 
 
@@ -78,7 +78,7 @@ def equal(here: Path, there: Path) -> bool:
 
 
 def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
-    """Call the action in a thread once the marker exists, within 60 s; return the thread."""
+    """Call the action in a thread once the marker exists, within 60 s. Return the thread."""
 
     def wait() -> None:
         wait_until(marker.exists)
@@ -90,10 +90,10 @@ def when(marker: Path, action: Callable[[], object]) -> threading.Thread:
 
 
 def in_spawned_processes(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Path:
-    """Make processes of the next run execute this code before their first function, which may fork others.
+    """Make processes of the next run execute this code before the first function, which may fork processes.
 
     Returns:
-        The file that the variable NOTED names in the environment of the processes.
+        The file in the variable NOTED of the processes' environment.
     """
     site = folder / "site"
     site.mkdir()

@@ -1,4 +1,4 @@
-"""A server on loopback that serves files, ranges and lists as HTTP, S3, Google and Azure do, and fails on request."""
+"""A server on loopback that serves files, ranges and lists like HTTP, S3, Google and Azure, and fails on request."""
 
 import hashlib
 import re
@@ -20,15 +20,15 @@ CHANGED = {"Last-Modified": "Mon, 23 Nov 2026 12:00:00 GMT"}
 
 @dataclass
 class FileServer:
-    """``files`` are given under their names; in those of object storage a name begins with its bucket.
+    """The state of a server, which tests read and change.
 
-    ``faults[name]`` are done one a request, in order: an HTTP status, ``truncate`` (the connection ends halfway),
-    ``alter`` (the last byte differs), ``reset`` (the connection is reset halfway), ``stall`` (no more after half of it,
-    until ``over``), ``hang`` (no answer, until ``over``), ``longer`` (a byte too many), ``unannounced`` (no length) or
-    ``gzip`` (a header says the content is compressed for the way). Where ``tagged`` is false files have no ETag.
-    ``stalled`` is set while a request stalls. ``headers`` are those of the requests, ``answers`` some for all answers.
-    Lists come in pages of ``page`` entries. ``redirects`` are addresses that
-    files have moved to.
+    ``files`` are served by name. In object storage, a name begins with the bucket. Each request for a file consumes the
+    next of ``faults[name]``: an HTTP status, ``truncate`` (the connection ends halfway), ``alter`` (the last byte
+    differs), ``reset`` (the connection is reset halfway), ``stall`` (half of the content, then nothing until ``over``),
+    ``hang`` (no answer until ``over``), ``longer`` (a byte too many), ``unannounced`` (no length) or ``gzip`` (a header
+    declares compression in transit). If ``tagged`` is False, files have no ETag. ``stalled`` is set while a request
+    stalls. ``headers`` are the headers of the requests, and ``answers`` are headers for all answers. Lists come in
+    pages of ``page`` entries. ``redirects`` are the new addresses of moved files.
     """
 
     url: str = ""
@@ -63,7 +63,7 @@ class Answer(QuietHandler):
         self.state.connections.append(self.client_address[1])
 
     def do_GET(self) -> None:
-        """Send a file, a range of it or a list, or fail."""
+        """Send a file, a range of a file or a list, or fail."""
         address = urlsplit(self.path)
         name, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         self.state.requests.append(name)
@@ -87,7 +87,7 @@ class Answer(QuietHandler):
     do_HEAD = do_GET
 
     def do_PUT(self) -> None:
-        """Store the file that the request brings."""
+        """Store the request's file."""
         name = unquote(urlsplit(self.path).path).lstrip("/")
         self.state.requests.append(name)
         self.state.headers.append(dict(self.headers))

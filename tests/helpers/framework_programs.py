@@ -1,4 +1,4 @@
-"""Programs of examples/ in ranks, with checks of what frameworks leave alone."""
+"""Programs of examples/ in ranks, with checks that frameworks leave settings unchanged."""
 
 import importlib
 
@@ -6,7 +6,7 @@ import torch
 
 
 def train(program: str) -> dict[str, float]:
-    """Call a program's main function; return its measures."""
+    """Call a program's main function, and return the measures."""
     threads = torch.get_num_threads()
     measures: dict[str, float] = importlib.import_module(program).main()
     assert torch.get_num_threads() == threads
@@ -14,14 +14,14 @@ def train(program: str) -> dict[str, float]:
 
 
 def timeout_of_lightning() -> float:
-    """Return the seconds that Lightning's ranks wait for others unless the program says something else."""
+    """Return the default timeout of Lightning's ranks in seconds."""
     from lightning.pytorch.strategies import DDPStrategy
 
     return DDPStrategy()._timeout.total_seconds()
 
 
 def processes_of_accelerate() -> int:
-    """Return how many ranks Accelerate has found, and wait for all."""
+    """Return the number of ranks that Accelerate finds, and wait for all ranks."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()

@@ -21,7 +21,7 @@ DEFAULT = Policy()
 
 @dataclass
 class Gate:
-    """A registry, and models that are judged against its champion: runs by name, or folders with a model's files."""
+    """A registry, and models to judge against the champion: runs by name, or folders with a model's files."""
 
     runs: Mapping[str, Result]
     registry: Registry
@@ -29,13 +29,13 @@ class Gate:
     folder: Path
 
     def judge(self, model: str | Path, data: Path | None = None, policy: Policy = DEFAULT, **options: Any) -> Judgement:
-        """Judge a model, and change nothing but looks."""
+        """Judge a model without storing or promoting the model. Only looks are counted."""
         folder = self.runs[model].run_folder if isinstance(model, str) else model
         given = {"registry": self.registry, "settings": QUIET, **options}
         return judge_challenger(folder / "model.pt", folder / "model.json", data or self.data, policy=policy, **given)
 
     def release(self, model: str | Path, data: Path | None = None, policy: Policy = DEFAULT) -> Judgement:
-        """Judge a model, and do what its verdict says."""
+        """Judge a model, and apply the verdict."""
         found = self.judge(model, data, policy)
         page = write_page(found, self.registry.name, self.folder / "page.html")
         beside = {page.name: page}

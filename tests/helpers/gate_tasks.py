@@ -1,4 +1,4 @@
-"""A data set of several labels with 300 test samples, that a small model learns in seconds: where images are bright."""
+"""A data set that a small model learns in seconds: labels for the bright parts of images, 300 test samples."""
 
 import numpy as np
 

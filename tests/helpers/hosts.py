@@ -1,4 +1,4 @@
-"""Two hosts on one machine, as in benchmarks/link.py, on which tests start and kill processes."""
+"""Two hosts on one machine, as in benchmarks/link.py. Tests start and kill processes on both."""
 
 import os
 import signal
@@ -24,10 +24,10 @@ class Host(link.Host):
         hidden: Path | None = None,
         names: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a command on this host, with both of its output streams in the log.
+        """Start a command on this host, with both output streams in the log.
 
-        The folder ``hidden`` is empty for it. The file ``names`` is in place of /etc/hosts; with it the hostname
-        becomes the name of the namespace.
+        The command sees the folder ``hidden`` as empty. The file ``names`` replaces /etc/hosts, and then the hostname
+        is the name of the namespace.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
         mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []
@@ -39,7 +39,7 @@ class Host(link.Host):
             )
 
     def is_lost(self, process: subprocess.Popen[bytes]) -> None:
-        """Cut the link, then SIGKILL all processes of this host, so that the other host hears nothing."""
+        """Cut the link, then SIGKILL all processes of this host. The other host receives no message."""
         subprocess.run(
             ["ip", "netns", "exec", self.name, "ip", "link", "set", self.name, "down"], check=True, capture_output=True
         )
@@ -50,7 +50,7 @@ class Host(link.Host):
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield two linked hosts; skip the test if network namespaces are not allowed."""
+    """Yield two linked hosts. Skip the test if network namespaces are not allowed."""
     with ExitStack() as stack:
         try:
             first, second = stack.enter_context(link.linked_hosts(0))

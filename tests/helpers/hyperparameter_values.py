@@ -16,7 +16,7 @@ NAMES: dict[type, str] = {
 }
 TYPES: dict[str, type] = {name: kind for kind, names in NAMES.items() for name in names.split()}
 
-# Of each number: the lowest and highest that are right, and the nearest that are not; None where there is no end.
+# For each number: the lowest and highest valid values, and the nearest invalid values. None means no limit.
 RANGES: dict[str, tuple[float, float, float | None, float | None]] = {
     "validation_fraction": (0, 0.999999, -1e-9, 1),
     "image_size": (0, 4096, -1, 4097),
@@ -43,10 +43,10 @@ RANGES: dict[str, tuple[float, float, float | None, float | None]] = {
     "shuffle_buffer": (1, 10_000_000, 0, 10_000_001),
     "bad_samples": (0, 2**53, -1, 2**54),
 }
-# What lets a number stand at the end of its range.
+# Changes with which a number at the end of the range is valid.
 BESIDE: Values = {"batch_size": 1_000_000, "nesterov": False}
 
-# Values, and what the message must name: the field, the value, the rule.
+# Values, and words of the message: the field, the value, the rule.
 BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "misspelt": ({"epoch": 3}, ("'epoch'", "did you mean 'epochs'")),
     "unknown": ({"colour": "red"}, ("unknown hyperparameter 'colour'", "choose one of", "batch_size")),
@@ -128,7 +128,7 @@ NOT_EVERYWHERE: dict[str, tuple[Values, tuple[str, ...]]] = {
 }
 
 PRESETS = sorted((Path(__file__).parents[2] / "config").glob("*.json"))
-GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
+GOOD: dict[str, tuple[Values, Values]] = {  # given values, and the expected values
     "defaults": ({}, {}),
     "whole double for int": ({"epochs": 3.0, "seed": 0.0}, {"epochs": 3, "seed": 0}),
     "int for float": ({"learning_rate": 1, "weight_decay": 0}, {"learning_rate": 1.0, "weight_decay": 0.0}),

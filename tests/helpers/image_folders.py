@@ -31,7 +31,7 @@ def image_files(*names: str) -> dict[str, bytes]:
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
-    """Write files into a folder; return the folder."""
+    """Write files into a folder, and return the folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -39,5 +39,5 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def all_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the files in a folder, by name; {} if there is no folder."""
+    """Return the contents of the files in a folder, by name. Returns {} if the folder is missing."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if folder.exists() else {}

@@ -13,9 +13,9 @@ CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.
 def ended_before_each_change(
     folder: Path, function: Callable[[Path], object], number: signal.Signals = signal.SIGKILL
 ) -> Iterator[Path]:
-    """Copies of a folder, in which a process that called the function got a signal before its first change, second ...
+    """Yield copies of a folder in which a process was signalled before the function's first change, second change ...
 
-    The last one is a copy in which it came to its end.
+    In the last copy the function came to the end.
     """
     for place in range(200):
         copy = folder.with_name(f"{number.name}-{place}")
@@ -32,7 +32,7 @@ def ended_before_each_change(
 
 
 def signalled_before_change(place: int, function: Callable[[], object], number: signal.Signals) -> int:
-    """Call the function and send this process the signal before change ``place``; return 0 if there was none."""
+    """Call the function, and signal this process before change ``place``. Return 0 if the change did not happen."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     left = place
 

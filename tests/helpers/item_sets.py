@@ -1,4 +1,4 @@
-"""Data sets on demand of users, their augmentations and collates, named in tests as ``item_sets:...``."""
+"""User-defined data sets on demand, augmentations and collates, named in tests as ``item_sets:...``."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from flyte_ddp.datasets.on_demand_set import OnDemand
 
 Samples = list[tuple[Any, Any]]
 LONGEST = 7
-MARKER = "ITEM_SETS_MARKER"  # variable with a file; while it is missing, what these functions do goes wrong
+MARKER = "ITEM_SETS_MARKER"  # variable with a path; while the file is missing, the functions fail
 
 
 def goes_wrong() -> bool:
@@ -28,7 +28,7 @@ def goes_wrong() -> bool:
 
 
 class Drawing:
-    """A set whose samples draw from all generators, and from a transform that only ``set_random_seed`` seeds."""
+    """A set whose samples draw from all generators, and from a transform that is seeded by ``set_random_seed`` only."""
 
     sample_weights = np.arange(40.0)
 
@@ -51,13 +51,13 @@ def drawing(source: str) -> OnDemand:
 
 
 def wrapped(source: str) -> OnDemand:
-    """The same in torch's Subset, whose transform must be found all the same."""
+    """Return the set in torch's Subset. The library must still find the transform."""
     sets = drawing(source)
     return on_demand(Subset(sets.train, range(40)), sets.test, classes="abc")
 
 
 class Numbers:
-    """A set as of JSON, whose whole numbers are ints; ``dataset`` is no map-style set, or leads to itself."""
+    """A set like JSON, with whole numbers as ints. ``dataset`` is no map-style set, or refers to itself."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows, self.dataset = rows, object() if len(rows) % 2 else self
@@ -75,12 +75,12 @@ def numbers(source: str) -> OnDemand:
 
 def whole_numbers(source: str) -> OnDemand:
     rows: list[Any] = [[number, 1] for number in range(40)]
-    rows[8], rows[9] = [2.0, 1], [0.5, 1]  # which are not looked at first
+    rows[8], rows[9] = [2.0, 1], [0.5, 1]  # not among the samples that are read first
     return on_demand(Numbers(rows), Numbers([[1, 2]] * 9), classes="abc")
 
 
 class Stuck(Numbers):
-    """A set of which a sample never comes: in Python, or in code to which Python's handlers never get."""
+    """A set with a sample that never arrives: blocked in Python, or where Python's signal handlers cannot run."""
 
     def __getitem__(self, number: int) -> Any:
         if number == 17:
@@ -103,14 +103,14 @@ def stuck_for_good(source: str) -> OnDemand:
 
 
 def shuffled(source: str) -> OnDemand:
-    """Sides that are drawn, as by scikit-learn's train_test_split without a seed."""
+    """Return sides that are drawn at random, as by scikit-learn's train_test_split without a seed."""
     rows = [(number, int(torch.randint(9, ()))) for number in np.random.permutation(49).tolist()]  # noqa: NPY002
     random.shuffle(rows)
     return on_demand(rows[:40], rows[40:], classes="abc")
 
 
 class FailingAt(Drawing):
-    """Has no item 19, which the rank does not look at before training, as long as the marker is missing."""
+    """Lacks item 19 while the marker is missing. The rank does not read this item before training."""
 
     def __getitem__(self, number: int) -> Any:
         if number == 19 and goes_wrong():
@@ -123,22 +123,22 @@ def failing(source: str) -> OnDemand:
 
 
 def changing(source: str) -> OnDemand:
-    """Has another length while the marker is missing."""
+    """Return a set with another length while the marker is missing."""
     return on_demand(Drawing(39 if goes_wrong() else 40), Drawing(9), classes="abc")
 
 
 def add_noise(inputs: dict[str, Any], target: int) -> Any:
-    """Changes what it gets in place, as users do."""
+    """Change the inputs in place, as users do."""
     inputs["drawn"] += np.float32([random.random(), np.random.rand(), torch.rand(()).item(), 0])  # noqa: NPY002
     return inputs, target
 
 
 class Mapped(dict[str, Any]):
-    """A mapping that torch does not look into, as those of tokenizers are."""
+    """A mapping whose values torch does not see, as of tokenizers."""
 
 
 def collate(samples: Samples) -> Any:
-    """With a text and None beside the tensors; as users do, it takes the items apart."""
+    """Return a text and None beside the tensors. Takes the items apart, as users do."""
     tokens = pad_sequence([torch.tensor(inputs.pop("tokens")) for inputs, _ in samples], batch_first=True)
     found = {
         "tokens": tokens, "row": torch.tensor([inputs["row"] for inputs, _ in samples]),
@@ -158,7 +158,7 @@ def collate_texts(samples: Samples) -> Any:
 
 
 class Graphs:
-    """A batch as torch-geometric's: no tensor, and moved by ``to``."""
+    """A batch like torch-geometric's: not a tensor, and moved by ``to``."""
 
     def __init__(self, nodes: torch.Tensor, device: Any = None) -> None:
         self.nodes, self.device = nodes, device
@@ -187,7 +187,7 @@ def out_of_memory(samples: Samples) -> Any:
 
 
 class Model(nn.Module):
-    """Takes what any of these functions make of a sample; of the tokens only the first, so padding changes nothing."""
+    """Accepts the samples of all these functions. Uses only the first token, so padding has no effect."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Model(nn.Module):
 
 
 class Deaf(Model):
-    """Does not take all that the samples have."""
+    """Does not accept all inputs of the samples."""
 
     def forward(self, tokens: Tensor, drawn: Tensor) -> Tensor:  # type: ignore[override]
         return self.last(torch.cat([self.embed(tokens[:, 0]), drawn], 1))

@@ -20,7 +20,7 @@ ARITHMETIC = Arithmetic(1, "cpu", "fp32", 1, "off", "")
 
 
 def write(path: Path, step: int, metrics: bytes = b"") -> Path:
-    """Write a checkpoint such as training does; return its path."""
+    """Write a checkpoint as training does, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = Checkpoint(path, 0, step, (ARITHMETIC,), time.time(), IDENTITY, metrics)
     checkpoint.write_checkpoint(new, {"step": step})
@@ -36,7 +36,7 @@ def write_head(path: Path, head: bytes) -> None:
 
 
 def begun(store: CheckpointStore, folder: Path) -> int:
-    """Begin an attempt and report its start; return the step after which it resumes."""
+    """Begin an attempt and report the start. Return the step after which the attempt resumes."""
     folder.mkdir(parents=True, exist_ok=True)
     found = store.download_newest_checkpoint(folder / SLOTS[0])
     step = found.step if found else 0
@@ -46,7 +46,7 @@ def begun(store: CheckpointStore, folder: Path) -> int:
 
 
 def names(base: Path, kind: str = SAVED) -> list[str]:
-    """Execution, attempt and step of the files of a kind."""
+    """Return execution, attempt and step of each file of a kind."""
     files = [file for path in base.rglob("*") if (file := parse_run_file(str(path))) is not None]
     return sorted(f"{file.execution} {file.attempt} {file.step}" for file in files if file.kind == kind)
 

@@ -1,4 +1,4 @@
-"""A function of somebody else's in whose middle a rank is killed, on any launcher."""
+"""A user-defined function with a rank that is killed in the middle, on any launcher."""
 
 import itertools
 import os
@@ -15,10 +15,10 @@ from flyte_ddp import current_rank
 
 
 def call_and_kill(function: Callable[..., Any], rank: int, step: int, marker: str, *arguments: Any) -> Any:
-    """Call a function. At the end of an optimizer's step number ``step`` kill a rank, once a state has been saved.
+    """Call a function, and kill a rank at the end of the optimizer's step ``step``, after a state has been saved.
 
-    The rank leaves the file ``marker`` then, and is not killed where that is there. It computes with one thread, as all
-    do, so that runs on all launchers have the same bits.
+    The killed rank creates the file ``marker``. If the file exists, the rank is not killed. All ranks compute with one
+    thread, which gives the same bits on all launchers.
     """
     here, steps = current_rank(), itertools.count(1)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Launchers under one signature, on clusters of real processes that stay up for the whole session: fixtures."""
+"""Fixtures: launchers with the same signature, on clusters of real processes that run for the whole session."""
 
 import json
 import os
@@ -30,12 +30,12 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def dask_client() -> Iterator[object]:
-    """Of a cluster with four workers."""
+    """Yield a client of a Dask cluster with four workers."""
     import distributed
 
     options = {"n_workers": 4, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TMPDIR", raising=False)  # which tells the processes of a test from others
+        patch.delenv("TMPDIR", raising=False)  # identifies the processes of a test
         started = distributed.LocalCluster(**options)
     with started as cluster, distributed.Client(cluster, set_as_default=False) as client:
         yield client
@@ -43,7 +43,7 @@ def dask_client() -> Iterator[object]:
 
 @pytest.fixture
 def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one of another test that could not connect, which Dask forgets when it is collected."""
+    """Hide Dask's current client, also a client of another test that could not connect and is not collected yet."""
     import distributed
 
     def default_client() -> None:
@@ -54,7 +54,7 @@ def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """Of a cluster with room for four ranks; it ends with the standard input of its head."""
+    """Yield the address of a Ray cluster with room for four ranks. The cluster ends with its head's standard input."""
     environment = {**os.environ, **RAY_ENVIRONMENT}
     environment.pop("TMPDIR", None)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
@@ -76,7 +76,7 @@ def launch(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Launch:
-    """The launcher that the test's parameter names; ranks have the test's environment."""
+    """Return the launcher that the test's parameter names. Ranks have the test's environment."""
     here = {SPAWN: spawn, FRESH: spawn, AGENTS: agents, ELASTIC: elastic}
     if request.param == FRESH:
         monkeypatch.setattr(fork_server, "PRELOADED_DEVICE_TYPES", ())
@@ -89,7 +89,7 @@ def launch(
 
 
 def passed_on() -> dict[str, str]:
-    """What ranks must have of the test's environment."""
+    """Return the part of the test's environment that ranks must have."""
     return {name: os.environ.get(name, "{}") for name in PASSED_ON}
 
 
@@ -104,10 +104,10 @@ def on_dask(client: object) -> Launch:
 
 
 def on_ray(address: str, file: Path) -> Launch:
-    """Connected when it is first used, and for all tests, as Ray starts new workers for each connection.
+    """Return a launcher that connects to Ray on the first use, once for all tests.
 
-    So their environment stays the same; that of a test is in a file, which agents and ranks read when they start
-    (site/sitecustomize.py).
+    A new connection would start new workers. The workers' environment therefore stays the same. A file contains the
+    test's environment, which agents and ranks read when they start (worker_site/sitecustomize.py).
     """
     import ray
 

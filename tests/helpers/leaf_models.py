@@ -1,4 +1,4 @@
-"""Models of tables and texts, the data sets that they take, and what is written beside their weights."""
+"""Models of tables and texts with data sets, and the files beside the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ def draw_lengths() -> list[int]:
 
 
 def draw_tokens() -> list[np.ndarray]:
-    """Texts of 1 to 8 tokens."""
+    """Return texts of 1 to 8 tokens."""
     random = np.random.default_rng(1)
     return [random.integers(0, TOKENS, length, dtype=np.int32) for length in draw_lengths()]
 
 
 def halves(inputs: Any, targets: Any) -> SampleArrays:
-    """Data set of inputs and targets of TRAIN and TEST samples."""
+    """Return a data set of TRAIN and TEST samples from inputs and targets."""
 
     def cut(leaves: Any, part: slice) -> Any:
         return {name: leaf[part] for name, leaf in leaves.items()} if isinstance(leaves, dict) else leaves[part]
@@ -55,7 +55,7 @@ class Mlp(nn.Sequential):
 
 
 class Causal(nn.Module):
-    """A transformer that predicts the next token, with its logits and hidden values by name."""
+    """A transformer that predicts the next token. Returns logits and hidden values by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class Causal(nn.Module):
 
 
 class Branching(Mlp):
-    """Does something else with large numbers."""
+    """Computes large numbers in another branch."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) if inputs.sum() < 1e3 else inputs[:, :3]
 
 
 class PerSample(Mlp):
-    """Goes through the samples one by one."""
+    """Computes the samples one by one."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.cat([super(PerSample, self).forward(row[None]) for row in inputs])
@@ -94,7 +94,7 @@ class Nested(Mlp):
 
 
 class SameName(Mlp):
-    """Returns a tensor with the name of its input."""
+    """Returns a tensor with the name of the input."""
 
     def forward(self, inputs: Tensor) -> Leaves:
         return {"inputs": super().forward(inputs)}

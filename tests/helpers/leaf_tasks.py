@@ -1,4 +1,4 @@
-"""Small tasks whose samples are no images: texts, series and tables, models for them, and objectives of users."""
+"""Small tasks without images: texts, series and tables, with models and user-defined objectives."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -23,38 +23,38 @@ Pair = tuple[Any, Any]
 
 
 def words() -> list[Array]:
-    """Tokens of texts of 2 to 9 tokens."""
+    """Return texts of 2 to 9 tokens."""
     random = np.random.default_rng(11)
     return [random.integers(0, TOKENS, length) for length in random.integers(2, 10, SAMPLES)]
 
 
 def hide(number: int, targets: Array) -> Array:
-    """Targets of which the first ones do not count, as of prompts; of every second text none counts."""
+    """Return targets whose beginning is ignored, as of prompts. Every second text is ignored completely."""
     hidden = targets.copy()
     hidden[: len(targets) if number % 2 else number % 3] = -100
     return hidden
 
 
 def sides(inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Pair, Pair]:
-    """Training and test samples."""
+    """Return training and test samples."""
     return (inputs[:TRAIN], targets[:TRAIN]), (inputs[TRAIN:], targets[TRAIN:])
 
 
 def texts(source: str) -> SampleArrays:
-    """The next token at each place, of texts of 1 to 8 tokens."""
+    """Return texts of 1 to 8 tokens with the next token at each place as target."""
     targets = [hide(number, text[1:]) for number, text in enumerate(words())]
     return arrays(*sides([text[:-1] for text in words()], targets), classes=[*map(str, range(TOKENS))])
 
 
 def whole_texts(source: str) -> SampleArrays:
-    """Texts of 1 to 8 tokens whose targets are the texts themselves, for the option ``shift``."""
+    """Return texts of 1 to 8 tokens with the same texts as targets, for the option ``shift``."""
     found = [text[:-1] for text in words()]
     targets = [hide(number, text) for number, text in enumerate(found)]
     return arrays(*sides(found, targets), classes=[*map(str, range(TOKENS))])
 
 
 def series(source: str) -> SampleArrays:
-    """Two numbers at each place, and one to predict."""
+    """Return series with two numbers at each place as inputs and a number to predict."""
     random = np.random.default_rng(13)
     lengths = random.integers(1, 7, SAMPLES)
     inputs = [random.normal(size=(length, 2)).astype(np.float32) for length in lengths]
@@ -69,7 +69,7 @@ FORMS: dict[str, Any] = {
 
 
 class Reader(nn.Module):
-    """What it says of a place depends on the tokens before it, so padding at the end changes nothing."""
+    """The output at a place depends on earlier tokens only, so padding at the end has no effect."""
 
     def __init__(self, num_classes: int, form: str = "tensor") -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Reader(nn.Module):
 
 
 def table(source: str) -> SampleArrays:
-    """A number out of numbers and a kind; some are unknown."""
+    """Return a table that predicts a number from numbers and a kind. Some targets are unknown."""
     random = np.random.default_rng(14)
     numbers, kinds = random.normal(size=(SAMPLES, 4)).astype(np.float32), random.integers(0, 3, SAMPLES)
     targets = (numbers[:, 0] * kinds).astype(np.float32)
@@ -94,7 +94,7 @@ def table(source: str) -> SampleArrays:
 
 
 class Tabular(nn.Module):
-    """Called by keywords."""
+    """A model that is called with keywords."""
 
     def __init__(self, num_classes: int, input_shape: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Tabular(nn.Module):
 
 
 def pairs(source: str) -> SampleArrays:
-    """Two inputs, and a number and a class as targets."""
+    """Return samples with two inputs, and with a number and a class as targets."""
     random = np.random.default_rng(15)
     left, right = (random.normal(size=(SAMPLES, width)).astype(np.float32) for width in (3, 2))
     targets = {"amount": left[:, 0] * right[:, 0], "kind": random.integers(0, 3, SAMPLES)}
@@ -130,7 +130,7 @@ class TwoInputs(nn.Module):
 
 
 class NumberAndClass(Objective):
-    """Two losses in one; samples of class 0 do not count, those of class 2 twice."""
+    """The sum of two losses. Samples of class 0 do not count, and samples of class 2 count twice."""
 
     def weights(self, targets: dict[str, Tensor]) -> Tensor:
         return targets["kind"].float()
@@ -141,7 +141,7 @@ class NumberAndClass(Objective):
 
 
 def reviews(source: str) -> SampleArrays:
-    """A class out of a text and of two numbers of it, which come first."""
+    """Return samples with a class as target, and with two numbers and a text as inputs."""
     random = np.random.default_rng(16)
     found, numbers = words(), random.normal(size=(SAMPLES, 2)).astype(np.float32)
     classes = np.array([text.max() // 3 for text in found])
@@ -153,7 +153,7 @@ def reviews(source: str) -> SampleArrays:
 
 
 class Bag(nn.Module):
-    """The mean of the tokens that the mask leaves."""
+    """Averages the tokens that the mask selects."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def to_multiples_of_four(samples: list[tuple[dict[str, Any], Any]]) -> Pair:
 
 
 class Reviews:
-    """The same, one by one, as Hugging Face's sets return them."""
+    """The same samples one by one, as Hugging Face's sets return them."""
 
     def __init__(self, first: int, last: int) -> None:
         data = reviews("")

@@ -1,4 +1,4 @@
-"""The recipes of examples/libraries: what they need, and the model and samples that those of data are tried with."""
+"""The recipes of examples/libraries: requirements, and the model and samples for recipes of data libraries."""
 
 import math
 import re
@@ -17,7 +17,7 @@ SAMPLES = {"train": 52, "test": 12}
 
 
 def read_pins(recipe: Path) -> list[str]:
-    """Return the requirements ``name==version`` in a recipe's header, which `make libraries` installs as they are."""
+    """Return the requirements ``name==version`` in a recipe's header, which `make libraries` installs."""
     header = recipe.read_text().partition("# ///\n")[0]
     return re.findall(r'"([\w.-]+==[^"]+)"', header)
 
@@ -31,7 +31,7 @@ def is_installed(name: str) -> bool:
 
 
 def find_recipes(kind: str) -> list[str]:
-    """Return the names of the recipes (kind: data, model) whose packages are installed here, in whatever version."""
+    """Return the names of the recipes (kind: data, model) whose packages are installed here, in any version."""
     return sorted(
         recipe.stem
         for recipe in FOLDER.glob(f"{kind}_*.py")
@@ -40,7 +40,7 @@ def find_recipes(kind: str) -> list[str]:
 
 
 def draw_samples(part: str, shape: tuple[int, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return inputs, whole numbers from 0 to 255 that each format holds exactly, and labels 0, 1 and 2."""
+    """Return inputs (whole numbers from 0 to 255, which are exact in each format) and labels 0, 1 and 2."""
     random = np.random.default_rng(list(SAMPLES).index(part))
     inputs = random.integers(256, size=(SAMPLES[part], *shape)).astype(np.float32)
     return inputs, inputs.reshape(len(inputs), -1)[:, 0].astype(np.int64) // 86

@@ -26,7 +26,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Does not wait for requests at its end."""
+    """Does not wait for requests when the server ends."""
 
     daemon_threads = True
     block_on_close = False
@@ -37,7 +37,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Run a server in a thread, on a port that the system chooses, until the end of the block; yield its address."""
+    """Run a server in a thread until the end of the block, on a port chosen by the system. Yield the address."""
     with Server(("127.0.0.1", 0), handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

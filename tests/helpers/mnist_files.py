@@ -17,14 +17,14 @@ NAMES = tuple(MNIST.files)
 
 @dataclass(frozen=True)
 class Tiny:
-    """A small data set in MNIST's format: its entry in the table, what is in its files, and the files."""
+    """A small data set in MNIST's format: the entry in the table, the arrays, and the files."""
 
     dataset: PublishedSet
     arrays: tuple[NDArray[np.uint8], ...]
     files: dict[str, bytes]
 
     def write(self, folder: Path) -> Path:
-        """Write the files into a folder; return the folder."""
+        """Write the files into a folder, and return the folder."""
         return write_files(folder, self.files)
 
 
@@ -34,7 +34,7 @@ def idx_bytes(array: NDArray[np.uint8]) -> bytes:
 
 
 def tiny_files(seed: int) -> tuple[tuple[NDArray[np.uint8], ...], dict[str, bytes]]:
-    """Return arrays, and the four files that hold them by name."""
+    """Return arrays, and the four files with the arrays by name."""
     random = np.random.default_rng(seed)
     arrays = (
         random.integers(0, 256, (40, 5, 7), dtype=np.uint8),
@@ -47,12 +47,12 @@ def tiny_files(seed: int) -> tuple[tuple[NDArray[np.uint8], ...], dict[str, byte
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return the names of all files in a folder, hidden ones too."""
+    """Return the names of all files in a folder, including hidden files."""
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def assert_tiny(folder: Path, tiny: Tiny) -> None:
-    """Assert that a prepared folder holds the arrays of the files."""
+    """Assert that a prepared folder contains the arrays of the files."""
     ours = open_arrays(folder)
     found = ours.train_inputs[..., 0], ours.train_targets, ours.test_inputs[..., 0], ours.test_targets
     for array, expected in zip(found, tiny.arrays, strict=True):

@@ -1,4 +1,4 @@
-"""Train the recipe of a library as users do, and print what was found as one JSON object.
+"""Train the recipe of a library as users do, and print the findings as one JSON object.
 
 ``python tests/helpers/model_library.py examples/libraries/model_timm.py FOLDER`` trains on one rank, on two ranks, and
 again after a kill. It also writes predictions and an ONNX.
@@ -57,7 +57,7 @@ def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def resumed_step(folder: Path) -> int:
-    """Return the step after which the last attempt went on."""
+    """Return the step after which the last attempt resumed."""
     starts = [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "start"]
     return int(starts[-1]["resumed_after_step"])
 
@@ -94,7 +94,7 @@ def check_training(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_loop(function: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Run a loop of the user's, and return the findings."""
+    """Run a user-defined loop, and return the findings."""
     os.environ["FLYTE_DDP_CHECKPOINT_SECONDS"] = "0.01"
 
     def train(name: str, ranks: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""File systems and limits of a test's own: in a mount namespace that nothing else on the machine sees."""
+"""File systems and limits for a single test, in a separate mount namespace."""
 
 import resource
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ALONE = ("unshare", "--mount", "--map-root-user")  # before a command: it may mount what it likes
+ALONE = ("unshare", "--mount", "--map-root-user")  # prefix of a command that may mount file systems
 
 
 def need_mounts(folder: Path) -> None:
@@ -22,7 +22,7 @@ def need_mounts(folder: Path) -> None:
 
 @contextmanager
 def file_size_limit(most: int) -> Iterator[None]:
-    """Let the kernel refuse larger files, as a full disk would, until the end of the block."""
+    """Make the kernel reject larger files, like a full disk, until the end of the block."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:

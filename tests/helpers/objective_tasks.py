@@ -1,4 +1,4 @@
-"""Small tasks for each objective: data sets with unknown and ignored targets, models, and objectives of users."""
+"""Small tasks for each objective: data sets with unknown and ignored targets, models, and user-defined objectives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def arrays_of(targets: np.ndarray, classes: Any = ()) -> SampleArrays:
 
 
 def brightness() -> np.ndarray:
-    """Mean of each quarter of an image, about 0 with a spread of 1: [N, 4]."""
+    """Return the mean of each quarter of each image, about 0 with a spread of 1, as [N, 4]."""
     images, _ = images_and_noise()
     quarters = images.reshape(len(images), 2, SIDE // 2, 2, SIDE // 2).mean(axis=(2, 4)).reshape(len(images), 4)
     return (quarters - quarters.mean(0)) / quarters.std(0)
@@ -41,7 +41,7 @@ def classes(source: str) -> SampleArrays:
 
 
 def labels(source: str) -> SampleArrays:
-    """Labels, of which a third is unknown, and all of them for half of the samples."""
+    """Return labels. A third is unknown, and for half of the samples all labels are unknown."""
     noise = images_and_noise()[1]
     found = (brightness()[:, :3] > 0).astype(np.float32)
     found[noise[:, :3] < 1 / 3] = np.nan
@@ -50,7 +50,7 @@ def labels(source: str) -> SampleArrays:
 
 
 def numbers(source: str) -> SampleArrays:
-    """Two numbers, of which a third is unknown, and all of them for half of the samples."""
+    """Return two numbers. A third is unknown, and for half of the samples both numbers are unknown."""
     noise = images_and_noise()[1]
     found = brightness()[:, :2].astype(np.float32)
     found[noise[:, :2] < 1 / 3] = np.nan
@@ -63,7 +63,7 @@ def number(source: str) -> SampleArrays:
 
 
 def masks(source: str) -> SampleArrays:
-    """Classes of pixels by their brightness; most pixels are ignored in most images, all of them in some."""
+    """Return classes of pixels by brightness. Most images ignore most pixels, and some ignore all."""
     images, noise = images_and_noise()
     found = np.digitize(images[..., 0], (85, 170)).astype(np.uint8)
     places = np.random.default_rng(6).random(found.shape)
@@ -106,7 +106,7 @@ def reduced(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Rare(Multilabel):
-    """Labels that are there count more."""
+    """Positive labels have a higher weight."""
 
     def weights(self, targets: Tensor) -> Tensor:
         return super().weights(targets) * (1 + 9 * targets.nan_to_num(nan=0.0))
@@ -121,7 +121,7 @@ class Heads:
 
 
 class TwoHeads(nn.Module):
-    """Returns a dataclass with a tuple and a dict in it; a head is never used."""
+    """Returns a dataclass with a tuple and a dict. One head is never used."""
 
     def __init__(self, num_classes: int, input_shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class SmallHidden(Classification):
 
 
 class MacroF1(Classification):
-    """Classification with a measure of the user's own, first."""
+    """Classification with a user-defined main measure."""
 
     measures: Mapping[str, str] = {"f1": HIGHER, **Classification.measures}
 
@@ -161,10 +161,10 @@ class MacroF1(Classification):
 
 
 class SyncingF1(MacroF1):
-    """The same with a metric of torchmetrics, which gathers the values of all ranks in ``compute`` if there are any."""
+    """Uses a metric of torchmetrics, whose ``compute`` gathers the values of all ranks, if several ranks exist."""
 
     def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
-        from torchmetrics import CatMetric  # seconds, and not for each rank that imports this file
+        from torchmetrics import CatMetric  # takes seconds, which not every rank should spend
 
         gathered = {}
         for name in ("truth", "prediction"):
@@ -179,14 +179,14 @@ class SyncingF1(MacroF1):
 
 
 class Plain(Objective):
-    """No measures and no columns of its own: the absolute error of numbers, 0 for unknown ones."""
+    """The absolute error of numbers, 0 for unknown numbers. Defines no measures and no columns."""
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets.nan_to_num()).abs().sum(1)
 
 
 class Mute(Plain):
-    """Fails where it is to tell people something."""
+    """Fails when texts for people are requested."""
 
     def answers(self, outputs: Tensor) -> dict[str, Any]:
         raise ValueError("no words")

@@ -1,4 +1,4 @@
-"""Models that start processes, named in tests as ``offspring_models:...``; they are deaf to SIGTERM."""
+"""Models that start processes, named in tests as ``offspring_models:...``. The processes ignore SIGTERM."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ CHILDREN: list[subprocess.Popen[bytes]] = []
 
 
 def parental(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """A fork, as torch's workers are, a command in a session of its own, and a daemon that has left its parent."""
+    """Return a model, and start a fork (like torch's workers), a command in a new session, and a daemon."""
     started(daemon)
     return without_daemon(num_classes, input_shape)
 
@@ -33,7 +33,7 @@ def without_daemon(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Mo
 
 
 def started(start: Callable[[int], None]) -> None:
-    """Start a process; create a file named by its id once the process ignores SIGTERM."""
+    """Start a process. Create a file named by the process id once the process ignores SIGTERM."""
     reader, writer = os.pipe()
     start(writer)
     os.close(writer)
@@ -70,7 +70,7 @@ def deaf(writer: int) -> None:
 
 
 def state(pid: int) -> str:
-    """Return the letter of a process's state, as in ``ps``; "" if there is no such process."""
+    """Return the letter of a process's state, as in ``ps``, or "" if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

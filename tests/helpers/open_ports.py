@@ -11,9 +11,9 @@ LOOPBACKS = ("0100007F", "00000000000000000000000001000000", "0000000000000000FF
 
 
 def list_new_ports(root: int, before: dict[str, str]) -> list[str]:
-    """As a rank's function: the ports beyond the loopback that :func:`list_open_ports` lists now and not before."""
+    """Return the new ports beyond the loopback, by :func:`list_open_ports`. Runs as a rank's function."""
     init_process_group("gloo")
-    all_reduce(ones(1))  # so that all that the ranks need is there
+    all_reduce(ones(1))  # afterwards all connections of the ranks exist
     new = {socket: address for socket, address in list_open_ports(root).items() if socket not in before}
     assert new, "the ranks' own at least"
     all_reduce(ones(1))

@@ -1,4 +1,4 @@
-"""Functions as users write them, for run_ranks: what ranks find, save and return, and how they fail."""
+"""User-defined functions for run_ranks: ranks find, save and return values, and fail."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ TORCHRUN = (
 
 @dataclass
 class Outcome:
-    """What a function may return."""
+    """A value that a function may return."""
 
     step: int
     weights: torch.Tensor
@@ -41,14 +41,14 @@ def damage_records() -> str:
 
 
 def give(kind: str) -> Any:
-    """Return something; rank 1 other things."""
+    """Return a value of the kind on rank 0. Other ranks return a lock."""
     if current_rank().rank:
         return threading.Lock()
     return {"none": None, "tensor": torch.arange(3.0), "dataclass": Outcome(3, torch.ones(2))}[kind]
 
 
 def describe_place() -> list[dict[str, Any]]:
-    """Return what each rank finds, by rank."""
+    """Return environment, process, folder and group of each rank."""
     rank = current_rank()
     rank.join()
     mine = {
@@ -64,7 +64,7 @@ def describe_place() -> list[dict[str, Any]]:
 
 
 def make_groups(times: int = 3) -> list[float]:
-    """Make process groups one after the other, in the ways that there are, and add up in each."""
+    """Create process groups one after the other, with torch or ``join()``, and all-reduce in each."""
     sums = []
     for count in range(times):
         if count % 2:
@@ -79,7 +79,7 @@ def make_groups(times: int = 3) -> list[float]:
 
 
 def start_group(then: str) -> None:
-    """Leave a process group behind, changed settings, a process; and perhaps an exception."""
+    """Leave a process group and changed settings behind, and raise if ``then`` is "raise"."""
     rank = current_rank()
     rank.join()
     torch.set_num_threads(3)
@@ -93,7 +93,7 @@ def fail() -> None:
 
 
 def fail_in_backward(who: int = 1) -> None:
-    """One rank fails in the third pass, the others wait for it in their backward pass."""
+    """Fail on one rank after three passes. The other ranks wait in the backward pass."""
     rank = current_rank()
     rank.join()
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
@@ -104,7 +104,7 @@ def fail_in_backward(who: int = 1) -> None:
 
 
 def save_wrong(kind: str) -> None:
-    """Save what cannot be saved."""
+    """Save a state that cannot be saved."""
     import numpy as np
 
     rank = current_rank()
@@ -124,9 +124,9 @@ def step_back(what: str) -> None:
 
 
 def train(steps: int, fail_at: int = 0, marker: str = "", size: int = 4) -> dict[str, Any]:
-    """Add up 1 to ``steps`` in each number of a tensor; rank 1 is killed once, unless the marker says that it was.
+    """Add up 1 to ``steps`` in each number of a tensor. Rank 1 is killed once, unless the marker exists.
 
-    Returns the sum, and where this attempt began on each rank.
+    Returns the sum, and the state at the start of this attempt on each rank.
     """
     rank = current_rank()
     rank.join()
@@ -153,7 +153,7 @@ def train(steps: int, fail_at: int = 0, marker: str = "", size: int = 4) -> dict
 
 
 def wait_for_stop(kind: str, marker: str) -> Any:
-    """Run until somebody stops this process; save when that is due, or once and never again."""
+    """Run until this process is stopped. Save whenever a save is due, or once and never again."""
     rank = current_rank()
     state = rank.load()
     if state is not None:
@@ -185,7 +185,7 @@ def record_values() -> None:
 
 
 def record_extremes() -> str:
-    """Record what a chart cannot show, and odd names; return something."""
+    """Record values that a chart cannot show, and unusual names. Return a text."""
     import numpy as np
 
     rank = current_rank()
@@ -196,7 +196,7 @@ def record_extremes() -> str:
 
 
 def draw(steps: list[int]) -> list[Any]:
-    """Return what each rank draws of each kind in these steps, one after the other."""
+    """Return the random numbers of each kind that each rank draws in these steps."""
     import random
 
     import numpy as np
@@ -213,7 +213,7 @@ def draw(steps: list[int]) -> list[Any]:
 
 
 def save_on_all_ranks() -> Any:
-    """Save on all ranks; load then, where nobody did before, or what an earlier attempt has saved."""
+    """Return an earlier attempt's state. Without a state, save on all ranks, and then load."""
     rank = current_rank()
     if (state := rank.load()) is not None:
         return state
@@ -226,17 +226,17 @@ def save_on_all_ranks() -> Any:
 
 
 def return_late(seconds: float) -> str:
-    """Rank 0 takes this long, and the others no time."""
+    """Return after ``seconds`` on rank 0, and immediately on other ranks."""
     if current_rank().rank == 0:
         time.sleep(seconds)
     return "late"
 
 
 def load_into_a_model(size: int) -> Any:
-    """Save a state of ``size`` bytes, and fail; later load it, and copy it into a model that each rank has.
+    """Save a state of ``size`` bytes and fail. In the next attempt, load the state into a model on each rank.
 
-    Returns by rank the bytes that this took at its peak and when it was done, where pages of several ranks count in
-    part (PSS), and the sum of the model's values.
+    Returns by rank the additional bytes at the peak and at the end, and the sum of the model's values. At the end,
+    pages that several ranks share count in part (PSS).
     """
     rank = current_rank()
     rank.join()
@@ -246,7 +246,7 @@ def load_into_a_model(size: int) -> Any:
         raise RuntimeError("the first attempt fails")
     dist.barrier()
     before = [read_bytes("smaps_rollup", "Pss"), read_bytes("status", "VmRSS")]
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     dist.barrier()
     state = rank.load()
     assert state is not None
@@ -260,7 +260,7 @@ def load_into_a_model(size: int) -> Any:
 
 
 def read_bytes(file: str, name: str) -> int:
-    """Return a figure that Linux gives of this process in kB."""
+    """Return a figure of this process that Linux reports in kB."""
     lines = Path("/proc/self", file).read_text().splitlines()
     [line] = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024

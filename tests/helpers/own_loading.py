@@ -1,4 +1,4 @@
-"""Functions of users that augment and decode samples, named in tests as ``own_loading:...``."""
+"""User-defined functions that augment and decode samples, named in tests as ``own_loading:...``."""
 
 import io
 import json
@@ -32,12 +32,12 @@ def torchvision_pipeline(image: np.ndarray, target: Any) -> Pair:
 
 
 def flip(image: np.ndarray, mask: np.ndarray) -> Pair:
-    """Mirror both by torchvision, which knows what a mask is."""
+    """Mirror image and mask by torchvision, which handles masks."""
     return v2.RandomHorizontalFlip()(v2.functional.to_image(image), tv_tensors.Mask(mask))
 
 
 def leave_pid(image: np.ndarray, target: Any) -> Pair:
-    """Leave the id of each process that augments in the folder of temporary files; it is deaf to SIGTERM."""
+    """Write the process id into the folder of temporary files, and ignore SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = Path(os.environ["TMPDIR"], "started")
     folder.mkdir(exist_ok=True)
@@ -46,7 +46,7 @@ def leave_pid(image: np.ndarray, target: Any) -> Pair:
 
 
 class Fake:
-    """Draws as Albumentations does: from a generator of its own, which only ``set_random_seed`` seeds."""
+    """Draws like Albumentations: from a separate generator, which is seeded by ``set_random_seed`` only."""
 
     def __init__(self) -> None:
         self.generator = np.random.default_rng()
@@ -69,7 +69,7 @@ def albumentations_pipeline(image: np.ndarray, mask: Any) -> Pair:
 
 
 class Stateful:
-    """A class: one object in each process."""
+    """A class with one object in each process."""
 
     def __init__(self) -> None:
         self.pipeline = Fake()
@@ -115,18 +115,18 @@ def only_the_image(image: np.ndarray, target: Any) -> Any:
 
 
 def members(sample: dict[str, Any]) -> Pair:
-    """An image, and labels out of JSON."""
+    """Return an image, and labels from JSON."""
     return Image.open(io.BytesIO(sample[".png"])), np.array(json.loads(sample[".json"])["labels"], np.float32)
 
 
 def half_labels(sample: dict[str, Any]) -> Pair:
-    """As ``members``, but a label that is on is 0.5."""
+    """As ``members``, with 0.5 for each positive label."""
     image, labels = members(sample)
     return image, labels / 2
 
 
 def class_of(sample: dict[str, Any]) -> Pair:
-    """An image, and a class out of JSON."""
+    """Return an image, and a class from JSON."""
     return Image.open(io.BytesIO(sample[".png"])), json.loads(sample[".json"])["labels"].index(1)
 
 
@@ -135,13 +135,13 @@ def with_mask(sample: dict[str, Any]) -> Pair:
 
 
 def number_in_name(sample: dict[str, Any]) -> Pair:
-    """As of red/7.jpg."""
+    """Return an image, and the number in a name such as red/7.jpg."""
     assert sample.keys() == {".jpg", "__key__"}
     return Image.open(io.BytesIO(sample[".jpg"])), float(sample["__key__"].rpartition("/")[2])
 
 
 def wait_for_go(sample: dict[str, Any]) -> Pair:
-    """As ``number_in_name``, with a class, once the file ``go`` is in the folder of temporary files."""
+    """As ``number_in_name`` with a class. Waits for the file ``go`` in the folder of temporary files."""
     folder = Path(os.environ["TMPDIR"])
     if not (folder / "go").exists():
         (folder / "waits").touch()
@@ -152,7 +152,7 @@ def wait_for_go(sample: dict[str, Any]) -> Pair:
 
 
 class Shared:
-    """Its pipeline belongs to the class, and not to the object."""
+    """The pipeline is an attribute of the class, not of the object."""
 
     pipeline = Fake()
 
@@ -161,6 +161,6 @@ class Shared:
 
 
 def noisy(sample: dict[str, Any]) -> Pair:
-    """Decoding that draws from all three generators."""
+    """Decode, and draw from all three generators."""
     draws = [random.randrange(256), np.random.randint(256), int(torch.randint(256, ()))]  # noqa: NPY002
     return np.broadcast_to(np.uint8(draws), (8, 8, 3)).copy(), len(sample["__key__"]) % 2

@@ -1,4 +1,4 @@
-"""Data sets of users whose callables and items start processes, named in tests as ``own_processes:...``."""
+"""User-defined data sets whose callables and items start processes, named in tests as ``own_processes:...``."""
 
 import math
 import multiprocessing
@@ -20,7 +20,7 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.on_demand_set import OnDemand
 from flyte_ddp.settings import Settings
 
-open_pools: list[Any] = []  # which nobody closes
+open_pools: list[Any] = []  # never closed
 DEFAULTS = [signal.SIG_DFL, signal.default_int_handler, signal.SIG_DFL, set()]
 
 
@@ -32,7 +32,7 @@ def find_signals(_: int = 0) -> list[Any]:
 
 def use_pool() -> None:
     assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
-    with multiprocessing.Pool(2) as pool:  # whose end is Pool.terminate()
+    with multiprocessing.Pool(2) as pool:  # ends by Pool.terminate()
         assert pool.map(find_signals, range(4)) == [DEFAULTS] * 4
 
 
@@ -75,7 +75,7 @@ USES = {
 
 
 class Starting:
-    """A set of which one item of eight starts processes."""
+    """A set in which every eighth item starts processes."""
 
     def __init__(self, use: str, samples: int) -> None:
         self.use, self.samples = use, samples
@@ -113,7 +113,7 @@ def dividing(source: str) -> OnDemand:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for background processes
     use, num_ranks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     (folder / use).touch()
     hp = Hyperparameters(dataset="own_processes:starting", data_source=str(folder / use), model="window_tasks:linear")

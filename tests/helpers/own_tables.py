@@ -1,4 +1,4 @@
-"""Tables of users: classes of plans, which an encoder that is fitted again would number anew, and models for them."""
+"""User-defined tables: plans, which a newly fitted encoder would number differently, with models."""
 
 import csv
 from pathlib import Path
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from flyte_ddp import Table, arrays
 from flyte_ddp.datasets import SampleArrays
 
-PLANS = "bcde"  # every second one is of the class "yes", but for a tenth of the rows
+PLANS = "bcde"  # every second plan has the class "yes", except in a tenth of the rows
 
 
 def write_plans(
     path: Path, rows: int = 1500, *, seed: int = 0, first: str = "", columns: str = "id plan size y"
 ) -> Path:
-    """Write rows in the order of ``columns``; the ``first`` row may have a plan of its own."""
+    """Write rows in the order of ``columns``. With ``first``, an additional first row has this plan."""
     random = np.random.default_rng(seed)
     plans = random.choice([*PLANS], rows)
     right = np.isin(plans, ["b", "d"]) != (random.random(rows) < 0.1)
@@ -60,7 +60,7 @@ class Plans(Table):
 
 
 def plans_by_arrays(source: str) -> SampleArrays:
-    """The same by ``arrays``: the data set's own fit makes the inputs, and the rows are not kept."""
+    """Return the same table by ``arrays``. The data set's fit makes the inputs, and the rows are not kept."""
     rows, targets, ids = read_plans(source)
     fitted = Plans().fit(rows, targets)
     inputs, half, numbers = (
@@ -91,14 +91,14 @@ class Model(nn.Module):
 
 
 class Crippled(Model):
-    """Knows one plan less."""
+    """A model with one plan less."""
 
     def forward(self, plan: Tensor, size: Tensor) -> Tensor:
         return super().forward(plan.clamp(max=len(PLANS) - 1), size)
 
 
 def coded(source: str) -> SampleArrays:
-    """Points of two classes, numbered as "SEED-NAMES-CLASSES" says: NAMES "bare" gives no names to the numbers."""
+    """Return points of two classes by a source "SEED-NAMES-CLASSES". With NAMES "bare", classes have no names."""
     seed, named, order = source.split("-")
     random = np.random.default_rng(int(seed))
     points = random.normal(size=(900, 3)).astype(np.float32)

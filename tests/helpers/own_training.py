@@ -1,4 +1,4 @@
-"""Optimisers, schedules and orders such as users bring, named in tests as ``own_training:...``."""
+"""User-defined optimisers, schedules and orders, named in tests as ``own_training:...``."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from flyte_ddp.config import Hyperparameters
 
 
 def two_groups(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """The first layer at a tenth of the rate; the others decay."""
+    """Return AdamW with a tenth of the rate for the first layer, and weight decay for the others."""
     first, *others = model.children()
     rest = [parameter for layer in others for parameter in layer.parameters()]
     slow = {"params": [*first.parameters()], "lr": hp.learning_rate / 10, "weight_decay": 0.0}
@@ -21,7 +21,7 @@ def two_groups(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
 
 
 class Precise(torch.optim.Optimizer):
-    """SGD on a copy of the weights in fp64: the state has other types than the parameters, also in a list."""
+    """SGD on a copy of the weights in fp64. The state has other types than the parameters, also in a list."""
 
     def __init__(self, parameters: Any, lr: float, note: object = "a note") -> None:
         super().__init__(parameters, {"lr": lr})
@@ -49,12 +49,12 @@ def precise(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
 
 
 class Counting(torch.optim.SGD):
-    """Takes smaller steps from step to step, by numbers that no state_dict has."""
+    """Takes smaller steps from step to step, by numbers outside the state_dict."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
         self.steps, self.factor = 0, torch.ones((), dtype=torch.float64)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0  # which a resume must leave alone
+        self.rank = dist.get_rank() if dist.is_initialized() else 0  # a resume must not change the rank
 
     def step(self, closure: None = None) -> None:
         assert self.rank == (dist.get_rank() if dist.is_initialized() else 0)
@@ -71,7 +71,7 @@ def counting_steps(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimiz
 
 
 class Helped(torch.optim.SGD):
-    """Keeps another optimiser in an object of its own."""
+    """Keeps another optimiser in a helper object."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, lr)
@@ -101,7 +101,7 @@ def noisy(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
 
 
 def joined(model: nn.Module, hp: Hyperparameters) -> list[torch.optim.Optimizer]:
-    """Muon takes matrices alone."""
+    """Return Muon for matrices, and another optimiser for other parameters."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     return [torch.optim.Muon(matrices, lr=hp.learning_rate), torch.optim.AdamW(others, lr=hp.learning_rate / 10)]
@@ -113,7 +113,7 @@ def sgd_and_adamw(model: nn.Module, hp: Hyperparameters) -> tuple[torch.optim.Op
 
 
 class Pair(torch.optim.Optimizer):
-    """Two optimisers in one, whose state it does not save unless it is told to."""
+    """Two optimisers in one. Their state is saved only if requested."""
 
     def __init__(self, pair: list[torch.optim.Optimizer], *, saves: bool = False) -> None:
         super().__init__([group for each in pair for group in each.param_groups], {})
@@ -183,7 +183,7 @@ def schedule_free(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimize
 
 
 class Shared(torch.optim.SGD):
-    """Has its state on several ranks, as ZeroRedundancyOptimizer does."""
+    """Distributes the state over ranks, as ZeroRedundancyOptimizer does."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("Optimizer state has not been consolidated on this rank.")
@@ -198,7 +198,7 @@ def lbfgs(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
 
 
 class Sharp(torch.optim.SGD):
-    """Refuses to work without a closure, as SAM does."""
+    """Requires a closure, as SAM does."""
 
     def step(self, closure: Any = None) -> None:
         if closure is None:
@@ -246,13 +246,13 @@ def nan_in_step_7(step: int, total_steps: int) -> float:
 
 
 def counting(step: int, total_steps: int) -> float:
-    """Not pure: it depends on how often it was called."""
+    """Return a factor that depends on the number of calls. The function is not pure."""
     counting.calls = getattr(counting, "calls", 0) + 1  # type: ignore[attr-defined]
     return 1 / counting.calls  # type: ignore[attr-defined,no-any-return]
 
 
 def every_third(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """A third of the samples, mixed."""
+    """Return a third of the samples, shuffled."""
     return np.random.default_rng([seed, epoch]).permutation(samples)[::3]
 
 
@@ -266,7 +266,7 @@ def shrinking(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
 
 
 def drawing(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Not pure."""
+    """Return an order that is not a pure function of the arguments."""
     return np.random.permutation(samples)  # noqa: NPY002
 
 

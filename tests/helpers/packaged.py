@@ -1,4 +1,4 @@
-"""Packages of serialized tasks, workflows and launch plans, as ``pyflyte package`` makes them, read back."""
+"""Make packages of serialized tasks, workflows and launch plans by ``pyflyte package``, and read them."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from flyte_ddp.files import hold_lock
 
-# What Kubernetes' PodSecurity level "restricted" demands of a pod, and of each of its containers.
+# Requirements of Kubernetes' PodSecurity level "restricted" for a pod, and for each container.
 RESTRICTED_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 RESTRICTED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "gpu": "GPU", "ephemeral-storage": "EPHEMERAL_STORAGE"}
@@ -30,9 +30,9 @@ RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "gpu": "GPU", "ephemeral-storage"
 
 @dataclass
 class Package:
-    """What a Flyte cluster would be given, by name; ``sources`` is the archive that pods unpack, if there is one.
+    """The tasks, workflows and launch plans for a Flyte cluster, by name.
 
-    ``output`` is what the command printed.
+    ``sources`` is the archive that pods unpack, if any. ``output`` is the command's output.
     """
 
     tasks: dict[str, TaskSpec] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Package:
 def make(
     folder: Path, *options: str, directory: Path = ROOT, pkgs: str = "workflows", **environment: str
 ) -> tuple[Ended, Package]:
-    """Run ``pyflyte package`` with this environment; return its output and the package, empty if that failed."""
+    """Run ``pyflyte package`` with this environment. Return output and package, which is empty after a failure."""
     archive = folder / "package.tgz"
     arguments = ("--pkgs", pkgs, "package", "--image", "flyte-ddp:test", "--output", str(archive), *options)
     ended = pyflyte(*arguments, home=folder / "home", directory=directory, **environment)
@@ -53,7 +53,7 @@ def make(
 
 
 def make_shared(factory: pytest.TempPathFactory, name: str, make_in: Callable[[Path], Ended]) -> Package:
-    """Make a package of this name, once for all workers of the suite, by a function that gets a folder for it."""
+    """Make a package once for all workers of the suite. ``make_in`` gets a folder for the package."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"package-{name}"
     with hold_lock(folder, "lock"):
@@ -67,13 +67,13 @@ def make_shared(factory: pytest.TempPathFactory, name: str, make_in: Callable[[P
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a tar file; Python 3.11.2, which Debian has, knows no filters, without which Python 3.12 warns."""
+    """Unpack a tar file. Debian's Python 3.11.2 has no filters, and Python 3.12 warns without a filter."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["tar", "--extract", "--file", archive], cwd=folder, check=True)
 
 
 def read(archive: Path, folder: Path) -> Package:
-    """Unpack a package into ``folder`` and return it; the last digit of a file's name is its kind."""
+    """Unpack a package into ``folder``, and return the package. The last digit of a file's name is the kind."""
     package = Package()
     unpack(archive, folder)
     for path in folder.iterdir():
@@ -124,7 +124,7 @@ def hyperparameters(literal: Literal) -> Mapping[str, Any]:
 
 
 def form_fields(schema: Struct) -> dict[str, Any]:
-    """Return the fields of a form as the console draws them: in the order of the list that it merges."""
+    """Return the fields of a form as the console shows them, in the order of the merged list."""
     assert schema["title"]
     assert "properties" not in schema, "an object has no order in Flyte"
     return {name: field for part in schema["allOf"] for name, field in part["properties"].items()}

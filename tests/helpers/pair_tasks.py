@@ -1,4 +1,4 @@
-"""Pairs for losses that compare samples, with a model and an objective of a user."""
+"""Pairs for losses that compare samples, with a model and a user-defined objective."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from flyte_ddp.objectives import HIGHER, Objective
 
 
 def pairs(source: str) -> SampleArrays:
-    """Two views of each sample, [6] and [5], and no targets."""
+    """Return two views of each sample, [6] and [5], without targets."""
     random = np.random.default_rng(3)
     hidden = random.normal(size=(TRAIN + TEST, 4))
     views = [hidden @ random.normal(size=(4, width)) + random.normal(0, 0.3, (TRAIN + TEST, width)) for width in (6, 5)]
@@ -35,7 +35,7 @@ class Towers(nn.Module):
 
 
 class Contrastive(Objective):
-    """As in the documents."""
+    """The objective of the documents."""
 
     compares_samples = True
     measures: Mapping[str, str] = {"recall_at_1": HIGHER}

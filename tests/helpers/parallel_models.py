@@ -1,4 +1,4 @@
-"""Models for grey images of 8x8 pixels that ranks must compute as one process would; some run blocks again."""
+"""Models for grey images of 8x8 pixels. Ranks must compute the same as one process. Some models rerun blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def sequential(block: nn.Module, x: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """A stem, three blocks that are run in some way, and a head; one dropout layer has two places in each block."""
+    """A stem, three blocks with a configurable call, and a head. One dropout layer is used twice in each block."""
 
     def __init__(self, block: Callable[[], nn.Module], run: Run) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Blocks(nn.Module):
 
 
 class Place(nn.Module):
-    """Where a layer that has several is used; without it, checkpoint_sequential leaves out all but the first."""
+    """One place of a layer with several places. Otherwise checkpoint_sequential would drop all but the first place."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def with_dropout() -> nn.Module:
 
 
 def with_batch_norm() -> nn.Module:
-    """At the end, so that the block is left in the middle of it when it is run again."""
+    """Return a block that ends with BatchNorm. A rerun then stops in the middle of the block."""
     again = (nn.Flatten(), nn.Linear(16, 16), nn.Unflatten(1, (4, 2, 2)))
     return nn.Sequential(*again, nn.BatchNorm2d(4), nn.ReLU(), *again, nn.BatchNorm2d(4))
 
@@ -84,7 +84,7 @@ for _name, _run in RUNS.items():  # dropout_plain, batch_norm_reentrant and so o
 
 
 class Tutorials(nn.Module):
-    """What tutorials do with shapes, and what refuses an empty batch, or the strides of another order."""
+    """Uses shapes as tutorials do, and fails on an empty batch or on strides of another order."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Tutorials(nn.Module):
 
 
 class LeavesOut(nn.Module):
-    """Each pass leaves out one of two layers with BatchNorm, so that ranks go through different ones."""
+    """Skips one of two layers with BatchNorm in each pass. Different ranks use different layers."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class LeavesOut(nn.Module):
 
 
 class Penalty(torch.autograd.Function):
-    """Hands a value through, and adds a loss of its own, as layers do that spread samples over experts."""
+    """Returns the value, and adds another loss, as layers that distribute samples over experts."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Penalty(torch.autograd.Function):
 
 
 class Penalised(nn.Module):
-    """Gradients that do not come from the loss: of a hook, and of a loss of the model's own."""
+    """Has gradients that do not come from the loss: from a hook, and from the model's additional loss."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()

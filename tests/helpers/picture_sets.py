@@ -1,4 +1,4 @@
-"""Sets of pictures that are read on demand, and the same ones in arrays, named in tests as ``picture_sets:...``."""
+"""Sets of pictures on demand, and the same pictures in arrays, named in tests as ``picture_sets:...``."""
 
 import csv
 from pathlib import Path
@@ -22,7 +22,7 @@ def draw_pixels(number: int, channels: int = 3) -> NDArray[np.uint8]:
 
 
 def item(number: int, kind: str) -> tuple[Any, Any]:
-    """A PIL image, an array or a tensor in turn, with its class, its labels or its mask."""
+    """Return a PIL image, an array or a tensor in turn, with class, labels or mask."""
     pixels = draw_pixels(number)
     picture = (Image.fromarray(pixels), pixels, torch.from_numpy(pixels).permute(2, 0, 1))[number % 3]
     targets = {
@@ -66,7 +66,7 @@ def in_arrays_masks(_: str) -> Any:
 
 
 def write_photos(folder: Path) -> None:
-    """Write 60 PNG files whose labels show, and the tables ``train.csv`` and ``test.csv``."""
+    """Write 60 PNG files with visible labels, and the tables ``train.csv`` and ``test.csv``."""
     random = np.random.default_rng(0)
     for part, samples in (("train", 40), ("test", 20)):
         rows = random.integers(0, 2, (samples, len(LABELS)))
@@ -88,7 +88,7 @@ class Model(nn.Sequential):
 
 
 def wrong(first: Any, second: Any) -> OnDemand:
-    """A set whose second item does not fit the first."""
+    """Return a set whose second item does not fit the first item."""
     return on_demand([first, second] * 10, [first] * 4, classes="abc")
 
 

@@ -1,4 +1,4 @@
-"""Training as one would write it by hand: one process, torch's own optimiser, nothing of the library."""
+"""A training loop written by hand: one process, torch's optimiser, and no part of the library."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ def plain_steps(
     batches: Iterable,
     rate: Callable[[int], float],
 ) -> Iterator[float]:
-    """SGD over batches of positions; yields the loss after each step, whose learning rate is ``rate(step)``."""
+    """Train by SGD over batches of positions, with the learning rate ``rate(step)``. Yield the loss of each step."""
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1.0, momentum=hp.momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov
     )
@@ -41,7 +41,7 @@ def plain_steps(
 def train_plainly(
     hp: Hyperparameters, model: nn.Module, images: Tensor, labels: Tensor, batches: Iterable
 ) -> list[float]:
-    """Train over all batches, without accumulation, with the one_cycle schedule; return the losses."""
+    """Train over all batches, without accumulation, with the one_cycle schedule. Return the losses."""
     batches = list(batches)
     rise = len(batches) // 4
 

@@ -1,4 +1,4 @@
-"""Data sets of samples that are no images, named in tests as ``plain_sets:...``."""
+"""Data sets without images, named in tests as ``plain_sets:...``."""
 
 import secrets
 from typing import Any
@@ -10,7 +10,7 @@ from flyte_ddp import on_demand
 
 
 class Texts:
-    """Tokens 1 to 9 of different lengths; those of ``changing`` are others at each look."""
+    """Tokens 1 to 9 of different lengths. With ``changing``, each read gives other tokens."""
 
     def __init__(self, first: int, samples: int, changing: int = -1) -> None:
         self.first, self.samples, self.changing = first, samples, changing
@@ -34,5 +34,5 @@ def changing_texts(source: str) -> Any:
 
 
 def rows_of_rows(source: str) -> Any:
-    """Items after the first 64 have one dimension more."""
+    """Return a set whose items after the first 64 have one more dimension."""
     return on_demand([(np.ones((1, 3) if sample >= 64 else 3), 0.5) for sample in range(70)], [(np.ones(3), 0.5)])

@@ -1,4 +1,4 @@
-"""Run a packaged task as a pod does: its own command, a fresh folder, inputs and outputs in a blob store."""
+"""Run a packaged task as a pod does: the container's command, an empty folder, inputs and outputs in a blob store."""
 
 import os
 import shutil
@@ -21,9 +21,9 @@ from zygote import MATPLOTLIB
 
 BUCKET = "flyte"
 DEADLINE = 120.0  # seconds, for a machine that is busy; a pod takes 3 to 10
-WORKDIR = "/root"  # in the image; here a fresh folder stands for it
-# The image has the dependencies only; here they share site-packages with an installation of the repository. By its
-# entry point flytekit would import a plugin that is not there before the sources are.
+WORKDIR = "/root"  # in the image; an empty folder replaces it here
+# The image contains only the dependencies. Here site-packages also contains an installation of the repository. Through
+# its entry point, flytekit would import a plugin before the sources exist.
 WITHOUT_REPOSITORY = f"""
 import importlib.metadata, sys
 sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]
@@ -36,20 +36,20 @@ importlib.metadata.entry_points = entry_points
 
 @dataclass(frozen=True)
 class PodEnded:
-    """What a pod left in the blob store, and what it printed."""
+    """The files that a pod left in the blob store, and the pod's output."""
 
     name: str
     exit_code: int
     log: str
     outputs: Mapping[str, Literal] | None
-    subworkflow: DynamicJobSpec | None  # in place of outputs, where it is for the engine to go on
+    subworkflow: DynamicJobSpec | None  # replaces outputs if the engine must continue
     error: ContainerError | None
     deck: str | None
 
 
 @dataclass
 class Cluster:
-    """Starts pods for a package's tasks, one after the other, each in a folder of its own."""
+    """Starts pods for a package's tasks one after the other, each in a separate folder."""
 
     package: Package
     server: S3Server
@@ -66,15 +66,15 @@ class Cluster:
         attempt: int = 0,
         during: Callable[[subprocess.Popen[bytes], Path], None] = lambda *_: None,
     ) -> PodEnded:
-        """Run a task in a pod for up to DEADLINE, then SIGKILL its process group; return what the pod left.
+        """Run a task in a pod for up to DEADLINE, then SIGKILL the process group. Return the pod's results.
 
         Args:
-            task: name of the task.
-            inputs: its inputs, by name.
-            environment: more variables, over those of the container.
-            execution: name of the execution.
-            attempt: number of the attempt, from 0.
-            during: called with the pod's process, and the folder of all runs' checkpoints in the blob store.
+            task: The name of the task.
+            inputs: The task's inputs, by name.
+            environment: Variables that replace or extend the container's.
+            execution: The name of the execution.
+            attempt: The number of the attempt, from 0.
+            during: Is called with the pod's process, and with the folder of all runs' checkpoints in the blob store.
         """
         name = f"pod{len(self.pods)}"
         pod, store = self.folder / name, self.server.folder / BUCKET / name
@@ -138,7 +138,7 @@ class Cluster:
         return command
 
     def send_sources(self) -> str:
-        """Copy the package's sources into the blob store, as registration does; return their address."""
+        """Copy the package's sources into the blob store, as registration does. Return the sources' address."""
         assert self.package.sources is not None
         target = self.server.folder / BUCKET / self.package.sources.name
         if not target.exists():
@@ -171,7 +171,7 @@ class Cluster:
 
 
 def unpacked(package: Package, folder: Path) -> Path:
-    """Unpack the package's sources into a folder; return the folder."""
+    """Unpack the package's sources into a folder, and return the folder."""
     assert package.sources is not None
     packaged.unpack(package.sources, folder)
     return folder

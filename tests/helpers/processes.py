@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[str]:
-    """Return the command lines of living children, but for multiprocessing's, torch's compiler's and the tests' own.
+    """Return the command lines of running children.
 
-    The tests' own are zygotes, and S3 servers (rclone) that several files of tests share.
+    Children of multiprocessing, of torch's compiler and of the tests are skipped. The tests start zygotes, and S3
+    servers (rclone) that several test files share.
     """
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -25,7 +26,7 @@ def children_of(pid: int) -> list[str]:
 
 
 def processes_with(text: str, name: str = "") -> dict[int, str]:
-    """Return id and command line of each process with ``text`` in its environment and ``name`` in its command."""
+    """Return id and command line of each process with ``text`` in the environment and ``name`` in the command."""
     found = {}
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -38,7 +39,7 @@ def processes_with(text: str, name: str = "") -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Call the condition until its result is true; AssertionError after so many seconds."""
+    """Call the condition until the result is true. Raise AssertionError after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

@@ -1,4 +1,4 @@
-"""Processes that use a registry at the same time, or are killed while they do."""
+"""Processes that use a registry at the same time, or are killed in the middle."""
 
 import os
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from flyte_ddp.release.verdict import Verdict
 
 
 def append(registry: Registry, before: Entry | None, who: str = "somebody", manifest: str = "m") -> Entry:
-    """Append an entry that promotes a version called like its author; return the entry."""
+    """Append an entry that promotes a version named after the author. Return the entry."""
     digests = {"version": content_digest(who.encode()), "manifest": content_digest(manifest.encode())}
     values = {**digests, "best": digests["version"], "reason": "why not"}
     return registry.append_entry(before, by=who, action="promote", **values)
 
 
 def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
-    """Try to write each of the first entries of the log; return for each who has written it, whether here, and why."""
+    """Try to write each of the first entries of the log. Return the author, whether this call won, and the reason."""
     registry, before, found = Registry(address, "model"), None, []
     for _ in range(rounds):
         try:
@@ -32,7 +32,7 @@ def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
         except LostError as lost:
             before = lost.winner
             if before.number % 8 == 0:
-                assert len(registry.read_log()) >= before.number  # which nobody takes for damaged meanwhile
+                assert len(registry.read_log()) >= before.number  # the log must never look damaged
             found.append((before.by, False, str(lost)))
         champion = registry.read_champion()
         assert champion is not None
@@ -41,13 +41,13 @@ def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
 
 
 def race_at_once(address: str, names: Sequence[str], rounds: int) -> list[list[tuple[str, bool, str]]]:
-    """Call ``race`` in a process for each name at the same time; return what they have returned."""
+    """Call ``race`` in a process for each name at the same time. Return all results."""
     with ProcessPoolExecutor(len(names), get_context("spawn")) as pool:
         return [*pool.map(partial(race, address=address, rounds=rounds), names)]
 
 
 def release_model(address: str, folder: Path) -> str:
-    """Store a version and promote it; return the outcome's reason. A second call is a second try."""
+    """Store a version and promote the version. Return the outcome's reason. A second call is a second try."""
     verdict = Verdict.from_json((folder / "verdict.json").read_text())
     registry = Registry(address, "model")
     files = (folder / name for name in (WEIGHTS, SIDECAR))
@@ -56,7 +56,7 @@ def release_model(address: str, folder: Path) -> str:
 
 
 def release_and_be_killed(address: str, folder: Path, number: int, *, after: bool) -> None:
-    """Release a model in a process that exits at a write, before or after it, as by SIGKILL: nothing is tidied up."""
+    """Release a model in a process that exits before or after a write, without cleanup, like after SIGKILL."""
     left = [number]
 
     def killing(write: Any) -> Any:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
-    """Run a function in each rank, with one thread, for up to 300 s; return the exit codes."""
-    (folder / "store").unlink(missing_ok=True)  # of an earlier call, whose ranks are gone
+    """Run a function in each rank, with one thread, for up to 300 s. Return the exit codes."""
+    (folder / "store").unlink(missing_ok=True)  # of an earlier call, whose ranks have ended
     spawn = multiprocessing.get_context("spawn")
     group = [spawn.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
     for process in group:
@@ -28,7 +28,7 @@ def run_rank(function: Callable[[Path], None], rank: int, ranks: int, folder: Pa
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     function(folder)
-    # No rank closes its connections while another may still use them; a barrier of gloo itself would do so.
+    # No rank closes connections that another rank may still use. A barrier of gloo would close them.
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(ranks)])
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A table whose classes are not equally common: 5 % positives, drawn from a logistic model of five columns."""
+"""A table with rare positives (5 %), drawn from a logistic model of five columns."""
 
 from typing import Any
 

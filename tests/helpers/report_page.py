@@ -1,4 +1,4 @@
-"""Run folders made up for the tests of the report, and a reader of its HTML."""
+"""Artificial run folders for the tests of the report, and a reader of the report's HTML."""
 
 import json
 from html.parser import HTMLParser
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 def records(
     *, epochs: int = 3, steps: int = 100, every: int = 10, classes: list[str] | None = None, validation: bool = True
 ) -> list[Record]:
-    """Return the records of a run; no two figures are equal."""
+    """Return the records of a run. All figures differ."""
     hp = Hyperparameters(dataset="mnist", epochs=epochs, num_ranks=2, learning_rate=0.25)
     start = {
         "kind": "start",
@@ -104,7 +104,7 @@ def records(
 
 
 def write_run(folder: Path, lines: list[Record], confusion: np.ndarray[Any, Any] | None = None) -> Path:
-    """Write a run folder with these records, and predictions if a confusion matrix is given; return the folder."""
+    """Write a run folder with these records, and with predictions if a confusion matrix is given. Return the folder."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if confusion is not None:

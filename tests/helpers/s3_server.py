@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-AT_ONCE = ("--dir-cache-time", "100us")  # files that tests write into the folder; each folder then has a busy timer
+AT_ONCE = ("--dir-cache-time", "100us")  # for files that tests write into the folder; each folder has a busy timer
 RCLONE = Path(sys.executable).parent / "rclone"
 STARTED = re.compile(r"Starting s3 server on \[(https?://127\.0\.0\.1:\d+)/?\]")
 DEADLINE = 20.0  # seconds
@@ -19,7 +19,7 @@ DEADLINE = 20.0  # seconds
 
 @dataclass(frozen=True)
 class S3Server:
-    """Each folder directly in ``folder`` is a bucket."""
+    """A server whose buckets are the folders directly in ``folder``."""
 
     folder: Path
     endpoint: str
@@ -27,7 +27,7 @@ class S3Server:
     secret_key: str
 
     def flyte_environment(self) -> dict[str, str]:
-        """Return the variables by which flytekit, also in a pod, finds the server."""
+        """Return the variables with which flytekit finds the server, also in a pod."""
         return {
             "FLYTE_AWS_ENDPOINT": self.endpoint,
             "FLYTE_AWS_ACCESS_KEY_ID": self.access_key,
@@ -35,7 +35,7 @@ class S3Server:
         }
 
     def aws_environment(self) -> dict[str, str]:
-        """Return the variables by which AWS's own clients find the server."""
+        """Return the variables with which AWS's clients find the server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
@@ -46,9 +46,9 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path, *options: str) -> Iterator[S3Server]:
-    """Serve ``folder``, whose folders are the buckets, on a port that the system chooses until the context ends.
+    """Serve the folders in ``folder`` as buckets until the context ends, on a port chosen by the system.
 
-    Requests must be signed. ``options`` are more of rclone's.
+    Requests must be signed. ``options`` are further options of rclone.
     """
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
@@ -60,12 +60,12 @@ def s3_server(folder: Path, *options: str) -> Iterator[S3Server]:
         try:
             yield S3Server(folder, started(process, log), access_key, secret_key)
         finally:
-            process.kill()  # what a request wrote is there once it was answered
+            process.kill()  # answered requests have written their files
             process.wait()
 
 
 def started(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait up to DEADLINE for the server's log to name its address; return the address."""
+    """Wait up to DEADLINE for the address in the server's log. Return the address."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline and process.poll() is None:
         if match := STARTED.search(log.read_text()):

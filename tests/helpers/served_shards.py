@@ -1,4 +1,4 @@
-"""Put shards on a server, and read them in other processes through a cache."""
+"""Put shards on a server, and read the shards in other processes through a cache."""
 
 import hashlib
 import multiprocessing
@@ -34,7 +34,7 @@ def blob(seed: int, size: int = 20_000) -> bytes:
 
 
 def serve(server: FileServer, name: str, content: bytes, *, digest: str = "sha256") -> Shard:
-    """Put a shard on the server; return its entry for an index."""
+    """Put a shard on the server, and return the shard's entry for an index."""
     server.files[name] = content
     digests = {"md5": hashlib.md5(content).hexdigest(), "sha256": hashlib.sha256(content).hexdigest()}
     known = {kind: value for kind, value in digests.items() if kind == digest}
@@ -43,7 +43,7 @@ def serve(server: FileServer, name: str, content: bytes, *, digest: str = "sha25
 
 @dataclass(frozen=True)
 class Served:
-    """An index of shards on a server, and what is in them."""
+    """An index of shards on a server, and the shards' contents."""
 
     index: ShardIndex
     contents: tuple[Samples, ...]
@@ -64,7 +64,7 @@ def serve_samples(server: FileServer, *counts: int, digest: str = "sha256") -> S
 
 
 def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int, barrier: Barrier) -> None:
-    """Open all shards in each thread, in an order of its own; exit with the number of wrong contents."""
+    """Open all shards in each thread, in different orders. Exit with the number of wrong contents."""
     transfer.FIRST_DELAY = SHORT
 
     def read(thread: int) -> int:
@@ -87,7 +87,7 @@ def hold(cache: ShardCache, shard: Shard, pipe: Connection) -> None:
 
 
 def fetch_only(cache: ShardCache, shard: Shard) -> None:
-    """Open a shard, which fetches it, and close it."""
+    """Fetch a shard by opening and closing the shard."""
     cache.open_shard(shard).close()
 
 
@@ -104,7 +104,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
     """Return the sizes of the files in a cache's folder by name, without locks and marks."""
     found = {}
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # removed meanwhile
+        with suppress(FileNotFoundError):  # removed in the meantime
             found |= {path.name: path.stat().st_size} if path.name not in ("locks", "verified") else {}
     return found
 

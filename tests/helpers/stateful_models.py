@@ -1,4 +1,4 @@
-"""Models for grey images of 8x8 pixels whose passes change what they hold, or draw random numbers."""
+"""Models for grey images of 8x8 pixels whose passes change state, or draw random numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Centred(OneLayer):
-    """Follows the mean of its inputs in buffers of many kinds, and takes it away from them; evaluations change one."""
+    """Subtracts a running mean of the inputs, kept in buffers of many kinds. Evaluations change one buffer."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Centred(OneLayer):
         x = images.flatten(1)
         if self.training:
             mean = x.detach().mean(0)
-            self.centre.data.mul_(0.9).add_(mean, alpha=0.1)  # of which autograd's counter of versions knows nothing
+            self.centre.data.mul_(0.9).add_(mean, alpha=0.1)  # not counted by autograd's version counter
             self.replaced = 0.9 * self.replaced + 0.1 * mean
             self.hidden.lerp_(mean, 0.1)
         self.passes += 1
@@ -36,7 +36,7 @@ class Centred(OneLayer):
 
 
 class Resized(OneLayer):
-    """Changes what buffers it has in its second pass, in the way of its name."""
+    """Changes buffers in the second pass, by the function ``how``."""
 
     def __init__(self, how: Callable[[Resized, Tensor], None], **_: object) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ registers = partial(Resized, lambda model, x: model.register_buffer("late", x[0]
 
 
 class Noisy(OneLayer):
-    """Draws from every generator there is, and leaves out layers at random."""
+    """Draws from all generators, and skips layers at random."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Noisy(OneLayer):
 
 
 class Uncertain(OneLayer):
-    """Drops in evaluations too, as for the uncertainty of its outputs, by a layer and by a function."""
+    """Applies dropout in evaluations, too (as for uncertainties), by a layer and by a function."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Uncertain(OneLayer):
 
 
 class Unscaled(OneLayer):
-    """Divides by a number that each training pass changes, and that no file holds."""
+    """Divides by a number that each training pass changes and no file stores."""
 
     scale = 1.0
 

@@ -1,4 +1,4 @@
-"""Sets on demand that read a stream of another library, named in tests as ``streams:...``."""
+"""Sets on demand that read another library's stream, named in tests as ``streams:...``."""
 
 from collections.abc import Iterator
 from pathlib import Path

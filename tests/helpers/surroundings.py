@@ -9,7 +9,7 @@ from flyte_ddp.storage import transfer
 
 @pytest.fixture(autouse=True)
 def clean_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply :func:`clean` to each test of a folder whose conftest imports this."""
+    """Apply :func:`clean` to each test of a folder whose conftest imports this fixture."""
     clean(monkeypatch)
 
 
@@ -35,7 +35,7 @@ def s3_environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def object_stores(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients of S3, Google and Azure use this address; Azure's have an account and a made-up key."""
+    """Let clients of S3, Google and Azure use this address. Azure's clients get an account and a fake key."""
     s3_environment(endpoint, monkeypatch)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
     for name, value in {"ENDPOINT": endpoint, "ACCOUNT_NAME": "account", "ACCOUNT_KEY": "c2VjcmV0"}.items():

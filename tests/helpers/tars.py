@@ -1,4 +1,4 @@
-"""Tar files for tests, made by Python's own tarfile."""
+"""Tar files for tests, written by Python's tarfile."""
 
 import io
 import tarfile
@@ -27,7 +27,7 @@ def tar_bytes(
 
 
 def header_of(name: str, kind: bytes, **fields: object) -> tarfile.TarInfo:
-    """A header of another kind than a plain file's."""
+    """Return a header of another kind than a plain file's."""
     header = tarfile.TarInfo(name)
     header.type = kind
     for field, value in fields.items():
@@ -46,7 +46,7 @@ Samples = Mapping[str, Mapping[str, bytes]]  # members by extension, by key
 
 
 def samples(number: int, seed: int = 0, prefix: str = "") -> dict[str, dict[str, bytes]]:
-    """Return samples with members of random contents and sizes; no two are equal."""
+    """Return samples with members of random contents and sizes. All members differ."""
     random = np.random.default_rng(seed)
     return {
         f"{prefix}{sample:05d}": {".bin": random.bytes(int(random.integers(0, 3000))), ".cls": b"%d" % (sample % 7)}
@@ -63,7 +63,7 @@ def shard_bytes(contents: Samples, form: int = tarfile.GNU_FORMAT) -> bytes:
 
 
 def write_shards(folder: Path, *shards: Samples) -> list[Path]:
-    """Write shards as files ``0.tar``, ``1.tar`` and so on; return their paths."""
+    """Write shards as files ``0.tar``, ``1.tar`` and so on. Return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{number}.tar" for number in range(len(shards))]
     for path, contents in zip(paths, shards, strict=True):
@@ -72,7 +72,7 @@ def write_shards(folder: Path, *shards: Samples) -> list[Path]:
 
 
 def indexed(folder: Path, *shards: Samples, **options: Any) -> Path:
-    """Write shards, and ``index.json`` of them beside them; return its path."""
+    """Write shards with an index ``index.json`` beside the shards. Return the index's path."""
     urls = [str(path) for path in write_shards(folder, *shards)]
     create_index(urls, folder / "index.json", progress="off", **options)
     return folder / "index.json"

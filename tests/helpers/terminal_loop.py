@@ -1,4 +1,4 @@
-"""A program whose ranks take steps until a file ``end`` is there: ``python terminal_loop.py spawn|elastic``."""
+"""A program whose ranks take steps until a file ``end`` exists: ``python terminal_loop.py spawn|elastic``."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A program for torchrun, which knows nothing of flyte_ddp."""
+"""A program for torchrun that does not use flyte_ddp."""
 
 import os
 
@@ -22,7 +22,7 @@ def make_model() -> nn.Module:
 
 
 def main() -> tuple[list[float], int, int]:
-    """Train; return the mean of the last epoch's losses, the local rank, and how many processes this host has."""
+    """Train. Return the mean loss of the last epoch, the local rank, and the number of processes of this host."""
     local_rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo")
     assert (dist.get_rank(), dist.get_world_size()) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

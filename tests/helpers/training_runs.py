@@ -1,4 +1,4 @@
-"""Train in the folder of a test, with one thread a rank: more cost a multiple on 8x8 pixels. Read what runs leave."""
+"""Train in the folder of a test with one thread per rank (more are slower on 8x8 pixels), and read results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,14 +33,14 @@ def train_in(
 
 
 def train_on(folder: Path, arrays: SampleArrays, hp: Hyperparameters, **changes: Any) -> Result:
-    """Prepare arrays in ``folder/data``, and train on them in ``folder/run``."""
+    """Prepare arrays in ``folder/data``, and train in ``folder/run``."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
     write_prepared_set(replace(arrays, name=hp.dataset), folder / "data", {})
     return train_in(folder / "run", hp, folder / "data", **changes)
 
 
 def refuse(folder: Path, arrays: SampleArrays, hp: Hyperparameters, words: str, **changes: Any) -> set[str]:
-    """Assert that training raises a sentence of the user's mistake; return the kinds of records that were written."""
+    """Assert that training raises a UserError with ``words``. Return the kinds of records that were written."""
     with pytest.raises(UserError, match=words) as caught:
         train_on(folder, arrays, replace(hp, **changes))
     assert len(caught.value.message) < 300, "a line or two"
@@ -70,7 +70,7 @@ def weights(run: Result) -> dict[str, torch.Tensor]:
 
 
 def cut_off(run: Callable[[], Result], at: int) -> None:
-    """Train with a single rank, and run out of memory in the step after ``at`` steps."""
+    """Train with a single rank that runs out of memory after ``at`` steps."""
     compute = training.compute_gradients
 
     def fail(state: TrainingState, batch: Indices) -> StepSums:
@@ -86,5 +86,5 @@ def cut_off(run: Callable[[], Result], at: int) -> None:
 
 @pytest.fixture
 def train(digits: Path, tmp_path: Path) -> Train:
-    """Return a function that trains in the folder ``run``, or in that of another name, with changes of QUIET."""
+    """Return a function that trains in the folder ``run`` or another folder, with changes of QUIET."""
     return lambda hp, name="run", **changes: train_in(tmp_path / name, hp, digits, **changes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class MakesFolder:
-    """Unpickles to a call that leaves a folder behind."""
+    """Unpickling creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Models for grey images of 8x8 pixels that hold, do or return what plain PyTorch allows and few models have."""
+"""Models for grey images of 8x8 pixels with unusual features that PyTorch allows."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Thawing(nn.Module):
-    """Trains its first layer later than its second."""
+    """Trains the first layer later than the second layer."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Thawing(nn.Module):
 
 
 class Drawn(OneLayer):
-    """Drawn from each generator there is when it is made."""
+    """Weights are drawn from all generators in the constructor."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Drawn(OneLayer):
 
 
 class FrozenBody(OneLayer):
-    """A frozen layer before the one that is trained, and a cut in the middle of a pass."""
+    """A frozen layer before a trained layer. A run is cut off in the middle of a pass."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class FrozenBody(OneLayer):
 
 
 class ExtraState(OneLayer):
-    """Has an extra state of its own in its state_dict, and is cut off in the middle of a pass."""
+    """Has an extra state in the state_dict. A run is cut off in the middle of a pass."""
 
     def __init__(self, extra: object) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ExtraState(OneLayer):
 
 
 class ExtraNumpyLater(ExtraState):
-    """Its extra state becomes a NumPy scalar in the first forward pass."""
+    """The extra state becomes a NumPy scalar in the first forward pass."""
 
     def __init__(self, **_: object) -> None:
         super().__init__(1.5)
@@ -72,7 +72,7 @@ class ExtraNumpyLater(ExtraState):
 
 
 class OtherEachTime(OneLayer):
-    """Takes its inputs in an order that is drawn when it is made."""
+    """Uses the inputs in an order that is drawn in the constructor."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class OtherEachTime(OneLayer):
 
 
 class Changed(OneLayer):
-    """Makes something else of its logits before it returns them, in training too or only in evaluations."""
+    """Returns changed logits, in training too or only in evaluations."""
 
     def __init__(self, change: Callable[[Tensor], object], *, in_training: bool = True) -> None:
         super().__init__()

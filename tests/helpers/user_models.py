@@ -1,4 +1,4 @@
-"""Models such as users bring, named in tests as ``user_models:...``."""
+"""User-defined models, named in tests as ``user_models:...``."""
 
 import json
 import multiprocessing
@@ -16,9 +16,9 @@ from flyte_ddp import results
 
 
 def introduced(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """Each rank says who it is, and what the ranks' numbers add up to, in a file of its own, and hands it in as well.
+    """Return a model after this rank has written facts and the ranks' sum to a file, and has submitted the file.
 
-    Training goes on when the launcher has that.
+    Waits until the launcher has the submitted file.
     """
     numbers = torch.tensor([10.0 ** dist.get_rank()])
     dist.all_reduce(numbers)
@@ -34,7 +34,7 @@ def introduced(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module
     results.submit(f"ranks/{dist.get_rank()}.json", json.dumps(about).encode())
     results.event(introduced=True)
     for folder in (temporary / "run/unfinished", temporary.parent / "run/unfinished"):
-        if folder.exists():  # else this host does not see it
+        if folder.exists():  # otherwise this host cannot see the folder
             wait_until((folder / "results/ranks" / f"{dist.get_rank()}.json").exists)
     return faults.model(num_classes, input_shape)
 
@@ -57,7 +57,7 @@ def dropout(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 
 class FunctionalDropout(nn.Module):
-    """Draws random numbers where no layer can be replaced."""
+    """Draws random numbers in a function, where no layer can be replaced."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(values, 0.1, self.training)
@@ -75,11 +75,11 @@ def needs_width(num_classes: int, width: int) -> nn.Module:
     return nn.Linear(width, num_classes)
 
 
-made = nn.Identity()  # draws nothing when this is imported
+made = nn.Identity()  # draws no random numbers at import
 
 
 class HandingIn(nn.Flatten):
-    """Hands in a file for each of its first two steps."""
+    """Submits a file in each of the first two steps."""
 
     steps = 0
 

@@ -1,4 +1,4 @@
-"""A run for wandb: its records, the process that is fed them, and what that leaves on disk."""
+"""A run for wandb: the records, the process that receives them, and the files on disk."""
 
 import json
 import math
@@ -33,7 +33,7 @@ RECORDS: list[dict[str, Any]] = [
     {"kind": "evaluation", "epoch": 2, "step": 80, "test_loss": 0.4, "test_accuracy": 0.9},
 ]  # fmt: skip
 END = {"kind": "end", "test_accuracy": 0.9, "test_loss": 0.4, "seconds": {"total": 3.5}, "stopped": ""}
-# What must arrive at wandb, in this order, by wandb's names.
+# The rows that must arrive at wandb, in this order, by wandb's names.
 ROWS = [
     {"step": 20, "epoch": 0, "loss": 0.9, "learning_rate": 0.05, "samples_per_second": 17000.0},
     {"step": 40, "epoch": 0, "learning_rate": 0.04, "samples_per_second": 16000.0},
@@ -51,7 +51,7 @@ def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
 
 
 def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
-    """Write what training leaves: these records, the predictions, and the last record."""
+    """Write the results of a training: these records, the predictions, and the last record."""
     write_records(folder, records)
     texts = [[CLASSES[k] for k in of][:TABLE_ROWS] for of in (SCORES.argmax(1), TRUTH)]
     arrays: dict[str, Any] = {"index": np.arange(6), "images": IMAGES, "texts": np.array(texts).T}
@@ -67,9 +67,9 @@ def start(folder: Path, mode: str, timeout: float = 60.0, *, on_first_record: bo
 
 
 def offline_records(folder: Path, run_id: str = "*") -> dict[str, list[dict[str, Any]]]:
-    """Return the records of the folder's only offline run, or of the one with this id, read by wandb's own reader."""
+    """Return the records of the folder's only offline run, or of the run ``run_id``, read by wandb's reader."""
     (log,) = (folder / "wandb").glob(f"offline-run-*-{run_id}/*.wandb")
-    reader = distribution("wandb").locate_file("wandb/bin/wandb-core")  # what `wandb leet` calls
+    reader = distribution("wandb").locate_file("wandb/bin/wandb-core")  # the reader of `wandb leet`
     command = [str(reader), "leet", "inspect", "--no-observability", "--json", "--run-file", str(log)]
     result = subprocess.run(command, capture_output=True, check=True, text=True)
     records: dict[str, list[dict[str, Any]]] = {}
@@ -80,7 +80,7 @@ def offline_records(folder: Path, run_id: str = "*") -> dict[str, list[dict[str,
 
 
 def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of plain numbers, without wandb's own columns, histograms and tables."""
+    """Return the rows of plain numbers, without wandb's columns, histograms and tables."""
     rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
     others = ("parameters/", "predictions")
     return [row for row in rows if len(row) > 1 and not any(key.startswith(others) for key in row)]

@@ -1,4 +1,4 @@
-"""A table of prices that drifts in tests: three numbers and a category, whose truth is known."""
+"""A table of prices that drifts in tests: three numbers and a category, with known truth."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
 
 
 class Silent(Regression):
-    """Has no answers for tables, or others in its second batch, or too few of them."""
+    """Returns no answers for tables, other answers in the second batch, or too few answers."""
 
     def __init__(self, *given: Any, how: str = "raises", **others: Any) -> None:
         super().__init__(*given, **others)
@@ -51,6 +51,6 @@ class Silent(Regression):
         self.calls += 1
         if self.how == "raises":
             raise RuntimeError("no words")
-        outputs.zero_()  # what was judged must not change
+        outputs.zero_()  # the judged outputs must not change
         values = outputs[:, 0].tolist()
         return {"few": {"number": values[1:]}, "other": {f"number {self.calls}": values}}[self.how]

@@ -1,10 +1,10 @@
-"""A process to fork: it has imported what flytekit and ranks need, and each fork becomes an interpreter that has not.
+"""A process with the imports of flytekit and ranks. Each fork of it becomes a fresh interpreter.
 
-A command that trains takes 1.2 seconds of a CPU so, and not 3.4. A fork is what ``python -c CODE`` or ``python SCRIPT``
-would be: it has its own arguments, environment, directory, files and signals, and is a child of the process that asked
-for it. What torch and matplotlib bring is hidden until something imports it. flytekit itself is not there, as it looks
-at its environment when it is imported, nor is any module of this repository. ``/proc`` has the zygote's command line
-and environment for all forks; their names are their own.
+A command that trains then takes 1.2 seconds of a CPU instead of 3.4. A fork behaves like ``python -c CODE`` or ``python
+SCRIPT``: it has separate arguments, environment, directory, files and signals, and is a child of the requesting
+process. The modules of torch and matplotlib are hidden until an import. flytekit itself is not imported, because its
+import reads the environment, and neither is any module of this repository. ``/proc`` shows the zygote's command line
+and environment for all forks, but a separate name for each fork.
 """
 
 import atexit
@@ -36,13 +36,13 @@ LEFT_OUT = ("flytekit", "flytekitplugins", "flyte_ddp")  # flytekit imports our 
 RANKS = ("torch", "torch._dynamo", "torchvision.models")
 PAGES = ("matplotlib.figure", "matplotlib.style", "matplotlib.ticker", "jinja2", "PIL.Image")
 NAME = "zygote"
-# linux/prctl.h. flyte_ddp.machine.process has these calls, too; imported here it would be this repository's in each
-# fork, and a pod runs the one that was registered.
+# linux/prctl.h. flyte_ddp.machine.process has these calls, too. An import here would load this repository's module into
+# each fork, but a pod must run the registered version.
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 15, 36, 37
 MOST_FILES = 64
 HELPERS = Path(__file__).parent
 SCRIPTS = Path(sys.executable).parent
-# matplotlib keeps its list of fonts there; a folder for each home would cost every training run a second.
+# Contains matplotlib's list of fonts. A folder for each home would cost a second for every training run.
 MATPLOTLIB = Path(tempfile.gettempdir()) / f"flyte-ddp-tests-matplotlib-{os.getuid()}"
 HIGH = 512  # above the numbers that a fork gives its files
 cold_popen = subprocess.Popen
@@ -50,7 +50,7 @@ cold_spawn = util.spawnv_passfds
 
 
 class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules that are there, and that nobody sees until one of them is imported."""
+    """Loaded modules that stay hidden until one of them is imported."""
 
     def __init__(self, modules: dict[str, types.ModuleType]) -> None:
         self.modules = modules
@@ -64,7 +64,7 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         sys.meta_path.remove(self)
         sys.modules.update(self.modules)
-        del sys.modules[name]  # or Python would load it anew
+        del sys.modules[name]  # otherwise Python would load the module again
         return importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -75,7 +75,7 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def main(number: int) -> None:
-    """Serves requests that come by an open socket, in all of its forks as what they ask for."""
+    """Serve requests from an open socket. In a fork, run the requested program."""
     set_name(NAME)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as ranks have it, before torch is imported
     os.environ["MPLCONFIGDIR"] = str(MATPLOTLIB)
@@ -84,12 +84,12 @@ def main(number: int) -> None:
     for group in groups:
         Hidden(group)
     gc.collect()
-    gc.freeze()  # the collector writes to what it looks at, and memory that is written to is no longer shared
+    gc.freeze()  # the collector writes to objects, and written memory is no longer shared
     become(serve(socket.socket(fileno=number)), sys.path[1:])
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """Runs what the fork is for, to the end of the process."""
+    """Run the fork's program, and end the process."""
     option, *others = arguments
     sys.argv = ["-c", *others[1:]] if option == "-c" else arguments
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -110,11 +110,11 @@ def run(arguments: list[str]) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))  # it takes a second to take torch apart
+    os._exit(code if isinstance(code, int) else int(code is not None))  # a normal exit spends a second on torch
 
 
 def import_for_commands() -> None:
-    """Imports what flytekit imports of others; a fork finds out what that is."""
+    """Import the packages that flytekit imports. A fork finds the names."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -133,7 +133,7 @@ def import_for_commands() -> None:
 
 
 def import_group(names: Sequence[str]) -> dict[str, types.ModuleType]:
-    """Imports modules; returns what came with them and is not Python's own."""
+    """Import modules. Return all newly imported modules except the standard library's."""
     before = {*sys.modules}
     for name in names:
         importlib.import_module(name)
@@ -145,9 +145,9 @@ def is_standard(name: str) -> bool:
 
 
 def serve(requests: socket.socket) -> dict[str, Any]:
-    """Forks until nobody can ask any more; returns the request, in each fork."""
+    """Fork for each request until the socket is closed. Return the request in each fork."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # which a whole process group may get
+        signal.signal(number, signal.SIG_IGN)  # a whole process group may get these signals
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
@@ -158,12 +158,12 @@ def serve(requests: socket.socket) -> dict[str, Any]:
         said, says = os.pipe()
         goes, go = os.pipe()
         if not (between := os.fork()):
-            # The end of the process between has Linux make the fork a child of the subreaper above, which has asked.
+            # When the process between ends, Linux makes the fork a child of the subreaper, the requesting process.
             if os.fork():
                 os._exit(0)
             request = {**json.loads(message), "files": files}
             if request["session"]:
-                os.setsid()  # before anybody can send the session's processes a signal
+                os.setsid()  # before a signal can be sent to the session's processes
             os.write(says, str(os.getpid()).encode())
             for number in (requests.detach(), said, says, go):
                 os.close(number)
@@ -177,7 +177,7 @@ def serve(requests: socket.socket) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any], path: list[str]) -> NoReturn:
-    """Makes this fork what is asked for, and runs that."""
+    """Apply the request to this fork, and run the requested program."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
@@ -208,7 +208,7 @@ def become(request: dict[str, Any], path: list[str]) -> NoReturn:
 
 
 def with_zygote(path: list[str]) -> None:
-    """Gives this process a zygote of its own, for the interpreters that it starts."""
+    """Start a zygote for the interpreters that this process starts."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         here.close()
@@ -234,11 +234,11 @@ class Zygote:
         *,
         session: bool = False,
     ) -> int:
-        """Starts what ``python ARGUMENTS`` would, as a child of this process; returns its process id.
+        """Start ``python ARGUMENTS`` as a child of this process, and return the process id.
 
         Args:
-            files: the numbers of its open files, and which of this process's they are.
-            session: in one of its own.
+            files: The open files of the child: numbers in the child, and numbers in this process.
+            session: Whether the child leads a new session.
         """
         request = {
             "arguments": arguments,
@@ -257,7 +257,7 @@ class Zygote:
 
 
 class Popen(subprocess.Popen[Any]):
-    """As usual; what flytekit's commands are, a zygote starts."""
+    """Popen that starts flytekit's commands by a zygote."""
 
     zygote: Zygote
 
@@ -278,7 +278,7 @@ class Popen(subprocess.Popen[Any]):
 
 
 def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:
-    """In place of multiprocessing's own."""
+    """Replace multiprocessing's function of this name."""
     if not any("spawn_main" in str(word) for word in arguments):
         return cold_spawn(path, arguments, numbers)
     code = arguments[arguments.index("-c") :]
@@ -286,7 +286,7 @@ def spawnv_passfds(path: Any, arguments: Any, numbers: Any) -> int:
 
 
 def use(zygote: Zygote) -> None:
-    """Has the interpreters that this process starts be started by this zygote, as far as it can."""
+    """Let the zygote start the interpreters that this process starts, as far as possible."""
     Popen.zygote = zygote
     subprocess.Popen = Popen
     util.spawnv_passfds = spawnv_passfds
@@ -294,7 +294,7 @@ def use(zygote: Zygote) -> None:
 
 @contextmanager
 def used() -> Iterator[None]:
-    """Starts a zygote and uses it in the block; for some seconds it is none yet, and requests wait."""
+    """Start a zygote, and use the zygote in the block. Requests wait some seconds until it is ready."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = f"sys.path.insert(0, {str(HELPERS)!r})"
     code = f"import sys; {path}; import zygote; del sys.path[0]; zygote.main({there.fileno()})"
@@ -311,7 +311,7 @@ def used() -> Iterator[None]:
 
 @contextmanager
 def unused() -> Iterator[None]:
-    """Starts interpreters as usual in the block."""
+    """Start interpreters as usual in the block."""
     before = subprocess.Popen, util.spawnv_passfds
     subprocess.Popen, util.spawnv_passfds = cold_popen, cold_spawn
     try:
@@ -321,7 +321,7 @@ def unused() -> Iterator[None]:
 
 
 def become_subreaper(wanted: bool = True) -> bool:
-    """Has Linux make this process the parent of orphans below it; returns whether it was so before."""
+    """Make this process the parent of orphaned descendants. Return whether it was the parent before."""
     before = ctypes.c_int()
     libc = ctypes.CDLL(None)
     libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))

@@ -97,7 +97,7 @@ def test_columns_that_cannot_be_compared_are_named() -> None:
             np.repeat(["no", "yes"], [490, 10]),
             np.repeat(["no", "yes"], [97, 3]),
         ),
-        "more than 95 % of the samples have rare values, which count as one": (rare, rare[:1000]),
+        "more than 95 % of the samples have rare values, which count as one category": (rare, rare[:1000]),
         "": (numbers, numbers[:1000]),
         " ": (np.repeat(["no", "yes"], [490, 10]), np.repeat(["no", "yes"], [94, 6])),
     }

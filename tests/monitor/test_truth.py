@@ -21,14 +21,14 @@ def test_ids_match_in_each_form(tmp_path: Path, form: str) -> None:
     assert [file.find(sample) for sample in ("000007", "000070", "000071")] == ["7", "70", ""]
     assert file.missing == ["000071"]
     note = file.check_ids()
-    assert note == "" if form == "{:06}" else note.startswith("2 ids are written otherwise: ")
+    assert note == "" if form == "{:06}" else note.startswith("2 ids are written differently: ")
 
 
 def test_an_exact_id_comes_first_and_an_id_is_of_one_sample(tmp_path: Path) -> None:
     file = write(tmp_path / "truth.csv", "7,a", "007,b", "8,c")
     assert [file.find(sample) for sample in ("7", "007", "8")] == ["a", "b", "c"]
     assert file.find("07") == "", "which of the two is not known"
-    with pytest.raises(UserError, match=r"id '8' fits two samples, '8' and '08'; write the ids as a table of pred"):
+    with pytest.raises(UserError, match=r"id '8' matches two samples, '8' and '08'"):
         file.find("08")
     assert file.find("8") == "c", "the same sample twice"
 

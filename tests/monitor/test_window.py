@@ -65,11 +65,11 @@ def test_scores_count_apart_from_columns(sequence: str, expected: str) -> None:
 def test_what_is_worse_and_what_cannot_be_compared_is_said() -> None:
     found = replace(window("a", 0.3, 0.0), measure="average_precision", score=0.034, held_out=0.136, worse=True)
     said = "column 0 (0.30) moved; average precision is 0.034, and was 0.136 on the held-out samples"
-    assert found.describe() == f"no alarm yet, which 2 of 3 windows make: {said}"
+    assert found.describe() == f"no alarm yet (an alarm needs 2 of 3 windows): {said}"
     assert replace(found, alarm=True).describe() == f"alarm: {said}"
     columns = [ColumnChange(name, 1.0, 0.0, False, reason) for name, reason in (("a", "all are 0"), ("b", ""))]
     quiet = replace(found, columns=columns, worse=False)
-    assert quiet.describe() == "no alarm: no column has moved; not to be compared: a"
+    assert quiet.describe() == "no alarm: no column has moved; cannot be compared: a"
 
 
 @pytest.fixture

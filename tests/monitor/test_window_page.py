@@ -94,7 +94,7 @@ def test_unusual_rows_have_their_values_what_moved_first(tmp_path: Path) -> None
 
 
 def test_a_window_is_printed_in_a_line() -> None:
-    assert repr(WINDOW) == "<window 2, no alarm yet, which 2 of 3 windows make: input age (0.50) moved>"
+    assert repr(WINDOW) == "<window 2, no alarm yet (an alarm needs 2 of 3 windows): input age (0.50) moved>"
 
 
 def test_categories_that_the_reference_does_not_have_are_drawn_as_one() -> None:
@@ -104,7 +104,7 @@ def test_categories_that_the_reference_does_not_have_are_drawn_as_one() -> None:
     assert labels == ["a", "b", "(new)"]
     assert pooled.tolist() == [[2, 3, 0], [1, 1, 3]]
     assert "(new)" in draw_distributions("x", reference, window)
-    assert describe_new(reference, window) == ": new are c, d"
+    assert describe_new(reference, window) == ": new values c, d"
     assert "(new)" not in draw_distributions("x", reference, reference)
     assert describe_new(reference, reference) == describe_new(NORMAL, NORMAL + 9) == ""
 

@@ -245,8 +245,8 @@ def test_the_gate_judges_each_model_by_its_own_threshold(
     assert verdict.promotes, verdict.reason
     html = (tmp_path / "page.html").read_text()
     for title, name in (("Challenger", "f1"), ("Champion", "recall")):
-        assert f"{title}: Samples with a score from {sidecar_of(runs[name])['threshold']:.4g} on are predicted" in html
-    with pytest.raises(UserError, match="is in the registry already, with another threshold: equal weights are one"):
+        assert f"{title}: Samples with a score of at least {sidecar_of(runs[name])['threshold']:.4g} are" in html
+    with pytest.raises(UserError, match="already in the registry, with another threshold"):
         gate.release("argmax")
 
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))

@@ -63,7 +63,7 @@ def test_a_model_that_never_names_the_rare_class_is_judged_by_its_auroc() -> Non
     assert check_above_constant(good, 0.03).passed
     check = check_above_constant(noise, 0.03)
     assert not check.passed
-    assert check.reason.startswith("the best constant answer has own 0.5, and the model 0.")
+    assert check.reason.startswith("the best constant answer has own 0.5, and the model has 0.")
     pair = compare_evaluations(better, good)
     assert pair.difference == pytest.approx(better.score - good.score, abs=0.003)
     assert pair.p_value() < 0.001

@@ -54,7 +54,7 @@ def test_no_p_value_is_0() -> None:
     found = checks.check_superior(pair, 0.05)
     assert found.passed
     assert found.shown == "p < 1e-300"
-    assert found.reason == "+100.00 points: 1,200 samples gained and 0 lost of 1,200 (p < 1e-300, 0.05 is needed)"
+    assert found.reason.startswith("+100.00 points: 1,200 samples gained and 0 lost of 1,200 (p < 1e-300, ")
     lost = check_classes(np.zeros(10_000, bool), np.ones(10_000, bool), LABELS, NAMES)[1][0]
     assert lost.shown == "-100.00 points, p < 1e-300"
 
@@ -133,7 +133,7 @@ def test_slices(tmp_path: Path) -> None:
         (b"", "must be CSV in UTF-8 with the columns id and slice"),
         (b"\n", "must be CSV in UTF-8 with the columns id and slice"),
         (b"foo,bar\n", "must be CSV in UTF-8 with the columns id and slice \\(its first line is 'foo,bar'"),
-        (b"id,slice\n", "has no rows, so that no slice would be checked; write the file again"),
+        (b"id,slice\n", "has no rows, so no slice would be checked"),
         (b"id,slice\n0,day,2\n", "line 2 has more cells than the first line"),
         (b"id,slice\n0,n\xe4chts\n", "must be CSV in UTF-8"),
     ):

@@ -82,7 +82,7 @@ def make_champion(registry: Registry, version: Entry, best: str = "") -> Entry:
 def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     first = gate.release("weak").verdict
     assert first.promotes
-    assert first.reason == "there is no champion yet, and it is better than the best constant answer"
+    assert first.reason == "there is no champion yet, and the model is better than the best constant answer"
     assert first.challenger_score == pytest.approx(gate.runs["weak"].test_accuracy)
     verdict = gate.release("good").verdict
     page = (gate.folder / "page.html").read_text()
@@ -103,7 +103,7 @@ def test_a_promotion_and_what_follows_it(gate: DigitsGate) -> None:
     weights = torch.load(gate.runs["good"].model, weights_only=True)
     assert all(torch.equal(tensor, weights[key]) for key, tensor in champion.state_dict().items())
     again = gate.release("good").verdict
-    assert (again.decision, again.reason) == ("keep", "it has the champion's weights")
+    assert (again.decision, again.reason) == ("keep", "this model has the champion's weights")
     kept = gate.release("other").verdict
     assert (kept.decision, kept.look) == ("keep", 3)
     assert "samples gained" in kept.reason
@@ -119,7 +119,7 @@ def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
     gate.release("good")
     found = gate.judge("good", may_promote=False)
     assert found.verdict.reason.startswith(
-        f"it is the champion, with accuracy {100 * found.verdict.challenger_score:.2f}"
+        f"this model is the champion, with accuracy {100 * found.verdict.challenger_score:.2f}"
     )
     assert found.verdict.challenger_score == pytest.approx(gate.runs["good"].test_accuracy)
     assert write_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
@@ -136,7 +136,9 @@ def test_a_look_at_the_champion_itself(gate: DigitsGate) -> None:
 def test_useless_weights_are_kept_back(gate: DigitsGate) -> None:
     verdict = gate.release(gate.alter(lambda weights, _: [tensor.zero_() for tensor in weights.values()])).verdict
     assert (verdict.decision, verdict.look) == ("keep", 1)
-    assert verdict.reason.startswith("the best constant answer has accuracy 11.11\N{NO-BREAK SPACE}%, and the model 9.")
+    assert verdict.reason.startswith(
+        "the best constant answer has accuracy 11.11\N{NO-BREAK SPACE}%, and the model has"
+    )
 
 
 def test_a_first_model_whose_logits_are_no_numbers(gate: DigitsGate) -> None:
@@ -237,11 +239,11 @@ def test_what_a_person_took_back_only_a_person_promotes_again(gate: DigitsGate) 
     assert (back.version, back.best) == (weak, weak), "the best version is taken back, too"
     verdict = gate.release("good").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
-    assert verdict.reason == "ann took it back (it hallucinates); only a person can promote it again"
+    assert verdict.reason.startswith("ann rolled this version back (it hallucinates)")
     assert promote_version(gate.registry, good, "it does not", by="bob").version == good
-    assert gate.release("good").verdict.reason == "it has the champion's weights"
+    assert gate.release("good").verdict.reason == "this model has the champion's weights"
     roll_back_champion(gate.registry, "it does", by="ann")
-    assert "took it back (it does)" in gate.release("good").verdict.reason
+    assert "rolled this version back (it does)" in gate.release("good").verdict.reason
     other = gate.release("other").verdict
     assert (other.promotes, other.best) == (True, other.challenger)
 
@@ -254,7 +256,7 @@ def test_other_classes_are_for_a_person(gate: DigitsGate) -> None:
     verdict = gate.judge(renamed, data).verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason.startswith("the classes changed from 0, 1, 2, 3, 4, ... to digit 0, digit 1,")
-    assert verdict.reason.endswith("name them as before, or promote it by hand")
+    assert verdict.reason.endswith("promote it by hand")
 
 
 def test_another_test_split_judges_anew(gate: DigitsGate) -> None:

@@ -38,7 +38,7 @@ def test_models_of_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     gate = Gate(runs, Registry(str(tmp_path / "registry"), "model"), data, tmp_path)
     first = gate.release("weak").verdict
     assert first.promotes, first.reason
-    assert first.reason == "there is no champion yet, and it is better than the best constant answer"
+    assert first.reason == "there is no champion yet, and the model is better than the best constant answer"
     recorded = {name: json.loads(run.sidecar.read_text())["metrics"]["test_f1"] for name, run in runs.items()}
     assert (first.measure, first.challenger_score) == ("f1", pytest.approx(recorded["weak"], rel=1e-5))
     good = gate.release("good").verdict

@@ -95,18 +95,18 @@ def test_who_promoted_what_when_and_why(registry: Registry) -> None:
         == f"""\
 digits in registry {registry.address}
 
-entry  action    time (UTC)        champion      score             by whom, and why
+entry  action    time (UTC)        champion      score             by whom and why
 1      promote   TTTTTTTTTTTTTTTT  {ONE[:12]}  accuracy 90.00 %  me@here: there is no champion yet
 2      promote   TTTTTTTTTTTTTTTT  {TWO[:12]}  accuracy 95.00 %  me@here: better better better
                                                                    better better better better
                                                                    better
-3      rollback  TTTTTTTTTTTTTTTT  {ONE[:12]}  accuracy 90.00 %  me@here takes {TWO[:12]} back:
+3      rollback  TTTTTTTTTTTTTTTT  {ONE[:12]}  accuracy 90.00 %  me@here rolls back {TWO[:12]}:
                                                                    wrong on scanned forms
 
 version       judged (UTC)      score             state
 {ONE[:12]}  TTTTTTTTTTTTTTTT  accuracy 90.00 %  champion
-{TWO[:12]}  TTTTTTTTTTTTTTTT  accuracy 95.00 %  taken back by me@here by entry 3: wrong on scanned
-                                                  forms
+{TWO[:12]}  TTTTTTTTTTTTTTTT  accuracy 95.00 %  rolled back by me@here in entry 3: wrong on
+                                                  scanned forms
 {BAD[:12]}  TTTTTTTTTTTTTTTT  accuracy 50.00 %  kept back: worse worse worse worse worse worse
                                                   worse worse worse worse worse worse
 """
@@ -123,22 +123,22 @@ def test_a_version(registry: Registry) -> None:
         shown.partition("\nfile ")[0]
         == f"""\
 version     {TWO} of digits
-state       taken back by me@here by entry 3: wrong on scanned forms
+state       rolled back by me@here in entry 3: wrong on scanned forms
 log         entry 2, promote, TTTTTTTTTTTTTTTT UTC, me@here: better better better better better
             better better better
 verdict     to be promoted: better better better better better better better better
 judged      TTTTTTTTTTTTTTTT UTC, 300 samples, look 2 at the test split eeeeeeeeeeee, alpha 0.0076
-score       accuracy 95.00 %; the champion of then, {ONE[:12]}, had 90.00 %
+score       accuracy 95.00 %; the champion at that time, {ONE[:12]}, had 90.00 %
 measures    accuracy 95.00 %, loss 0.2500
 trained on  digits, data dddddddddddd
 with        epochs=3, seed=7
 releases    torch 2.15.0
 folder      {registry.at("versions", TWO)}
 
-check                            value
-finite                    holds  0 samples (must be: none)
-accuracy                         95.00 %
-superior to the champion  fails  p = 0.3 (must be: p at most 0.0304): chance
+check                             value
+finite                    passes  0 samples (must be: none)
+accuracy                          95.00 %
+superior to the champion  fails   p = 0.3 (must be: p at most 0.0304): chance
 """
     )
     assert re.findall(r"^model.pt +(\w+)$", shown, re.MULTILINE) == [TWO]
@@ -172,7 +172,7 @@ def test_what_was_altered_is_named_and_the_rest_is_shown(registry: Registry, add
         (("history", "Pets"), "unknown model 'Pets': did you mean 'pets'?"),
         (("show", "pets"), "pets has no champion; promote a version first"),
         (("show", "digits", "1"), "version '1': must be the SHA-256 of a version's weights, or at least its first 12"),
-        (("show", "pets", "0" * 12), f"version '000000000000': is no version of this model; pets has {BAD[:12]}"),
+        (("show", "pets", "0" * 12), f"version '000000000000': does not exist; pets has {BAD[:12]}"),
         (("history", "../x"), "model name '../x': must be letters, digits"),
     ],
 )

@@ -150,7 +150,7 @@ def test_rows_that_the_champion_was_trained_on_are_left_out(
     assert (found.verdict.seen, found.verdict.samples) == (100, 300)
     [check] = [check for check in found.verdict.checks if check.name == "training samples of the champion"]
     assert "100 of 400 test samples (25.0%)" in check.reason
-    assert "left out" in check.reason
+    assert "excluded" in check.reason
     right = found.champion
     assert right is not None
     assert right.samples == 300
@@ -261,9 +261,9 @@ def test_equal_weights_with_another_fit_are_not_the_champion(
     (other / "model.pt").write_bytes((run / "model.pt").read_bytes())
     (other / "model.json").write_text(json.dumps(sidecar))
     found = gate.judge(other, policy=POLICY)
-    assert found.verdict.reason == "it has the champion's weights, and another preprocessing; train with another seed"
+    assert "other preprocessing" in found.verdict.reason
     assert found.verdict.decision == "no_comparison"
-    with pytest.raises(UserError, match="in the registry already, with another preprocessing"):
+    with pytest.raises(UserError, match="already in the registry, with another preprocessing"):
         gate.release(other, policy=POLICY)
 
 

@@ -79,7 +79,7 @@ def test_two_rivals(registry: Registry, tmp_path: Path) -> None:
     lost = apply_verdict(registry, *second, by="another execution")
     assert (won.champion, won.outcome) == (first[0].name, "promoted: better")
     assert lost.champion == first[0].name
-    assert lost.outcome.startswith("not promoted: one's execution was faster: by entry 1 of the log version ")
+    assert lost.outcome.startswith("not promoted: one's execution was faster: entry 1 ")
     assert [entry.version for entry in registry.read_log()] == [first[0].name]
 
 
@@ -170,7 +170,7 @@ def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path)
     path = Path(local.at("versions", version, file))
     path.write_bytes(path.read_bytes() + b" ")
     said = (
-        f"{version}: has no manifest.json with the SHA-256 "
+        f"{version}: the manifest.json with the SHA-256 .* altered"
         if file == "manifest.json"
         else f"{file}: is missing, damaged or"
     )
@@ -206,22 +206,22 @@ def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
     names = store_all(registry, tmp_path, "one", "two", "three")
     with pytest.raises(UserError, match="model has no champion; promote a version first"):
         download_champion(registry, tmp_path / "fetched")
-    with pytest.raises(UserError, match=r"there is no champion before the present one; nothing was changed"):
+    with pytest.raises(UserError, match="model 'model': has no previous champion"):
         roll_back_champion(registry, "why", by="me")
     for name in names:
         promote_version(registry, name, "I say so", by="me")
     for version, reason, said in (
-        (names[2], "again", "is the champion already, since 20"),
-        (names[0], " ", "reason='': must say why"),
+        (names[2], "again", "already the champion, since 20"),
+        (names[0], " ", "reason='': must not be empty"),
         ("latest", "why", "must be the SHA-256 of a version's weights, or at least its first 12 hexadecimal digits"),
         (names[0][:11], "why", f"must be .*; model has {', '.join(sorted(name[:12] for name in names))}"),
-        ("0" * 64, "why", "is no version of this model; model has "),
+        ("0" * 64, "why", "does not exist; model has "),
     ):
         with pytest.raises(UserError, match=said):
             promote_version(registry, version, reason, by="me")
     assert roll_back_champion(registry, "too slow", by="me").version == names[1]
     assert roll_back_champion(registry, "too slow", by="me").version == names[0]
-    with pytest.raises(UserError, match="there is no champion before"):
+    with pytest.raises(UserError, match="no previous champion"):
         roll_back_champion(registry, "too slow", by="me")
     log = registry.read_log()
     assert [entry.action for entry in log] == ["promote"] * 3 + ["rollback"] * 2
@@ -244,9 +244,9 @@ def test_digits_of_two_versions_are_refused(local: Registry) -> None:
     names = ["a" * 12 + end * 52 for end in "bc"]
     for name in names:
         Path(local.at("versions", name)).mkdir(parents=True)
-    with pytest.raises(UserError, match=f"is the beginning of {names[0]} and {names[1]}; give more digits"):
+    with pytest.raises(UserError, match=f"matches {names[0]} and {names[1]}; give more"):
         promote_version(local, "a" * 12, "why", by="me")
-    with pytest.raises(UserError, match=f"has no complete version {names[1]}: there is no manifest.json in it"):
+    with pytest.raises(UserError, match=f"no complete version {names[1]} .*manifest.json is missing"):
         promote_version(local, names[1][:13], "why", by="me")
 
 
@@ -258,7 +258,7 @@ def test_a_model_that_is_not_there_is_named(
     given: dict[Any, tuple[Any, ...]] = {promote_version: ("0" * 64, "why"), roll_back_champion: ("why",)}
     arguments = given.get(use, (tmp_path,))
     by = {"by": "me"} if use in given else {}
-    with pytest.raises(UserError, match="has no models; release one, or give another address"):
+    with pytest.raises(UserError, match="has no models; release"):
         use(registry, *arguments, **by)
     for name in ("model", "digits"):
         store_all(Registry(address, name), tmp_path / name, "one")
@@ -294,7 +294,7 @@ def test_a_pod_that_tries_again_decides_once(registry: Registry, tmp_path: Path)
     promote_version(registry, names[0], "by somebody else in between", by="p/d/else", once=True)
     assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
     assert promote_version(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
-    with pytest.raises(UserError, match="is the champion already"):
+    with pytest.raises(UserError, match="already the champion"):
         promote_version(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
     assert roll_back_champion(registry, "why", by="p/d/another", once=True).version == names[1]
     assert len(registry.read_log()) == 6
@@ -303,10 +303,10 @@ def test_a_pod_that_tries_again_decides_once(registry: Registry, tmp_path: Path)
 def test_other_weights_and_other_classes_are_refused(local: Registry, tmp_path: Path) -> None:
     one = trained(tmp_path / "one")
     stored(local, one)
-    with pytest.raises(UserError, match=r"verdict: is on version aaaaaaaaaaaa, not on .*; give what was judged"):
+    with pytest.raises(UserError, match=r"verdict: is about version aaaaaaaaaaaa, not "):
         stored(local, one, challenger="a" * 64)
     (one / SIDECAR).write_text((one / SIDECAR).read_text().replace('["a", "b"]', '["b", "a"]'))
-    with pytest.raises(UserError, match="is in the registry already, with another classes: equal weights are one"):
+    with pytest.raises(UserError, match="already in the registry, with another classes"):
         stored(local, one)
 
 

@@ -174,7 +174,7 @@ def test_an_objective_of_ones_own_may_say_what_its_scores_are() -> None:
 
 def test_a_measure_that_the_split_does_not_define() -> None:
     outputs, targets = torch.zeros(N, 3, dtype=torch.float64), torch.zeros(N, 3, dtype=torch.float64)
-    with pytest.raises(UserError, match="F1 is not defined on this test split"):
+    with pytest.raises(UserError, match="F1 is undefined on this test split"):
         evaluate(Multilabel(Facts(LABELS, (3,))), outputs, targets)
     outputs[7, 1] = math.nan
     found = evaluate(Multilabel(Facts(LABELS, (3,))), outputs, targets)

@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_or_has_failed_says_so(tmp_path: Path) -> None:
     page = Page(render_function_page(folder, "a run"))
     assert page.tiles()["State"] == ("Running", "step 7")
     assert page.tiles()["Duration"][0] == "1 h 00 min"
-    assert page.texts("p", class_="banner") == ["This run has not finished: the figures are those so far."]
+    assert page.texts("p", class_="banner") == ["This run has not finished. The figures are preliminary."]
     html = render_function_page(folder, "a run", "rank 1: ValueError: <b>no</b>")
     assert Page(html).tiles()["State"] == ("Failed", "step 7")
     assert Page(html).texts("p", class_="banner") == ["This attempt has failed: rank 1: ValueError: <b>no</b>"]

@@ -126,7 +126,7 @@ def test_what_does_not_change_is_named_and_not_drawn(tmp_path: Path) -> None:
         line.pop("validation_accuracy", None)
     page = Page(report.render_report(write_run(tmp_path / "run", lines)))
     assert page.texts("h3")[:3] == ["Loss", "Accuracy", "Training speed"]
-    said = "Not drawn, because there was no change: F1 0 (validation), 0.25 (test), learning rate 0.1."
+    said = "Not drawn, because the values did not change: F1 0 (validation), 0.25 (test), learning rate 0.1."
     assert said in page.texts("p")
     line = Series("", [1, 2, 3], [97.0, 97.001, 97.0], figures.BLUE)
     ticks = [
@@ -212,7 +212,7 @@ def test_of_many_classes_the_worst_confusions_are_listed(tmp_path: Path) -> None
 def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
     lines = records()[:15]  # the start, an evaluation and 13 training records
     page = Page(report.render_report(write_run(tmp_path / "run", lines)))
-    assert page.texts("p", class_="banner") == ["This run has not finished: the figures are those so far."]
+    assert page.texts("p", class_="banner") == ["This run has not finished. The figures are preliminary."]
     assert page.tiles()["Test accuracy"][0] == "70.10\N{NO-BREAK SPACE}%"
     assert page.tiles()["Duration"] == ("13.0 s", "130 of 300 steps")
     page = Page(report.render_report(write_run(tmp_path / "only started", lines[:1])))

@@ -61,18 +61,18 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "The winner is trial 6: learning_rate 0.5, optimizer sgd ." in plain.replace("sgd.", "sgd .")
     assert "On the test split 87.50" in plain.replace("&#160;", " ")
     assert 4 * 10 + 3 * 30 + 90 == 220
-    assert "Steps trained 220 of 720 of all trials in full" in plain
+    assert "Steps trained 220 of 720 for all trials in full" in plain
     assert "69.44" in plain, "saved"
     assert "the loss is &lt;not&gt; finite" in text
     assert "mislead" not in text
     assert text.count("<svg") == 2
     assert "mislead" in page(tmp_path, replace(BASE, schedule="one_cycle"))
     one_rung = write_page(replace(SWEEP, rungs=1), rungs()[-1:], tmp_path / "model.json", tmp_path).read_text()
-    assert ("Do early rungs tell?" in text, "Do early rungs tell?" in one_rung) == (True, False)
+    assert ("early rungs predict" in text, "early rungs predict" in one_rung) == (True, False)
     assert "left out" not in plain
     assert "8 combinations" not in plain
     more = write_page(replace(SWEEP, trials=10), rungs(), tmp_path / "model.json", tmp_path).read_text()
-    assert "9 of 10 trials: the others would be equal, or the hyperparameters" in more
+    assert "9 of 10 trials: other trials would be duplicates" in more
     assert ">10.00 %<" in page(tmp_path, replace(BASE, select_by="accuracy")).replace("&#160;", " "), (
         "as on the test split"
     )

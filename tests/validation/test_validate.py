@@ -48,15 +48,15 @@ def test_all_problems_are_in_one_error_with_examples() -> None:
             "2 images cannot be decoded, more than bad_samples=0: image a.jpg (truncated), "
             "image b.jpg (truncated); fix or remove them, or raise bad_samples"
         ),
-        "sample 'k' in shard s.tar has label 5: must be 0..1 with 2 classes; correct them, or set num_classes",
-        "no decodable training sample is of class dog; add some, or remove the class",
+        "sample 'k' in shard s.tar has label 5: must be 0..1 with 2 classes; correct the data, or set num_classes",
+        "no decodable training sample is of class dog; add samples, or remove the class",
         (
-            "1 of 10 test samples have the pixels of a training sample, more than max_duplicates=0.01 of them, such as "
-            "test sample 3 and training sample 9; remove them from one of the two"
+            "1 of 10 test samples have the pixels of a training sample, more than the share max_duplicates=0.01, such "
+            "as test sample 3 and training sample 9; remove them from one split"
         ),
     ]
     assert conflicts == (
-        "3 of 110 samples have the pixels of another one with another label, more than max_conflicts=0.01 of them, "
+        "3 of 110 samples have the pixels of a sample with another label, more than the share max_conflicts=0.01, "
         "such as a.png (label 0) and b.png (label 1); correct the labels"
     )
 
@@ -81,7 +81,7 @@ def test_a_difference_is_named_with_its_size() -> None:
     assert sizes.endswith(("in large: 0% instead of 100%", "in small: 100% instead of 0%"))
     assert not [*find_differences(GOOD, GOOD)]
     [renamed] = find_differences(replace(now, classes=["cat", "dog", "cow"]), now)
-    assert renamed == (1.0, "the classes are not the champion's, but cat, dog, cow")
+    assert renamed == (1.0, "the classes differ from the champion's, and are cat, dog, cow")
     few = replace(GOOD, training=split(labels={"0": 4, "1": 1}))
     assert not [*find_differences(few, GOOD)], "which chance explains"
     small = replace(GOOD, training=split(labels={"0": 58_000, "1": 50_000}))

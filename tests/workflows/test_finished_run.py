@@ -124,7 +124,7 @@ def test_a_finished_run_is_released_by_its_address(trained: Trained, server: S3S
     copied.joinpath("model.pt").write_bytes(b"other weights")
     refused = trained.release("s3://bucket/runs/first", name="remote", **server.aws_environment())
     assert refused.exit_code == 1
-    assert "both files must be of one run" in refused.panel
+    assert "both files must be of the same run" in refused.panel
     refused = trained.release("s3://nowhere/runs/first", name="remote", **server.aws_environment())
     assert "run='s3://nowhere/runs/first': has no model.json; give the folder of a finished run" in refused.panel
 
@@ -139,7 +139,7 @@ def test_other_data_than_the_runs_are_refused(trained: Trained) -> None:
     digest = json.loads((trained.run / "model.json").read_text())["digests"]["data"]
     said = f"was trained on data with the SHA-256 {digest[:12]}..., and today's data of dataset='table:data'"
     assert said in refused.panel
-    assert "restore them, or leave run out to train on today's" in refused.panel
+    assert "omit run to train on today's data" in refused.panel
     assert trained.weights() == before
     assert not (trained.registry / "later").exists()
 
@@ -157,9 +157,9 @@ def altered(folder: Path, **values: Any) -> str:
     [
         (None, (), "run='finished': has no model.json; give the folder of a finished run, which the training prints"),
         ({}, (), "run='finished': has no model.pt; give the folder of a finished run"),
-        ({}, ("--hp", '{"epochs": 3}'), "hp: has epochs=3, but the model of run='finished' was trained with 10; leave"),
-        ({"digests": {}}, (), "run='finished': model.json is damaged, or not the sidecar of a training"),
-        ({"hyperparameters": {"epoch": 1}}, (), "a hyperparameter that this release of the library refuses: unknown"),
+        ({}, ("--hp", '{"epochs": 3}'), "hp: has epochs=3, but the model of run='finished' was trained with 10; omit"),
+        ({"digests": {}}, (), "run='finished': model.json is damaged, or was not written by flyte-ddp"),
+        ({"hyperparameters": {"epoch": 1}}, (), "a hyperparameter that this release of flyte-ddp rejects: unknown"),
     ],
 )
 def test_what_is_no_finished_run(
@@ -201,7 +201,7 @@ def test_pods_read_the_run_from_its_address(cluster: Cluster, train_inputs: Inpu
     assert loaded.outputs["epoch_accuracies"] == trained.outputs["epoch_accuracies"]
     refused = cluster.run(CHECK, {**given, "run": text("runs/digits")})
     assert refused.error is not None
-    assert "is a folder of your machine, which pods do not reach; copy the folder to object storage" in refused.log
+    assert "is a folder of your machine, which pods cannot reach; copy the folder" in refused.log
 
 
 def test_a_cluster_trains_only_where_no_finished_run_is_given(default: Package) -> None:

@@ -52,7 +52,7 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
     assert "window 1, no alarm: no column has moved; made in " in same.output
     first = monitor(0, images=IMAGES)
     assert first.exit_code == 0, first.output
-    assert "window 2, no alarm yet, which 2 of 3 windows make: " in first.output
+    assert "window 2, no alarm yet (an alarm needs 2 of 3 windows): " in first.output
     *_, last = first.output.strip().splitlines()
     assert last.startswith("Monitored(found=<window 2, no alarm yet")
     assert len(last) < 400, "not all columns"
@@ -83,7 +83,7 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
         (("--model_name", "x"), "images='', dataset='', table='': give exactly one of the three"),
         (
             ("--model_name", "x", "--window", '{"dataset": "digits"}'),
-            "has no models; release one, or give another address",
+            "has no models; release a model",
         ),
         (("--model_name", "x", "--window", '{"image": "y"}'), "unknown window setting 'image': did you mean 'images'?"),
         (

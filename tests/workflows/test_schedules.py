@@ -84,7 +84,7 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
                 "monitor_wf, model_name: x": "images='', dataset='', table='': give exactly one",
                 "monitor_wf, model_name: x, policy: {alpha: 0.1}": "policy is not for monitor_wf: leave it out",
                 "release_wf, model_name: x, policy: {alpha: 2}": "alpha=2.0: must be below 0.5",
-                "sweep_wf": 'space="": names nothing to vary; for example',
+                "sweep_wf": 'space="": must name a hyperparameter; for example',
                 "training_wf, sweep: {trials: 3}": "sweep is not for training_wf: leave it out",
                 "sweep_wf, sweep: {space: {momentum: [0.9, 1]}}": "space, momentum: momentum=1.0: must be below 1",
                 "training_wf, hyperparameters: {epoch: 3}": "unknown hyperparameter 'epoch': did you",
@@ -95,7 +95,7 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
                 "training_wf, cron: 3": "cron=3: must be text",
                 **{
                     f"monitor_wf, model_name: x, window: {{table: 's3://b/{address}'}}": f"table='s3://b/{address}': "
-                    f"'{sign}' is no field of strftime, such as %Y, %m, %d and %H; write a percent sign of the address "
+                    f"'{sign}' is not a field of strftime such as %Y, %m, %d and %H; write a percent sign of the "
                     for address, sign in {
                         "100%": "%",
                         "my%20data/%Y": "%20",

@@ -103,7 +103,7 @@ def test_a_sweep_given_again_given_more_trials_and_released(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), 'space="": names nothing to vary'),
+        ((), 'space="": must name a hyperparameter'),
         (("--sweep", '{"space": {"epoch": [1]}}'), "unknown hyperparameter in space 'epoch': did you mean 'epochs'?"),
         (("--sweep", '{"space": {"epochs": [0, 1]}}'), "space, epochs: epochs=0: must be at least 1"),
         (("--sweep", '{"space": {"epochs": [1]}}', "--hp", '{"validation_fraction": 0}'), "validation_fraction=0.0: a"),

@@ -1,4 +1,4 @@
-"""Python runs this when it starts: agents on Ray, and so ranks, get the environment of the test that is running."""
+"""Python runs this file at the start. Agents on Ray, and their ranks, get the current test's environment."""
 
 import json
 import os
@@ -9,4 +9,4 @@ if "flyte_ddp.launch.remote.agent" in sys.orig_argv:
     variables = json.loads(Path(os.environ["RANKS_ENVIRONMENT"]).read_text())
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.environ.update(variables)
-        os.execv(sys.executable, sys.orig_argv)  # so that the processes of a test are known by their environment
+        os.execv(sys.executable, sys.orig_argv)  # identifies the processes of a test by the environment
