@@ -17,7 +17,7 @@ def map_array(path: Path) -> NDArray[Any]:
     """Return the memory-mapped array of an ``.npy`` file.
 
     Raises:
-        DamagedArraysError: The file is damaged.
+        DamagedArraysError: The file is damaged, or holds pickled objects.
         OSError: The file cannot be read.
     """
     try:

@@ -100,7 +100,11 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> Self:
-        """Return an instance from untrusted pairs. The inherited method would drop unknown keys and convert values."""
+        """Return an instance from untrusted pairs. The inherited method would drop unknown keys and convert values.
+
+        Raises:
+            UserError: ``kvs`` is no mapping, a field is unknown, or a value does not fit.
+        """
         return cls(**cls.check_field_names(kvs))
 
     @classmethod
@@ -108,6 +112,9 @@ class CheckedFields(DataClassJsonMixin):
         """Return an instance from JSON text.
 
         Texts in number fields, for example "1e-1", become numbers, because flytekit's YAML reader leaves them as texts.
+
+        Raises:
+            UserError: The text is not a JSON object, a field is unknown, or a value does not fit.
         """
         try:
             values = parse_json(s)
@@ -131,10 +138,10 @@ class CheckedFields(DataClassJsonMixin):
 
 
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return a value in the type of a field.
+    """Return a value in the type of a field, which :func:`setting` made.
 
-    In an int field 3.0 becomes 3, because the console's form has only doubles. If user code is allowed, any text with a
-    colon is accepted.
+    In an int field 3.0 becomes 3, because the console's form has only doubles. An object in a JSON field becomes text.
+    If user code is allowed, any text with a colon is accepted.
 
     Raises:
         UserError: The value does not fit, or is an address with a user name or a password.
@@ -166,6 +173,11 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
 
 
 def dump_object(name: str, value: Mapping[Any, Any]) -> str:
+    """Return a mapping as JSON text with sorted keys. Values that JSON lacks, such as dates, become texts.
+
+    Raises:
+        UserError: The keys have types that cannot be sorted or written as JSON. The text names ``name``.
+    """
     try:
         return json.dumps(value, sort_keys=True, default=str)  # YAML has dates
     except TypeError:

@@ -23,7 +23,11 @@ def require_form(value: Any, form: Any, where: str) -> None:
 
 
 def find_misfit(value: Any, form: Any, place: str) -> str:
-    """Return place, value and rule of the first part without the required form, or "" if all parts fit."""
+    """Return place, value and rule of the first part without the required form, or "" if all parts fit.
+
+    ``place`` is the position of ``value`` in the whole, for example ``input.leaves``, and "" for the whole. If no form
+    of a tuple fits, the result is about the last form.
+    """
     if isinstance(form, tuple):
         found = [find_misfit(value, each, place) for each in form]
         return "" if "" in found else found[-1]
@@ -37,6 +41,10 @@ def find_misfit(value: Any, form: Any, place: str) -> str:
 
 
 def find_misfit_in_object(value: Mapping[str, Any], form: Mapping[Any, Any], place: str) -> str:
+    """Return place, value and rule of the first value without the required form, or the first missing key, or "".
+
+    ``place`` is "", or the position of the object with a final dot.
+    """
     forms = dict.fromkeys(value, form[str]) if str in form else {key.removesuffix("?"): form[key] for key in form}
     if missing := [key for key in forms if key not in value and f"{key}?" not in form]:
         return f"{place}{missing[0]} is missing"
@@ -57,6 +65,7 @@ def fits(value: Any, form: Any) -> bool:
 
 
 def describe_form(form: Any) -> str:
+    """Return in words what a form requires of a value itself, without the value's parts."""
     if isinstance(form, range):
         return f"a whole number from {form.start} to {form.stop - 1}"
     if isinstance(form, set):

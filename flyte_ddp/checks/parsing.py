@@ -22,7 +22,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        MisreadError: A key occurs twice, or the text is nested too deeply.
+        MisreadError: A key occurs twice, or the text is nested more than 64 levels deep. This is also a ValueError.
         ValueError: The text is not JSON.
     """
     try:
@@ -42,6 +42,7 @@ def list_parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict. Raises MisreadError if a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -22,9 +22,15 @@ NOISE = 1e-12  # relative to a column's largest value: a smaller range comes fro
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Return the user's leaf ``given`` as numbers. ``array`` holds the same values, unconverted.
+    """Return ``array`` as numbers, with NaN for None and NA. An array of numbers or truth values is returned unchanged.
 
-    Raises UserError if the leaf is no array, or if a column holds texts, dates or other non-numeric values.
+    Args:
+        name: The name of the leaf, with which errors begin.
+        given: The leaf as the user gave it. Errors name its columns.
+        array: The values of ``given`` as an array.
+
+    Raises:
+        UserError: ``given`` is no array, or the array has texts, dates, lists or other values that are no numbers.
     """
     if not array.ndim and array.dtype.kind == "O":
         rule = "must be an array, a table, a tensor, or a list of numbers or of arrays"
@@ -36,6 +42,14 @@ def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of objects, [n] or [n, columns], as numbers. None and NA become NaN.
+
+    If NumPy cannot convert the values, the result still holds objects, and the caller must reject the array. ``given``,
+    the leaf as the user gave it, only names columns in errors.
+
+    Raises:
+        UserError: A value is a text or a date, or a column of a table has lists.
+    """
     columns = list[list[Any]]()
     for place, values in enumerate(array.T if array.ndim == 2 else [array]):
         columns.append([np.nan if value is None or type(value).__name__ == "NAType" else value for value in values])
@@ -52,10 +66,14 @@ def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def unpack_values(name: str, values: Any) -> Any:
-    """Return a leaf as an array, a tensor or a list if NumPy would misread its container, else unchanged.
+    """Convert a user's leaf to an array, a dense tensor or a list that NumPy reads correctly.
+
+    Sparse matrices become dense arrays. polars frames, pyarrow tables and Hugging Face data sets become arrays [n,
+    columns]. A column of a Hugging Face data set becomes a list. Tensors lose their gradients, and small floats become
+    float32. Arrays and pandas frames are returned unchanged.
 
     Raises:
-        UserError: The leaf is a dict, or a table with a column of texts or dates.
+        UserError: The leaf is a dict or a lazy frame, or a column of a polars frame or similar table is not numeric.
     """
     if isinstance(values, Mapping):
         raise UserError(f"{name}: is a {type(values).__name__}; give all arrays in one dict, without dicts inside it")
@@ -70,7 +88,11 @@ def unpack_values(name: str, values: Any) -> Any:
 
 
 def stack_columns(name: str, table: Any) -> NDArray[Any]:
-    """Return a polars frame, a pyarrow table or a Hugging Face dataset as an array [n, columns]."""
+    """Return a polars frame, a pyarrow table or a Hugging Face dataset as an array [n, columns].
+
+    Raises:
+        UserError: A column has texts, dates or another type that is not numeric. Columns of objects are accepted.
+    """
     if hasattr(table, "with_format"):  # a Hugging Face dataset
         table = table.with_format("arrow")[:]
     found = {column: np.asarray(table[column]) for column in column_names(table) or ()}
@@ -86,7 +108,13 @@ def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
     """Raise a UserError if float32 keeps at most half of a column's different float64 values.
 
     Times and ids are typical examples. Whole numbers are checked from 2**24 on. Fractions are checked if float32 has
-    fewer than ``STEPS`` steps in their range, because some of many measured numbers are always equal in float32.
+    fewer than ``STEPS`` steps in their range, because some of many measured numbers are always equal in float32. Arrays
+    of other types than float64 are accepted.
+
+    Args:
+        name: The name of the leaf, with which the error begins.
+        given: The leaf as the user gave it. The error names its column.
+        values: The values of the leaf. The last dimension is that of the columns.
     """
     if values.dtype.kind != "f" or values.dtype.itemsize < 8 or not values.size:
         return
@@ -110,7 +138,8 @@ def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
 def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
     """Return the position of the first sample with a NaN or infinite number, and the number's indices in ``values``.
 
-    If all numbers are finite, return None.
+    If all numbers are finite, return None. ``ends`` holds the end of each sample in ``values`` if the samples are
+    ragged.
     """
     if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
         return None
@@ -119,9 +148,14 @@ def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None)
 
 
 def find_bad_rows(values: NDArray[Any], given: Any, ends: NDArray[np.int64] | None = None) -> dict[int, str]:
-    """Return a text with column and value for each row that has a NaN or infinite number.
+    """Return a text for each row with a NaN or infinite number, such as "column 'age' is nan", by position.
 
-    ``ends`` holds the end of each sample in ``values`` if the samples are ragged.
+    Only the first such number of a row is named. The column is missing in the text unless the values are a table.
+
+    Args:
+        values: The values of a leaf.
+        given: The leaf as the user gave it, with the names of the columns.
+        ends: The end of each sample in ``values`` if the samples are ragged.
     """
     if find_non_finite(values, ends) is None:
         return {}
@@ -138,7 +172,12 @@ def require_finite(
 ) -> None:
     """Raise a UserError with row, id and column if a number is NaN or infinite.
 
-    ``ends`` holds the end of each sample in ``values`` if the samples are ragged.
+    Args:
+        name: The name of the leaf, with which the error begins.
+        values: The values of the leaf.
+        given: The leaf as the user gave it, with the names of the columns.
+        ids: The id of each sample, for the error.
+        ends: The end of each sample in ``values`` if the samples are ragged.
     """
     if (found := find_non_finite(values, ends)) is None:
         return
@@ -150,7 +189,11 @@ def require_finite(
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:
-    """Return the column names of each frame among the leaves. Raises UserError if two columns have the same name."""
+    """Return the column names of each frame among the leaves, by the leaf's name. Other leaves are skipped.
+
+    Raises:
+        UserError: A frame has two columns of the same name, or is lazy.
+    """
     columns = {key: column_names(each) for key, each in name_leaves(inputs).items()}
     found = {key: [*map(str, names)] for key, names in columns.items() if names is not None}
     for names in found.values():
@@ -160,13 +203,17 @@ def list_columns(inputs: Any) -> dict[str, list[str]]:
 
 
 def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> Any:
-    """Return the inputs with the columns of each frame in the ``expected`` order, given by the leaf's name.
+    """Return the inputs with the columns of each frame in the order that ``expected`` lists for the leaf's name.
+
+    Leaves without column names, and leaves that ``expected`` lacks, are returned unchanged. ``name`` begins the text of
+    errors.
 
     Raises:
-        UserError: A frame has other columns.
+        UserError: A frame has other columns than expected, or is lazy.
     """
 
     def order(key: str, leaf: Any) -> Any:
+        """Return the leaf of the name ``key`` with its columns in the expected order."""
         columns = column_names(leaf)
         if columns is None or not expected.get(key):
             return leaf
@@ -181,7 +228,7 @@ def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) 
 
 
 def column_names(frame: Any) -> Sequence[Any] | None:
-    """Return the column names of a pandas or polars frame, a pyarrow table or a Hugging Face dataset, else None.
+    """Return the column names of a pandas or polars frame, a pyarrow table or a Hugging Face dataset. Else return None.
 
     Raises:
         UserError: The frame is lazy and has not been computed.

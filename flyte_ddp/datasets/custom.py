@@ -41,14 +41,34 @@ class CustomSet:
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a text that changes with the callable's name or code, ``source`` or its content. Imports nothing."""
+        """Return a text that changes with the callable's name or code, with ``source``, or with the data at ``source``.
+
+        Imports no user code. Puts the working directory first on ``sys.path``. If ``source`` is a remote address, sends
+        requests with retries, and may download the file.
+
+        Raises:
+            UserError: The module does not exist or has changed since this process imported the module. Also if
+                ``source`` cannot be read.
+        """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays | OnDemandSet, str]:
         """Call the user's callable with ``source``, and return its checked data and the call as text.
 
-        Exceptions of the user's code pass through. Sets the time limit of waits in this process to FLYTE_DDP_TIMEOUT.
+        Random generators are seeded during the call. If the result is a pair of map-style sets, all items are read into
+        memory. If the result is a set on demand, only the first training item is read. Exceptions of the user's code
+        pass through. Sets the time limit of waits in this process to FLYTE_DDP_TIMEOUT.
+
+        Args:
+            source: The hyperparameter ``data_source``.
+            workspace: Unused, because user code decides where to download to.
+            progress: Shows the number of items that were read.
+
+        Raises:
+            UserError: The callable cannot be loaded or has other parameters, or the returned data are unfit.
+            UserCodeError: Reading an item of a map-style set failed.
+            MachineError: An item did not arrive within FLYTE_DDP_TIMEOUT.
         """
         del workspace  # user code decides where to download to
         waiting.limit_seconds = read_number("FLYTE_DDP_TIMEOUT", at_least=1.0)
@@ -71,7 +91,16 @@ class CustomSet:
 
 
 def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArrays:
-    """Return a callable's ``result`` as arrays named ``spec``. Map-style sets are read into memory."""
+    """Return a callable's ``result`` as arrays named ``spec``. A pair of map-style sets is read into memory.
+
+    Class names and weights are the training set's attributes ``classes`` and ``sample_weights``, if these exist.
+    Without ``classes``, class numbers are named "0", "1" and so on.
+
+    Raises:
+        UserError: The result has another type, or a set is empty or has unfit items.
+        UserCodeError: Reading an item failed.
+        MachineError: An item did not arrive within FLYTE_DDP_TIMEOUT.
+    """
     if isinstance(result, SampleArrays):
         return replace(result, name=spec)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -97,7 +126,12 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> SampleArra
 def has_images(set_name: str, samples: Any) -> bool:
     """Read the first item of a map-style set and return whether the item is a pair with a picture.
 
-    Raises UserError if ``samples`` is empty or no map-style set.
+    A picture is a PIL image, or uint8 with two or three dimensions.
+
+    Raises:
+        UserError: ``samples`` is empty or no map-style set.
+        UserCodeError: Reading the item failed.
+        MachineError: The item did not arrive within FLYTE_DDP_TIMEOUT.
     """
     require_samples(set_name, samples)
     item = read_user_item(f"{set_name}: item 0", samples, 0)
@@ -108,9 +142,15 @@ def has_images(set_name: str, samples: Any) -> bool:
 
 
 def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictures: bool) -> tuple[Leaves, Leaves]:
-    """Read all items, and return inputs and targets as leaves of value lists.
+    """Read all items into memory, and return inputs and targets. Each leaf is a list with one value for each item.
 
-    Inputs of ``pictures`` are one array uint8 [N, H, W, C]. Raises UserError if items differ in form or image size.
+    If ``pictures`` is True, the inputs are one array uint8 [N, H, W, C] instead.
+
+    Raises:
+        UserError: An item is neither a pair nor a dict with ``labels``, or items differ in form or image size. Also if
+            the set is empty or no map-style set.
+        UserCodeError: Reading an item failed.
+        MachineError: An item did not arrive within FLYTE_DDP_TIMEOUT.
     """
     pairs, images = list[tuple[Leaves, Leaves]](), np.empty(0, np.uint8)
     names = [f"{set_name}: item {index}" for index in range(require_samples(set_name, samples))]
@@ -138,7 +178,12 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
 
 
 def convert_sample(where: str, item: Any) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Return an item's pixels (uint8 [H, W, C]) and label. The text of a UserError begins with ``where``."""
+    """Return an item's pixels (uint8 [H, W, C]) and label.
+
+    Raises:
+        UserError: The item is no pair of a picture and numbers, or the picture has masked values. The text begins with
+            ``where``.
+    """
     try:
         image, given = item
         label = require_array("its label", given)

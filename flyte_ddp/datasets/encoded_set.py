@@ -23,7 +23,7 @@ COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one
 
 @dataclass(frozen=True, eq=False)
 class EncodedSet:
-    """A data set of encoded images of any size. If ``test`` is None, a part of ``train`` is held out for testing."""
+    """A data set of encoded images of any size. If ``test`` is None, a tenth of ``train`` is held out for testing."""
 
     name: str  # the hyperparameter ``dataset``
     classes: tuple[str, ...]
@@ -43,7 +43,15 @@ class EncodedSet:
 
 
 def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
-    """Read the shard indexes, or list the image files, of both addresses. Raises UserError if the classes differ."""
+    """Read the shard indexes, or list the image files, of both addresses.
+
+    ``dataset`` alone decides whether both are read as shard indexes or as image folders. If ``test_dataset`` is empty,
+    the result has ``test=None``.
+
+    Raises:
+        UserError: An address cannot be read, an index is malformed, or a class folder has no images. Also if both
+            sources have class names and these differ.
+    """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
     test: Any = read(test_dataset.partition(":")[2]) if test_dataset else None
@@ -56,9 +64,13 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
-    """Write indexes or file lists into an existing folder, ``dataset.json`` last.
+    """Write indexes or file lists into an existing folder, then ``verified.json``, and ``dataset.json`` last.
 
-    If ``decoded_by_user`` is set, samples of shards need no image and no label. Raises UserError if the data are unfit.
+    Unless ``decoded_by_user`` is set, the first sample of each data set of shards is read, and must have an image and a
+    label.
+
+    Raises:
+        UserError: The data cannot be read or are unfit.
     """
     data = read_encoded_set(dataset, test_dataset)
     others = {}
@@ -83,7 +95,14 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
+    """Open the data set that :func:`prepare_encoded_set` wrote to ``folder``. File lists are memory-mapped.
+
+    Raises:
+        UserError: The folder is damaged.
+    """
+
     def read_prepared_split(dataset: str, split: str) -> ShardIndex | ImageList:
+        """Return the index or file list of ``split`` ("train" or "test"). ``dataset`` is the address with its kind."""
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

@@ -21,7 +21,8 @@ from flyte_ddp.progress import MODES, Progress
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
     """Return the definition of a data set, or None for encoded images. User code is not imported.
 
-    Raises UserError if the name is unknown, or if encoded images have a ``data_source``.
+    Raises:
+        UserError: The name is unknown, or encoded images have a ``data_source``.
     """
     if encoded_kind(dataset):
         if source:
@@ -36,7 +37,16 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """Return a text that changes with the data and can be part of a file name. May send requests to servers.
+    """Return a text that changes with the data and can be part of a file name.
+
+    The text of a published set never changes. The text of encoded images also changes with the addresses. May send
+    requests to servers with retries, or download a file. For a user-defined callable, puts the working directory first
+    on ``sys.path``.
+
+    Args:
+        dataset: The name of the data set, as for :func:`fetch`.
+        source: The hyperparameter ``data_source``.
+        test_dataset: Shards or a folder of images to test on. Ignored unless ``dataset`` has encoded images.
 
     Raises:
         UserError: The data set is unknown, unreadable or unfit.
@@ -50,7 +60,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
 
 def needs_no_download(dataset: str) -> bool:
-    """Return whether :func:`fetch` downloads at most an index or a list of files."""
+    """Return whether :func:`fetch` downloads at most an index, first samples or a list of files."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
@@ -60,9 +70,11 @@ def fetch(
     """Download a data set, verify the data and write a prepared folder.
 
     The folder appears complete or not at all. If ``folder`` already holds this data set of this source, undamaged,
-    nothing is done. A damaged folder is replaced, with a message on stderr. Changed content of the same source is not
-    noticed, so put the :func:`fingerprint` into the folder's name. A ``package.module:callable`` is called, and
-    exceptions of user code pass through.
+    nothing is done. A damaged folder is replaced, with a message on stderr, if its ``dataset.json`` is readable.
+    Changed content of the same source is not noticed, so put the :func:`fingerprint` into the folder's name.
+
+    A ``package.module:callable`` is imported, with the working directory on ``sys.path``, and called. Exceptions of
+    user code pass through. Waits for user code are then limited by FLYTE_DDP_TIMEOUT in this process.
 
     Args:
         dataset: A name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
@@ -70,7 +82,7 @@ def fetch(
             list of files.
         source: The hyperparameter ``data_source``.
         folder: The destination. Missing parents are created.
-        test_dataset: Shards or a folder of images to test on.
+        test_dataset: Shards or a folder of images to test on. Only for encoded images.
         sample: The hyperparameter ``sample``. If set, samples of shards need no image and no label.
         progress: auto, bar, lines or off. Progress is printed to stderr.
 
@@ -78,7 +90,11 @@ def fetch(
         The absolute path of ``folder``.
 
     Raises:
-        UserError: The data set is unknown or unusable, or the folder holds another data set or cannot be written.
+        UserError: The data set is unknown, unreachable or unusable, or the disk is full. Also if the folder holds
+            something else, has a damaged ``dataset.json``, or cannot be created.
+        UserCodeError: Reading an item of a user-defined set failed.
+        MachineError: An item did not arrive within FLYTE_DDP_TIMEOUT.
+        OSError: Writing failed for another reason.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -118,7 +134,11 @@ def fetch(
 def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
     """Return whether ``folder`` holds this data set, undamaged and in this release's format. Prints damage to stderr.
 
-    Raises UserError if the folder holds another data set.
+    If the folder is missing or empty, return False. ``requested`` holds ``data_source`` and ``test_dataset``. Files
+    that changed since the last check are hashed.
+
+    Raises:
+        UserError: The folder holds another data set or other files, or ``dataset.json`` is damaged.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -134,11 +154,15 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set has this release's format and can be opened."""
+    """Return whether a prepared data set has this release's format and can be opened.
+
+    Hashes files that have changed.
+    """
     return not find_problem(folder)
 
 
 def find_problem(folder: Path) -> str:
+    """Return why a prepared folder cannot be opened, or "" if it can be."""
     try:
         open_prepared(folder)
     except (UserError, OSError) as error:
@@ -148,9 +172,12 @@ def find_problem(folder: Path) -> str:
 
 @contextmanager
 def make_workspace_beside(folder: Path) -> Iterator[Path]:
-    """Yield a new temporary folder on the same file system as ``folder``.
+    """Yield a new hidden folder beside ``folder``, on the same file system. Creates missing parent folders.
 
-    After the block, the temporary folder is deleted unless the block renamed it.
+    After the block, the hidden folder is deleted unless the block renamed it. The parent folders remain.
+
+    Raises:
+        UserError: The folder cannot be created.
     """
     # tempfile.mkdtemp would create a folder that other users cannot read.
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")

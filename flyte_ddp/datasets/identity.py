@@ -19,10 +19,12 @@ SUMS = "SHA256SUMS"  # the digests of a folder's files, as sha256sum writes them
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
-    """Return a digest of a file, a folder, a bucket's listing or a web server's answer.
+    """Return a SHA-256 (hex) that changes with the content of a file, a folder, a bucket or a web address.
 
-    A web server is asked for SHA256SUMS, then for the file's tag. If the server has neither, the file is downloaded. If
-    ``source`` is empty, the digest is "".
+    Local files are read completely. A folder's digest covers names and content of the files of :func:`list_data_files`.
+    A bucket's digest covers names, sizes and tags of the objects. A web server is asked for SHA256SUMS, then for the
+    file's tag. If the server has neither, the file is downloaded. Remote addresses are tried up to 4 times, and pauses
+    are printed. If ``source`` is empty, the result is "".
 
     Raises:
         UserError: ``source`` cannot be read, or is a directory without data. The text names ``hyperparameter``.
@@ -57,7 +59,10 @@ def list_data_files(folder: Path) -> Iterator[Path]:
 
     Skips the runs folder, ``__pycache__``, hidden folders, and names in ``WRITTEN_BY_READERS`` or the folder's
     ``IGNORE_FILE``. The skipped files may change with each run, and then no run would equal an earlier run. Links to
-    files are followed, links to folders are not.
+    files are followed, links to folders are not. Folders that cannot be read are skipped without a message.
+
+    Raises:
+        UserError: The ``IGNORE_FILE`` is malformed. Raised by the first ``next()``.
     """
     runs = runs_folder().resolve()
     ignored = [*WRITTEN_BY_READERS, IGNORE_FILE, *read_ignore_file(folder)]
@@ -74,6 +79,11 @@ def list_data_files(folder: Path) -> Iterator[Path]:
 
 
 def read_ignore_file(folder: Path) -> list[str]:
+    """Return the patterns in a folder's ``IGNORE_FILE``. Comments (#) are skipped. Without the file, return [].
+
+    Raises:
+        UserError: The file is not UTF-8 text, or a pattern begins with "!" or "/", or ends with "/".
+    """
     try:
         lines = (folder / IGNORE_FILE).read_text().splitlines()
     except FileNotFoundError:
@@ -95,6 +105,12 @@ def digest_lines(lines: Iterable[str]) -> str:
 
 
 def hash_object_listing(source: str) -> str:
+    """Return a SHA-256 (hex) of names, sizes and tags of the objects below ``source``, or of the object itself.
+
+    Raises:
+        MissingError: No such object exists.
+        UnavailableError: The bucket cannot be read.
+    """
     entries = list(storage.list_files(source))
     if not entries:
         try:
@@ -107,7 +123,11 @@ def hash_object_listing(source: str) -> str:
 def identify_http_content(source: str) -> str:
     """Return a SHA-256 (hex) that changes with the content of an HTTP address.
 
-    Hashes ``SHA256SUMS`` in ``source``, else the file's size and tag from its headers, else the file.
+    If ``source`` is a folder with a file SHA256SUMS, this file is hashed. Without the file, size and tag in the headers
+    of ``source`` are hashed. Without a tag, the content is downloaded and hashed.
+
+    Raises:
+        UnavailableError: The server cannot be reached, or has no such file.
     """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()

@@ -34,7 +34,11 @@ class ImageList:
         return storage.join(self.address, self.names[number])
 
     def read_image(self, number: int) -> bytes:
-        """Return the bytes of an image file. Raises UserError if unreadable or changed since the listing."""
+        """Return the bytes of an image file. Tries up to 4 times, with pauses.
+
+        Raises:
+            UserError: The file cannot be read, or has changed since the listing.
+        """
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
@@ -52,6 +56,10 @@ class ImageList:
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe_images(self) -> list[str]:
+        """Return lines for users: counts of images and classes, and the number of skipped files.
+
+        If all class folders have names such as "train", a warning is added.
+        """
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
@@ -67,15 +75,19 @@ class ImageList:
 
     @property
     def digest(self) -> str:
+        """Return a SHA-256 (hex) of the images' names, sizes and tags."""
         rows = zip(self.names, self.sizes.tolist(), self.tags.tolist(), strict=True)
         return digest_lines(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
 
 
 def list_images(address: str) -> ImageList:
-    """List the images in the class folders below ``address`` (``class/name.jpg``).
+    """List the images in the class folders below ``address`` (``class/name.jpg``), up to any depth.
+
+    Names that begin with a dot are skipped, and other files are only counted. Folders whose names are equal in
+    Unicode's form NFC are one class. Listing is tried up to 4 times, with pauses.
 
     Raises:
-        UserError: The address cannot be listed, or a class has no images.
+        UserError: The address cannot be listed or has no images, a class has no images, or a class name is not UTF-8.
     """
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
@@ -98,6 +110,13 @@ def list_images(address: str) -> ImageList:
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:
+    """Return the files below an address, without files and folders whose names begin with a dot.
+
+    Tries up to 4 times, with pauses.
+
+    Raises:
+        UserError: The address cannot be listed.
+    """
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:

@@ -35,14 +35,15 @@ def image_arrays(
     Args:
         train_images: uint8 [N, H, W, C], or [N, H, W] if grey.
         train_labels: Labels of the training images.
-        test_images: Images with the training images' height, width and channels.
+        test_images: Images with the same height, width and channels as the training images.
         test_labels: Labels of the test images.
         classes: Names of the classes.
         name: May be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
-        sample_weights: Weights [N] of the training images for ``sampling`` "weighted", not all 0.
+        sample_weights: Weights [N] of the training images for ``sampling`` "weighted". Finite, at least 0, not all 0.
 
     Raises:
-        UserError: A type, a shape, a class name or a weight is unfit, or a class number is outside 0..len(classes)-1.
+        UserError: A type, a shape, a class name or a weight is unfit, or a class number [N] is outside
+            0..len(classes)-1.
     """
     images, labels = dict[str, Images](), dict[str, NDArray[Any]]()
     for side, pixels, given in (("train", train_images, train_labels), ("test", test_images, test_labels)):
@@ -59,6 +60,12 @@ def image_arrays(
 
 
 def require_images(name: str, values: Any) -> Images:
+    """Return images as a contiguous array uint8 [N, H, W, C]. Grey images may be given as [N, H, W].
+
+    Raises:
+        UserError: The type is not uint8, the shape is another or looks like [N, C, H, W], or there is no image. The
+            text begins with ``name``.
+    """
     images = require_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
@@ -72,9 +79,19 @@ def require_images(name: str, values: Any) -> Images:
 
 
 def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDArray[Any]:
-    """Return contiguous targets: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W].
+    """Return the labels of ``images`` as a contiguous array in the type that training expects.
 
-    Raises UserError if targets do not fit the images, or if their type does not fit the number of ``classes``.
+    Class numbers become int64 [N], several labels float32 [N, d], and numbers to predict float32 [N] or [N, d]. Masks
+    become uint8 or int64 [N, H, W].
+
+    Args:
+        name: The name of the labels, with which errors begin.
+        values: The labels as the user gave them.
+        images: The images of the labels.
+        classes: The number of classes, or 0 for numbers to predict.
+
+    Raises:
+        UserError: Labels do not fit the images, a class number is out of range, or the type does not fit ``classes``.
     """
     targets = require_array(name, values)
     require_numbers(name, targets, "give class numbers, or numbers to predict")
@@ -99,7 +116,7 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
 
 
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return exact mean and deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
+    """Return exact mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
     The deviation of a constant channel is returned as 1.
     """

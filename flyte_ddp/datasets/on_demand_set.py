@@ -49,7 +49,10 @@ class OnDemandSet(StoredSet):
     def sets(self) -> OnDemand:
         """Call the user's function at the first use in this process, and return its data sets.
 
-        Raises UserError if the function returned another type, or if the number of samples has changed.
+        Random generators are seeded during the call. Exceptions of the function pass through.
+
+        Raises:
+            UserError: The function cannot be loaded or returned another type, or the number of samples has changed.
         """
         found = call_seeded(load_callable(self.name), self.source)
         if not isinstance(found, OnDemand):
@@ -70,7 +73,10 @@ class OnDemandSet(StoredSet):
 
 
 def explain_change(before: tuple[int, int], now: tuple[int, int]) -> str:
-    """Return advice for a set that has another length than before, in a rank or elsewhere."""
+    """Return advice for an error about a set whose numbers of training and test samples have changed.
+
+    In a run of several ranks, the advice says if the set seems to divide its samples by the ranks. Imports torch.
+    """
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -81,7 +87,10 @@ def explain_change(before: tuple[int, int], now: tuple[int, int]) -> str:
 
 
 def call_seeded(function: Callable[[str], Any], source: str) -> Any:
-    """Return ``function(source)``, called with seeded generators of Python, NumPy and torch. Restores their states."""
+    """Return ``function(source)``, called with the global generators of Python, NumPy and torch seeded with 0.
+
+    The states of the generators are restored, except those of torch's GPU generators. Imports torch.
+    """
     import torch
 
     with keep_random_state():
@@ -106,7 +115,8 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
     "weighted".
 
     Raises:
-        UserError: A set is empty or no map-style set.
+        UserError: A set is empty or no map-style set, or two names in ``classes`` are equal.
+        MachineError: ``len(set)`` takes longer than FLYTE_DDP_TIMEOUT.
     """
     for name, samples in (("train", train), ("test", test)):
         require_samples(name, samples)
@@ -114,7 +124,12 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
 
 
 def require_samples(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``. Raises UserError that names ``set_name`` if the set is empty or not map-style."""
+    """Return ``len(samples)``.
+
+    Raises:
+        UserError: The set is empty or not map-style, or ``len()`` fails. The text begins with ``set_name``.
+        MachineError: ``len()`` takes longer than FLYTE_DDP_TIMEOUT.
+    """
     kind = type(samples).__name__
     for method, missing in MAP_STYLE.items():
         if not hasattr(samples, method):
@@ -143,9 +158,10 @@ def unwrap(samples: Any) -> list[Any]:
 
 
 def refuse_stream(set_name: str, samples: Any) -> None:
-    """Raise a UserError if a set, or an attribute of a set, is a map-style IterableDataset of torch.
+    """Raise a UserError if a set, a set inside, or an attribute of either is a map-style IterableDataset of torch.
 
-    The streams of mosaicml-streaming and litdata have this type, and divide samples by ranks.
+    The streams of mosaicml-streaming and litdata have this type, and divide samples by ranks. ``set_name`` begins the
+    text.
     """
     from torch.utils.data import IterableDataset
 
@@ -161,8 +177,10 @@ def refuse_stream(set_name: str, samples: Any) -> None:
 def read_user_item(where: str, samples: Any, number: int) -> Any:
     """Return ``samples[number]``, read by user code.
 
+    UserErrors and MachineErrors of the user code pass through.
+
     Raises:
-        UserCodeError: User code failed. The text begins with ``where``.
+        UserCodeError: User code raised another exception. The text begins with ``where``.
         MachineError: The sample did not arrive within FLYTE_DDP_TIMEOUT.
     """
     try:
@@ -184,6 +202,7 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
 
 
 def open_on_demand(folder: Path) -> OnDemandSet:
+    """Open the description of a set on demand in a prepared folder. User code is not called."""
     with open_folder(folder) as (description, fields):
         train, test = description[ON_DEMAND]
         fields |= {"source": description["data_source"], "pictures": description[PICTURES]}

@@ -21,8 +21,16 @@ from flyte_ddp.shards.packing import Members, pack_samples
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
     """Pack a source into shards and an index in ``folder``, and return the index.
 
-    ``source`` is a name in ``catalog.DATASETS``, or a folder or prefix of images, all of the split "train". ``options``
-    are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
+    A published data set is first downloaded into a temporary folder, which is deleted at the end.
+
+    Args:
+        source: A name in ``catalog.DATASETS``, or a folder or prefix of images (``class/name.jpg``).
+        folder: The folder for the shards and the index.
+        split: "train" or "test" of a published data set. A folder of images is always "train".
+        options: Keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
+
+    Raises:
+        UserError: The split or an option is unfit, the source cannot be read, or the files exist or cannot be written.
     """
     if split not in ("train", "test"):
         raise unknown_name_error("split", split, ("train", "test"))
@@ -44,6 +52,14 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
+    """Pack the images below ``address`` (``class/name.jpg``) into shards in ``folder``, and return the index.
+
+    The bytes of the images stay unchanged. Prints notes about the images to stderr. ``options`` are keyword arguments
+    of :func:`flyte_ddp.shards.packing.pack_samples`.
+
+    Raises:
+        UserError: An image cannot be read, an option is unfit, or the files exist or cannot be written.
+    """
     images = list_images(address)
     for line in images.describe_images():
         Progress(options.get("progress", "auto")).print_note(line)
@@ -57,7 +73,11 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
-    """Return a unique key for each file: the name without extension, and with "%2E" for other dots."""
+    """Return a unique key for each file name (``class/name.jpg``), in order.
+
+    A key is the name without its extension, and with "%2E" for other dots. If a key exists already, "%2E" and the
+    extension are added.
+    """
     keys: dict[str, None] = {}
     for name in names:
         stem, _, extension = name.rpartition(".")

@@ -32,10 +32,12 @@ SampleOrder = ListedOrder | ShardOrder  # not StreamOrder, because samples of a 
 def open_prepared(folder: Path) -> PreparedSet:
     """Open a folder that :func:`flyte_ddp.datasets.fetch` has written.
 
-    Arrays and file lists are memory-mapped.
+    Arrays and file lists are memory-mapped. Files that changed since the last check are hashed, and the result is kept
+    in the folder's ``verified.json``.
 
     Raises:
-        UserError: The folder is damaged, a file has changed since, or another release prepared the folder.
+        UserError: The folder is no prepared data set or is damaged, a file has changed since the preparation, or
+            another release prepared the folder.
     """
     description = read_description(folder)
     if not FORMAT.items() <= description.items():
@@ -47,7 +49,7 @@ def open_prepared(folder: Path) -> PreparedSet:
 
 
 def order_test_split(data: PreparedSet) -> SampleOrder:
-    """Return the order of the test split.
+    """Return the order of the test split. The order is the same in each call.
 
     If encoded images have no test set, the split is a tenth of the images. In a stream, whole shards are held out.
     """
@@ -68,7 +70,10 @@ def divide_shards(data: EncodedSet, counts: NDArray[np.int64], validation_fracti
 
 
 def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
-    """Return the orders of "training", "validation" and "test". Splits of a stream have whole shards."""
+    """Return the orders of "training", "validation" and "test" by these names. Splits of a stream have whole shards.
+
+    The hyperparameters ``validation_fraction``, ``seed`` and ``shuffle_shards`` decide.
+    """
     tests = order_test_split(data)
     if not isinstance(data, EncodedSet):
         samples = np.arange(data.train_samples, dtype=np.int32)
@@ -86,12 +91,19 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
 
 
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
-    """Return ``order`` changed as the hyperparameter ``sampling`` says.
+    """Return ``order`` changed as the hyperparameter ``sampling`` says. "shuffled" returns ``order`` unchanged.
 
-    A user-defined function is called here twice, and later by the returned order.
+    A user-defined function is called twice here, to check that both calls choose the same samples. Later, the returned
+    order calls the function.
+
+    Args:
+        data: The data set.
+        order: The order of the training split, a ListedOrder unless ``sampling`` is "shuffled".
+        sampling: "shuffled", "balanced", "weighted" or a ``package.module:callable``.
 
     Raises:
-        UserError: The data lack the weights or classes that ``sampling`` needs, or the user's function is unfit.
+        UserError: The data lack the weights or classes that ``sampling`` needs, all weights are 0, or the user's
+            function is unfit.
     """
     if sampling == "shuffled":
         return order
@@ -117,8 +129,11 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
 def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     """Check that a prepared data set can be trained on, and return notes for the user.
 
+    User-defined ``sample`` and ``sampling`` functions are not called.
+
     Raises:
-        UserError: A split is empty, or the data do not fit the hyperparameters.
+        UserError: The folder is damaged, a split for training or testing is empty, or the data do not fit the
+            hyperparameters.
     """
     data = open_prepared(folder)
     targets = find_training_targets(data)
@@ -151,7 +166,10 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
 
 
 def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int, workers: int) -> None:
-    """Raise UserError if a stream has fewer training shards than ``ranks`` x ``workers``. Other data are accepted."""
+    """Raise UserError if a stream has fewer training shards than ``ranks`` x ``workers``. Other data are accepted.
+
+    ``workers`` is the number of each rank's loader processes. The value 0 counts as 1.
+    """
     if not isinstance(data, EncodedSet) or not isinstance(data.train, ShardIndex) or not data.is_stream:
         return
     splits = divide_shards(data, data.train.counts, hp.validation_fraction, hp.seed)
@@ -163,6 +181,10 @@ def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int,
 
 
 def describe_missing_classes(masks: NDArray[Any] | None, classes: Sequence[str]) -> list[str]:
+    """Return a list with one warning that names the classes without any pixel in the training masks.
+
+    If no class is missing, or if ``masks`` is None or no array [N, H, W], return [].
+    """
     if masks is None or masks.ndim != 3:
         return []
     missing = dict(enumerate(classes))
@@ -183,6 +205,11 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
 
 
 def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
+    """Return the labels or targets of all training samples as one array, or None if unknown.
+
+    Targets are unknown in shards and in sets on demand, and if targets have several leaves. The samples of the
+    validation split are included.
+    """
     if isinstance(data, EncodedSet):
         return data.train.labels if isinstance(data.train, ImageList) else None
     targets = getattr(data, "train_targets", None)
@@ -190,6 +217,7 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
 
 
 def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
+    """Raise UserError if webdataset is not installed, or a data set in the index has a weight other than 1."""
     if importlib.util.find_spec("webdataset") is None:
         raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
     for part in index.parts:
@@ -199,6 +227,10 @@ def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
+    """Raise UserError if hyperparameters do not fit the kind of data, such as ``image_size`` for texts.
+
+    Also raises UserError if the data are a stream that cannot be read.
+    """
     if isinstance(data, EncodedSet) and data.is_stream and isinstance(data.train, ShardIndex):
         refuse_unusable_stream(data.train, hp.dataset)
     if isinstance(data, ItemSet) and hp.bad_samples:
@@ -222,7 +254,8 @@ def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
 def count_training_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
     """Return the number of samples, labels or mask pixels of each class in the order ``training``.
 
-    If the counts cannot be known from the data, return ().
+    ``classes`` is the number of classes. Samples that an epoch repeats or skips make no difference. If the counts
+    cannot be known from the data, return ().
     """
     labels = find_training_targets(data)
     if labels is None:
@@ -240,8 +273,10 @@ def count_training_classes(data: PreparedSet, training: Order, classes: int) -> 
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:
     """Return the data set's class names, or "0" to num_classes-1 if the data set has none.
 
+    ``of_numbers`` is True if targets may be without classes. Then the result may be ().
+
     Raises:
-        UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is false.
+        UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is False.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")

@@ -46,7 +46,10 @@ class StoredSet:
         return {} if self.sample_weights is None else {WEIGHTS: self.sample_weights}
 
     def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
-        """Return the arrays whose content identifies this data set, or with ``test`` only the test split."""
+        """Return the arrays whose content identifies this data set.
+
+        If ``test`` is True, return those of the test split.
+        """
         return {name: each for name, each in self.list_arrays().items() if not test or name.startswith("test_")}
 
     def write_other_files(self, folder: Path) -> None:
@@ -58,7 +61,7 @@ class StoredSet:
 
 
 def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
-    """Return the SHA-256 (hex) of class names and identifying arrays, with ``test`` of the test split alone."""
+    """Return the SHA-256 (hex) of class names and identifying arrays. If ``test`` is True, hash only the test split."""
     digest = hashlib.sha256(json.dumps(data.classes).encode())
     for name, array in data.list_identity(test=test).items():
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
@@ -67,9 +70,10 @@ def arrays_sha256(data: StoredSet, *, test: bool = False) -> str:
 
 
 def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write a data set into an existing folder, ``dataset.json`` last.
+    """Write a data set into an existing folder: arrays, other files, ``verified.json``, and ``dataset.json`` last.
 
-    ``origin`` holds further entries of ``dataset.json``.
+    ``origin`` holds further entries of ``dataset.json``, such as ``data_source``. The digest of a set with arrays is
+    computed here.
     """
     arrays = data.list_arrays()
     for name, array in arrays.items():
@@ -83,6 +87,15 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
 
 
 def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, digest: str, test_digest: str) -> None:
+    """Hash all files of the folder, and write ``verified.json`` and then ``dataset.json``. Call this last.
+
+    Args:
+        folder: The folder of the data set.
+        data: An object with the attributes ``name`` and ``classes``.
+        content: Further entries of ``dataset.json``.
+        digest: The SHA-256 (hex) of the whole data set.
+        test_digest: The SHA-256 (hex) of the test split.
+    """
     of_all = {**FORMAT, "name": data.name, "classes": data.classes, "digest": digest, TEST_DIGEST: test_digest}
     own = (folder / DESCRIPTION, folder / VERIFIED)
     files = {str(path.relative_to(folder)): path for path in list_files(folder) if path not in own}
@@ -94,8 +107,9 @@ def write_description(folder: Path, data: Any, content: Mapping[str, Any], *, di
 def verify_files(folder: Path, digests: Mapping[str, str]) -> None:
     """Raise a UserError if a file is missing or has changed since the folder was prepared.
 
-    Each version of a file is hashed once, and the result is kept in the folder. If the folder is read-only, each call
-    hashes the files again.
+    Each version of a file is hashed once, and the result is kept in ``verified.json``. If the folder is read-only, each
+    call hashes the files again that changed since ``verified.json`` was written. ``digests`` holds the SHA-256 (hex) of
+    each file by name.
     """
     known: Any = {}
     with suppress(OSError, ValueError):
@@ -119,7 +133,7 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Write a contiguous array as an ``.npy`` file."""
+    """Write a contiguous array as an ``.npy`` file, which replaces an older file when complete."""
     with atomic_write(path) as file:  # numpy.save's error for a full disk has no errno
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
@@ -137,9 +151,12 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield a folder's description, and the fields that all stored sets have.
+    """Yield the content of ``dataset.json``, and the fields that all stored sets have, as keyword arguments.
 
-    Raises UserError if reading fails here or in the block because the folder is damaged.
+    The fields are ``name``, ``digest``, ``classes`` and ``sample_weights``. Files are not compared with their digests.
+
+    Raises:
+        UserError: Reading fails here or in the block, because the folder is damaged.
     """
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
@@ -154,6 +171,7 @@ def read_array(folder: Path, name: str) -> NDArray[Any]:
 
 @contextmanager
 def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
+    """Turn errors of reading ``folder`` in the block into a UserError that reports damage."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -21,9 +21,14 @@ def pack_preprocessing(
 ) -> dict[str, Any]:
     """Return ``preprocessing`` (pickled), ``prepare`` and ``columns`` for JSON, or {} if the first two are None.
 
+    Args:
+        preprocessing: Any object that can be pickled.
+        prepare: A module-level function of ``preprocessing`` and a source of new rows.
+        columns: The column names of each frame, by the name of the leaf.
+
     Raises:
-        UserError: ``preprocessing`` cannot be pickled, or ``prepare`` is missing, is not defined by a module, or does
-            not accept two arguments.
+        UserError: ``preprocessing`` cannot be pickled, or is given without ``prepare``. Also if ``prepare`` is not
+            defined by a module or does not accept two arguments.
     """
     if prepare is None:
         if preprocessing is None:
@@ -39,6 +44,7 @@ def pack_preprocessing(
 
 
 def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
+    """Raise UserError if ``prepare``, named ``spec``, does not accept two arguments or has no signature."""
     try:
         inspect.signature(prepare).bind(None, "")
     except (TypeError, ValueError):  # ValueError: a builtin without a signature

@@ -42,10 +42,22 @@ class PublishedSet:
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[SampleArrays, str]:
-        """Download, verify and read the files, using ``workspace`` for temporary files.
+        """Download, verify and read the files.
+
+        Files are written to ``workspace/raw``, a new folder that is deleted at the end.
+
+        Each file is tried up to 4 times, and pauses are printed.
+
+        Args:
+            source: A directory or web address with the files, or "" for the system's copy and the public addresses.
+            workspace: An existing folder.
+            progress: Shows the downloads.
 
         Returns:
             The arrays, and the addresses that the files came from.
+
+        Raises:
+            UserError: No address has a file with the right digest.
         """
         raw = workspace / "raw"
         raw.mkdir()
@@ -57,8 +69,10 @@ class PublishedSet:
     def download_file(self, name: str, source: str, folder: Path, progress: Progress) -> str:
         """Download a file into ``folder``, verify the content, and return the address of the file's directory.
 
-        If ``source`` is empty, the system copy and the public addresses are tried. Raises UserError if all addresses
-        fail.
+        If ``source`` is empty, the system's copy and the public addresses are tried, in up to 4 rounds with pauses.
+
+        Raises:
+            UserError: All addresses failed, or have a file with another digest.
         """
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         addresses = [storage.join(place, name) for place in ([source] if source else [*system, *self.addresses])]
@@ -66,6 +80,7 @@ class PublishedSet:
             with (folder / name).open("wb") as file:
 
                 def download_from(address: str) -> str:
+                    """Download the file from one address, and return the address of the directory."""
                     storage.download_file(address, file, digests=self.files[name], kind="md5", progress=progress)
                     file.flush()
                     if name in self.sha256 and (found := file_digest(folder / name)) != self.sha256[name]:
@@ -87,6 +102,7 @@ SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the imp
 
 
 def read_digits_file(folder: Path) -> Arrays:
+    """Return images [n, 8, 8] and labels of the first 1,500 rows (training), then of the rest (test)."""
     rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",", ndmin=2)  # 64 pixels and the label
     images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
     labels, first_test = rows[:, -1].astype(np.int64), DIGITS_FOR_TRAINING
@@ -158,6 +174,10 @@ TRAIN_BATCHES, TEST_BATCH = tuple(f"data_batch_{number}" for number in range(1, 
 
 
 def read_cifar10_archive(folder: Path) -> Arrays:
+    """Return images [n, 32, 32, 3] and labels of training, then of test, from the pickles in the archive.
+
+    Pickles can run code, so the SHA-256 of the archive must be verified before.
+    """
     images, labels = {}, {}
     with tarfile.open(folder / CIFAR10_FILE, "r:gz") as archive:
         for member in archive:

@@ -39,8 +39,8 @@ def take_rows(rows: Any, places: NDArray[np.int64]) -> Any:
 def list_columns(rows: Any) -> dict[str, Any]:
     """Return the columns of rows by name, as the container holds them.
 
-    The columns of an array [n, k] are called "0", "1" and so on. Rows without columns, for example texts, become one
-    column called "row".
+    The columns of an array [n, k] are called "0", "1" and so on. A list of dicts has the columns of its first dict,
+    with None for missing values. Rows without columns, for example texts, become one column called "row".
 
     Raises:
         UserError: Two columns have the same name.
@@ -64,10 +64,11 @@ def list_columns(rows: Any) -> dict[str, Any]:
 
 
 def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
-    """Return rows with only the columns ``names``, in this order.
+    """Return rows with only the columns ``names``, in this order. Other columns are dropped.
 
     Raises:
-        UserError: A column is missing. ``where`` begins the text.
+        UserError: A column is missing, or an array without column names has more columns. The text begins with
+            ``where``.
     """
     found = [*list_columns(rows)]
     if found == [*names]:
@@ -88,16 +89,20 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
 
 
 def describe_columns(rows: Any) -> dict[str, NDArray[Any]]:
-    """Return each column of n rows as float64 [n] or as texts [n].
+    """Return each column of n rows as float64 [n] or as texts [n], by the column's name.
 
-    Truth values become 0 and 1, and dates become days since 1970. Missing numbers are NaN, and missing texts are "".
-    Columns of arrays are skipped.
+    Truth values become 0 and 1, dates become days since 1970, and durations become days. Missing numbers are NaN, and
+    missing texts are "". Columns of arrays are skipped.
     """
     found = {name: describe_values(values) for name, values in list_columns(rows).items()}
     return {name: values for name, values in found.items() if values.ndim == 1}
 
 
 def describe_values(values: Any) -> NDArray[Any]:
+    """Return a column of n values as float64 [n] or texts [n]. Dates become days since 1970.
+
+    If the values are lists or arrays, the result has more than one dimension.
+    """
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -111,7 +116,10 @@ def describe_values(values: Any) -> NDArray[Any]:
 
 
 def describe_objects(array: NDArray[Any]) -> NDArray[Any]:
-    """Return values [n] of any types as numbers if all known values are numbers or dates, else as texts."""
+    """Return values [n] of any types as float64 if all known values are numbers or dates, else as texts.
+
+    Missing values become NaN or "". Dates become days since 1970.
+    """
     missing = np.array([is_missing(value) for value in array], dtype=bool)
     known = array[~missing].tolist()
     if known and all(isinstance(value, NUMBERS) for value in known):
@@ -131,9 +139,10 @@ def is_missing(value: Any) -> bool:
 
 
 def digest_rows(rows: Any) -> NDArray[np.uint64]:
-    """Return a number for each row, [n], that is equal for rows with equal columns by name.
+    """Return a hash of each row [n]. Rows with equal values in columns of equal names have equal hashes.
 
-    The order of the columns makes no difference.
+    The order of the columns makes no difference. Values are compared in the form of :func:`describe_columns`, in which,
+    for example, True equals 1.
     """
     columns = describe_columns(rows)
     total = np.zeros(count_rows(rows), np.uint64)
@@ -146,6 +155,7 @@ def digest_rows(rows: Any) -> NDArray[np.uint64]:
 
 
 def digest_column(values: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return a hash of each value of a column of float64 or texts. All NaNs are equal, and 0 equals -0."""
     if values.dtype.kind == "f":
         plain = np.where(np.isnan(values), np.nan, values + 0.0)  # the same bits for all NaNs, and for 0 and -0
         return mix(plain.view(np.uint64))

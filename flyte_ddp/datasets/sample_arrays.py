@@ -72,7 +72,10 @@ class StoredRows:
     path: Path
 
     def load(self) -> Any:
-        """Return the rows. Raises UserError if unpickling fails."""
+        """Return the rows. Raises UserError if unpickling fails.
+
+        Unpickling imports the packages of the rows' types, and a manipulated file could run code.
+        """
         try:
             return pickle.loads(self.path.read_bytes())
         except Exception as error:  # the packages that define the rows' types may raise anything
@@ -127,6 +130,10 @@ class SampleArrays(StoredSet):
         return len(next(iter(name_leaves(self.test_inputs).values())))
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays by file name without ``.npy``: leaves, ends of ragged leaves, ids and weights.
+
+        Examples of names are ``train_inputs``, ``train_inputs.NAME``, ``train_inputs.NAME.ends`` and ``test_ids``.
+        """
         arrays = super().list_arrays()
         for part in PARTS:
             for name, leaf in name_leaves(getattr(self, part)).items():
@@ -136,6 +143,12 @@ class SampleArrays(StoredSet):
         return arrays | {name: each for name, each in ids.items() if each is not None}
 
     def list_identity(self, *, test: bool) -> dict[str, NDArray[Any]]:
+        """Return the arrays whose content identifies this data set.
+
+        If ``test`` is True, return those of the test split.
+
+        If rows were kept, hashes of the rows are added, and replace the inputs of the test split.
+        """
         found = super().list_identity(test=test)
         # Prepared inputs depend on the fitted object, so equal rows would be another test split after each fit.
         if self.rows and test:
@@ -144,11 +157,17 @@ class SampleArrays(StoredSet):
         return found | {f"{side}_rows": digest_rows(self.load_rows(side)) for side in sides if side in self.rows}
 
     def write_other_files(self, folder: Path) -> None:
+        """Pickle the rows of each side, if rows were kept, into a file of the folder."""
         for side in self.rows:
             with atomic_write(rows_file(folder, side)) as file:
                 file.write(pickle.dumps(self.load_rows(side)))
 
     def describe_content(self) -> dict[str, Any]:
+        """Return the entries of ``dataset.json`` that only sets of arrays have.
+
+        Among the entries are the forms of inputs and targets, and the first sample with NaN or infinity in each file of
+        targets.
+        """
         forms = {
             kind: {
                 "form": form_of(leaves),
@@ -168,7 +187,8 @@ class SampleArrays(StoredSet):
 def name_sample(data: object, split: str, number: int) -> str:
     """Return a sample's split and number in words, with the id that the user gave to the sample.
 
-    ``split`` is "training", "validation" or "test".
+    ``split`` is "training", "validation" or "test". ``number`` is a position in the data set's training or test
+    samples, also for a validation sample.
     """
     ids = getattr(data, "test_ids" if split == "test" else "train_ids", None)
     return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
@@ -197,16 +217,16 @@ def arrays(
         test: Test samples, in the same form.
         classes: Names of the classes if targets are class numbers or truth values [N] (default: "0", "1", ...).
         name: May be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
-        sample_weights: Weights [N] of the training samples for ``sampling`` "weighted".
+        sample_weights: Weights [N] of the training samples for ``sampling`` "weighted". Finite, at least 0, not all 0.
         preprocessing: Any object that can be pickled, for example fitted transformers. Saved in ``model.json``.
         prepare: A module-level function that is called with ``preprocessing`` and a source of new rows, and returns
             (inputs, ids or None).
 
     Raises:
-        UserError: Leaves are no numbers or differ in length, inputs are NaN or infinite, or float32 cannot distinguish
-            float64 values. Also if names are reserved or no Python identifiers, training and test samples have
-            different forms, ``preprocessing`` cannot be pickled, or class names or weights are unfit for
-            :func:`flyte_ddp.image_arrays`.
+        UserError: Leaves are no numbers, are empty or differ in length, or inputs are NaN or infinite. Also if float32
+            cannot distinguish float64 values of training samples, names are reserved or no Python identifiers, or
+            training and test samples have different forms. Also if ``preprocessing`` cannot be pickled, a class number
+            is out of range, class names are equal, or weights are unfit.
     """
     for side, given in (("train", train), ("test", test)):
         if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
@@ -226,7 +246,22 @@ def make_arrays(
     sample_weights: Any = None,
     rows: Mapping[str, Any] | None = None,
 ) -> SampleArrays:
-    """Return the data set of :func:`arrays`, given a packed preprocessing, and optionally the rows of both sides."""
+    """Check training and test samples, and return the data set with its leaves as stored arrays.
+
+    Unlike :func:`arrays`, the function does not check whether ``train`` and ``test`` are pairs or triples.
+
+    Args:
+        train: Training samples, (inputs, targets) or (inputs, targets, ids).
+        test: Test samples, in the same form. Frames may have their columns in another order.
+        classes: Names of the classes, or empty.
+        name: The name of the data set, or "".
+        packed: The result of :func:`pack_preprocessing`, or an equivalent dict.
+        sample_weights: Weights [N] of the training samples, or None.
+        rows: The rows behind the inputs of "train" and "test", if they are to be kept with the data set.
+
+    Raises:
+        UserError: Samples, names or weights are unfit, as for :func:`arrays`.
+    """
     parts, ids = dict[str, Leaves](), dict[str, Any]()
     listed = columns.list_columns(train[0])
     test = [columns.order_frames("test_inputs", test[0], listed), *test[1:]]
@@ -254,10 +289,16 @@ def make_arrays(
 def convert_inputs(
     prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
 ) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Return inputs as arrays or Ragged, and ids as texts.
+    """Return inputs as arrays or Ragged, and ids as texts, or None without ids.
 
-    Raises UserError if inputs are empty, not finite, or of unequal lengths. ``distinct`` also rejects values that
-    float32 cannot distinguish.
+    Args:
+        prefix: The start of the names in errors, for example "train_".
+        inputs: The leaves of the inputs as the user gave them.
+        given_ids: An id for each sample, or None.
+        distinct: Whether values that float32 cannot distinguish are rejected.
+
+    Raises:
+        UserError: Inputs are empty, not numeric, not finite, or of unequal lengths, or a name of a leaf is unfit.
     """
     stored, ids = convert_new_inputs(prefix, inputs, given_ids, distinct=distinct)
     given = name_leaves(inputs)
@@ -273,7 +314,13 @@ def convert_inputs(
 def convert_new_inputs(
     prefix: str, inputs: Any, given_ids: Any, *, distinct: bool = False
 ) -> tuple[Leaves, NDArray[np.str_] | None]:
-    """Convert inputs and ids like :func:`convert_inputs`, but accept NaN and infinite inputs."""
+    """Return inputs as arrays or Ragged, and ids as texts, or None without ids. NaN and infinite inputs are accepted.
+
+    The arguments are those of :func:`convert_inputs`.
+
+    Raises:
+        UserError: Inputs are empty, not numeric, or of unequal lengths, or a name of a leaf is unfit.
+    """
     name = f"{prefix}inputs"
     stored = store_leaves(name, inputs, distinct=distinct)
     if stored is None:
@@ -286,7 +333,7 @@ def convert_new_inputs(
 def convert_id(given: Any) -> str:
     """Return an id as a text.
 
-    Whole floats become whole numbers, because pandas turns whole ids with gaps into floats.
+    Whole floats become whole numbers, because pandas turns whole ids with gaps into floats. Bytes are decoded.
     """
     given = given.item() if is_tensor(given) else given
     if isinstance(given, bytes):
@@ -296,6 +343,16 @@ def convert_id(given: Any) -> str:
 
 
 def store_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
+    """Return leaves, in the same form, as contiguous arrays or Ragged in the types that are stored. None stays None.
+
+    Args:
+        name: The name of the leaves in errors. Reserved names of leaves are rejected if the name ends with "inputs".
+        leaves: The leaves as the user gave them.
+        distinct: Whether values that float32 cannot distinguish are rejected.
+
+    Raises:
+        UserError: A dict or tuple is empty, a name is unfit, or a leaf is not numeric or has no samples.
+    """
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not name_leaves(leaves):
@@ -308,6 +365,10 @@ def store_leaves(name: str, leaves: Any, *, distinct: bool = False) -> Leaves:
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
+    """Raise UserError if a name in a dict of leaves is no Python identifier.
+
+    If ``name`` ends with "inputs", reserved names are also rejected.
+    """
     for key in name_leaves(leaves) if form_of(leaves) == "dict" else ():
         if not isinstance(key, str) or not key.isidentifier():
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
@@ -316,6 +377,16 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
 
 
 def store_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any] | Ragged:
+    """Return a leaf as a contiguous array [N, ...] in the stored type, or as Ragged if samples have different lengths.
+
+    Args:
+        name: The name of the leaf in errors.
+        given: The leaf as the user gave it.
+        distinct: Whether values that float32 cannot distinguish are rejected.
+
+    Raises:
+        UserError: The leaf is not numeric, has no samples, or has samples that differ beyond the first dimension.
+    """
     values = columns.unpack_values(name, given)
     try:
         array = require_array(name, values)
@@ -340,6 +411,12 @@ def store_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any]
 
 
 def convert_ragged(name: str, samples: Sequence[NDArray[Any]], *, distinct: bool = False) -> Ragged:
+    """Return samples [length, ...] of different lengths as Ragged. Empty samples may have the shape [0] and any type.
+
+    Raises:
+        UserError: Samples are not numeric or differ beyond the first dimension. If ``distinct`` is set, also if float32
+            cannot distinguish float64 values.
+    """
     # An empty list is an array of floats [0], and must not turn whole numbers of other samples into floats.
     filled = {place: sample for place, sample in enumerate(samples) if sample.shape != (0,)} or {0: samples[0]}
     first, expected = next((place, sample.shape) for place, sample in filled.items())
@@ -356,6 +433,11 @@ def convert_ragged(name: str, samples: Sequence[NDArray[Any]], *, distinct: bool
 
 
 def convert_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Return values in the type in which values are stored, for example floats as float32.
+
+    Raises:
+        UserError: A number is too large for float32.
+    """
     try:
         with np.errstate(over="raise"):
             return values.astype(stored_type(values.dtype), copy=False)
@@ -369,6 +451,7 @@ def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def require_one_length(parts: Mapping[str, Leaves]) -> None:
+    """Raise UserError if leaves have different numbers of samples. ``parts`` has leaves by name, or None."""
     lengths = {
         f"{name}{f'[{key!r}]' if key else ''}": len(leaf)
         for name, leaves in parts.items()
@@ -381,9 +464,12 @@ def require_one_length(parts: Mapping[str, Leaves]) -> None:
 
 
 def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]:
-    """Return both sides' leaves with equal types, and ragged in both if ragged in one.
+    """Return the leaves of both sides with equal types. If a leaf is ragged in one side, both become ragged.
 
-    Raises UserError if forms or shapes differ.
+    ``kind`` names the leaves in errors, for example "inputs".
+
+    Raises:
+        UserError: The forms, the shapes of samples, or the kinds of numbers differ.
     """
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
@@ -414,6 +500,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
 
 
 def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> None:
+    """Raise UserError, with the first such sample, if a class number is outside 0..classes-1."""
     wrong = np.flatnonzero((targets < 0) | (targets >= classes))
     if len(wrong):
         problem = f"label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes"
@@ -421,9 +508,10 @@ def require_class_numbers(name: str, targets: NDArray[Any], classes: int) -> Non
 
 
 def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
-    """Return ``values`` as float64 [samples], or None for None.
+    """Return ``values`` as float64 [samples], or None for None. ``samples`` is the number of training samples.
 
-    Raises UserError unless all weights are finite and at least 0, and one is above 0.
+    Raises:
+        UserError: The number of weights is another, a weight is negative or not finite, or all weights are 0.
     """
     if values is None:
         return None
@@ -447,12 +535,19 @@ def is_class_numbers(targets: Leaves) -> bool:
 
 
 def number_truth_values(targets: Leaves) -> Leaves:
+    """Return truth values [N] as uint8, and any other targets unchanged."""
     is_truth = isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind == "b"
     return targets.astype(np.uint8) if is_truth else targets
 
 
 def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
-    """Return "0", "1", ... up to the largest class number, or () if the targets are no class numbers [N]."""
+    """Return "0", "1", ... up to the largest class number, or () if the targets are no class numbers [N].
+
+    ``parts`` holds the leaves "train_targets" and "test_targets".
+
+    Raises:
+        UserError: A class number is negative, or is 1,000,000 or more.
+    """
     targets = [parts[f"{side}_targets"] for side in ("train", "test")]
     if not all(map(is_class_numbers, targets)):
         return ()
@@ -467,6 +562,13 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
 
 
 def open_arrays(folder: Path) -> SampleArrays:
+    """Open the prepared arrays in a folder. Arrays are memory-mapped, and rows are unpickled when needed.
+
+    Files are not compared with their digests.
+
+    Raises:
+        UserError: The folder is damaged, or is no prepared data set.
+    """
     with open_folder(folder) as (description, fields):
         for part in PARTS:
             kind, named = description[LEAVES][part.rpartition("_")[2]], dict[str, Any]()

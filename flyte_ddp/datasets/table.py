@@ -64,7 +64,7 @@ class Table:
 
 
 def hash_samples(found: Any, ids: Any) -> NDArray[np.uint64]:
-    """Return a number for each row that depends on the id, or on the content if ``ids`` is None."""
+    """Return a hash of each row's id. If ``ids`` is None, hash the content of the rows ``found``."""
     return rows.digest_rows(found) if ids is None else rows.digest_texts([*map(convert_id, ids)])
 
 
@@ -90,9 +90,16 @@ def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray
 
 
 def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
-    """Read, divide, fit and prepare the rows of a user's Table.
+    """Read, divide, fit and prepare the rows of a user's Table, and return the data set.
 
-    Exceptions of the user's code pass through.
+    The data set keeps the rows and the fitted object. ``fit`` and ``prepare`` get deep copies. New instances call
+    ``prepare``, and call it again for parts of the test rows to find inputs that depend on other rows. Exceptions of
+    the user's code pass through.
+
+    Args:
+        spec: The name of the class, ``package.module:Class``.
+        found: The class.
+        source: The argument of ``read``.
 
     Raises:
         UserError: The table, or a value that its methods return, is unfit.
@@ -138,7 +145,7 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
 
 
 def prepare_copy(table: Table, fitted: Any, found: Any) -> Any:
-    """Return the inputs of rows, prepared by a new instance of the table from deep copies.
+    """Return the inputs of the rows ``found``, prepared by a new instance of the table from deep copies.
 
     The new instance ensures that ``prepare`` depends only on the fitted object and the rows, and changes neither.
     """
@@ -146,10 +153,10 @@ def prepare_copy(table: Table, fitted: Any, found: Any) -> Any:
 
 
 def make_table(found: Callable[[], Any], where: str) -> Table:
-    """Return an instance of a user's Table.
+    """Return a new instance of the class ``found``. Exceptions of the class pass through.
 
     Raises:
-        UserError: The class is no Table, or a method has other parameters.
+        UserError: The class is no Table, or a method has other parameters. The text begins with ``where``.
     """
     table = found()
     if not isinstance(table, Table):
@@ -165,8 +172,10 @@ def make_table(found: Callable[[], Any], where: str) -> Table:
 def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
     """Return rows, targets and ids of a source. Targets and ids are None if the source has none.
 
+    Exceptions of the user's ``read`` pass through.
+
     Raises:
-        UserError: ``read`` returned another type, no row, or parts of unequal lengths.
+        UserError: ``read`` returned another type, no row, or parts of unequal lengths. The text begins with ``where``.
     """
     returned = table.read(source)
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
@@ -188,7 +197,16 @@ def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
 def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[Any, Sequence[str]]:
     """Return targets with class numbers in place of classes, and the names of the classes.
 
-    Targets that are numbers to predict are returned unchanged.
+    Targets that are numbers to predict are returned unchanged, with ``declared``. If no names are declared, the classes
+    are the values of the targets, sorted.
+
+    Args:
+        targets: The targets that ``read`` returned.
+        declared: The names in ``Table.classes``, or empty.
+        where: The start of errors.
+
+    Raises:
+        UserError: A target is missing, or is none of the declared classes.
     """
     values = np.asarray(targets)
     if isinstance(targets, dict) or values.ndim != 1 or values.dtype.kind == "f":
@@ -207,6 +225,9 @@ def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> N
     """Return the class of each target as a text, or "" if the target is missing.
 
     Whole numbers are positions in ``declared``, unless the names in ``declared`` are numbers.
+
+    Raises:
+        UserError: A position is out of range. The text begins with ``where``.
     """
     names = []
     for value in values.tolist():
@@ -222,18 +243,31 @@ def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> N
 
 
 def are_places(declared: Sequence[Any]) -> bool:
-    """Return whether whole-number targets are positions in ``declared`` (false if all names there are numbers)."""
+    """Return whether whole-number targets are positions in ``declared``, the names of the classes.
+
+    If no names are declared, or if all names are numbers, return False.
+    """
     return bool(declared) and not all(str(name).isdecimal() for name in declared)
 
 
 def number_names(names: NDArray[np.str_], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Return the position of each name in ``classes``, and -1 for the name ""."""
+    """Return the position of each name in ``classes``, and -1 for the name "". Other names raise KeyError."""
     places = {name: place for place, name in enumerate(classes)} | {rows.MISSING: UNKNOWN}
     return np.array([places[name] for name in names.tolist()], np.int64)
 
 
 def require_independent_rows(table: Table, fitted: Any, some: Any, inputs: Any, where: str) -> None:
-    """Raise UserError if the inputs of some rows change when these rows are prepared without the rest."""
+    """Raise UserError if inputs of rows change when these rows are prepared without the other rows.
+
+    Up to 16 rows are prepared again as a group, and 3 of these alone. Small differences of rounding are accepted.
+
+    Args:
+        table: The user's table.
+        fitted: The object that ``fit`` returned.
+        some: The rows.
+        inputs: The inputs that ``prepare`` returned for all these rows.
+        where: The start of the error.
+    """
     samples = rows.count_rows(some)
     if samples < 2:
         return

@@ -47,7 +47,10 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
 
 
 def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict with copies of the tensors on the CPU, in row-major order, without shared storage."""
+    """Return the state_dict with copies of the tensors on the CPU, in row-major order, without shared storage.
+
+    Values that are no tensors are not copied.
+    """
     portable = copy.copy(state_dict)  # keeps ``_metadata``, which a new dict would lack
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
@@ -63,11 +66,13 @@ def load_model(
     """Return the trained model in evaluation mode on ``device``, and the content of the sidecar.
 
     Draws random numbers, because new weights are made first. A ``package.module:callable`` is imported from the sources
-    in the sidecar. If today's code is the same, or if the sidecar has no sources, today's code is imported, with the
-    working directory on ``sys.path``. Exceptions of this code pass through. Trust both files as you trust code.
+    in the sidecar. If today's code is the same, or if the sidecar has no sources, today's code is imported. If user
+    code is named, the working directory is put on ``sys.path``. Exceptions of this code pass through. Trust both files
+    as you trust code.
 
     Raises:
         UserError: A file is missing or damaged, the files are from different runs, or the weights do not fit the model.
+            Also if the callable cannot be loaded.
     """
     sidecar = read_model_json(sidecar_path)
     require_form(sidecar, LOADED, f"sidecar {sidecar_path} is damaged, so give the model.json of a finished run")
@@ -95,7 +100,16 @@ def load_model(
 
 
 def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
-    """Raise UserError if a built-in model has more numbers than the file has bytes, before memory is allocated."""
+    """Raise UserError if a built-in model has more numbers than the file has bytes, before memory is allocated.
+
+    Args:
+        model_path: The file of the weights.
+        name: The name of the model.
+        called: The further arguments of :func:`flyte_ddp.models.zoo.build_model`.
+
+    Raises:
+        UserError: The model is too large, or cannot be built with these arguments.
+    """
     try:
         with torch.device("meta"):
             model = zoo.build_model(name, *called)
@@ -112,7 +126,11 @@ def require_small_enough(model_path: Path, name: str, *called: Any) -> None:
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Load ``model.pt`` into ``model``, without a check of the SHA-256. Raises UserError if the weights do not fit."""
+    """Load ``model.pt`` into ``model``, without a check of the SHA-256.
+
+    Raises:
+        UserError: The file cannot be read, holds other objects than weights, or does not fit the model.
+    """
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
     except Exception as error:  # of the readers of torch, pickle and zip files
@@ -123,7 +141,11 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
-    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image."""
+    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image.
+
+    ``crop`` is "middle" if the model was evaluated on the middle square of images. Inputs that are no images have no
+    preparation.
+    """
     if isinstance(spec, LeavesSpec):
         return spec.to_dict()
     middle = crop == MIDDLE
@@ -145,7 +167,11 @@ def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
 
 
 def parse_input_spec(sidecar: Mapping[str, Any]) -> ModelInput:
-    """Return the model's input as the sidecar describes it."""
+    """Return the model's input as the sidecar describes it. If ``crop_share`` is missing, 224 / 256 is assumed.
+
+    Raises:
+        UserError: Mean and std do not fit the channels, or ``crop_share`` is out of range.
+    """
     values = sidecar["input"]
     if "leaves" in values:
         leaves = {name: LeafSpec(tuple(leaf["shape"]), leaf["dtype"]) for name, leaf in values["leaves"].items()}

@@ -32,11 +32,11 @@ FILE_ADVICE = "give a file written by torch.save that maps names to tensors"
 def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file, or "" if ``init_from`` is empty.
 
-    Hashes the content of a local file, the address of torchvision's ``weights``, or the ETag or time of change of
-    another remote file. A remote file that has neither is downloaded.
+    For torchvision's ``weights``, the address is hashed. For another remote file, the ETag or the time of change is
+    hashed, and a file that has neither is downloaded. For a local file, the content is hashed.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file does not exist or cannot be read.
     """
     if weights:
         return digest_lines([f"{catalog.TORCHVISION_ADDRESS}/{weights.file}"])
@@ -48,11 +48,18 @@ def identify_weights(init_from: str, weights: PretrainedWeights | None) -> str:
 def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, mirror: str) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``, or None if ``init_from`` is empty.
 
-    A download is written to ``folder`` and deleted after the block. Weights of torchvision come from ``mirror`` or the
-    public address, and stay in torch hub's cache.
+    A download is tried once, is written to ``folder``, and is deleted after the block. Weights of torchvision are tried
+    up to 4 times, and stay in torch hub's cache.
+
+    Args:
+        init_from: A path, an address, ``torchvision:NAME`` or "".
+        model: The name of the model.
+        folder: An existing folder for a download.
+        progress: Shows a download of torchvision's weights.
+        mirror: A folder or address with torchvision's files, or "" for the public address.
 
     Raises:
-        UserError: A download failed.
+        UserError: A download failed, a local file does not exist, or torchvision has no such weights for the model.
     """
     if weights := catalog.find_weights(model, init_from):
         yield fetch_pretrained_weights(weights, progress, init_from=init_from, mirror=mirror)
@@ -76,8 +83,8 @@ def fetch_weights(init_from: str, model: str, folder: Path, progress: Progress, 
 def fetch_pretrained_weights(weights: PretrainedWeights, progress: Progress, *, init_from: str, mirror: str) -> Path:
     """Return the path of a file of torchvision's weights in torch hub's cache.
 
-    The file is verified by the digest in its name. A missing file is downloaded, in up to 4 tries, from ``mirror`` (a
-    folder or an address) or from torchvision's address.
+    The file is verified by the digest in its name. A missing or damaged file is downloaded, in up to 4 tries, from
+    ``mirror`` (a folder or an address) or from torchvision's address.
 
     Raises:
         UserError: The file cannot be downloaded or written.
@@ -131,9 +138,18 @@ def local_weights_path(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
-    """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`.
+    """Load the weights in a file into a new model.
 
-    Prefixes that all names in the file have, for example DDP's ``module.``, are removed.
+    The parts that ``init_skip`` names keep the weights of the new model. So does the last layer if the file is
+    torchvision's and the layer does not have 1,000 classes. Prefixes that all names in the file have, for example DDP's
+    ``module.``, are removed.
+
+    Args:
+        model: The new model.
+        path: The file.
+        name: The name of the model in errors.
+        init_from: The hyperparameter, the address that the file was fetched from.
+        init_skip: Names of parts, separated by commas.
 
     Raises:
         UserError: The file is damaged or could run code, the weights do not fit, or a part is unknown.
@@ -162,7 +178,14 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
 
 
 def read_weights(path: Path, init_from: str) -> Any:
-    """Return a file's tensors by name, as a state_dict. Raises UserError if the file is damaged or could run code."""
+    """Return a file's tensors by name, as a state_dict on the CPU.
+
+    A state_dict inside a checkpoint is found by the keys of ``STATE_DICT_KEYS``. Values that are no tensors are
+    dropped. ``init_from`` begins the text of errors.
+
+    Raises:
+        UserError: The file is damaged, could run code, or has no tensors with names.
+    """
     import torch  # not at the top, because the launcher only downloads the file and does not need torch
 
     try:
@@ -183,6 +206,7 @@ def read_weights(path: Path, init_from: str) -> Any:
 
 
 def delete_parts(weights: Any, parts: Collection[str]) -> None:
+    """Delete the tensors and the metadata of the named parts, in place."""
     for named in (weights, weights._metadata):
         for name in [name for name in named if is_in_parts(name, parts)]:
             del named[name]
@@ -210,6 +234,10 @@ def split_part_names(names: str) -> list[str]:
 
 
 def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserError:
+    """Return the UserError about a part that does not exist. The text suggests the first parts of ``names``.
+
+    ``setting`` begins the text. ``names`` are the names of all modules or tensors of the model.
+    """
     parts = [*dict.fromkeys(name.partition(".")[0] for name in names)]
     more = ", ..." if len(parts) > MOST_NAMED else ""
     return UserError(
@@ -223,7 +251,10 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 
 
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
-    """Return the parts in ``init_skip``. For torchvision's weights, add the last layer unless it has 1,000 classes."""
+    """Return the parts in ``init_skip``. For torchvision's weights, add the last layer unless it has 1,000 classes.
+
+    ``model`` is the state_dict of the new model.
+    """
     parts = split_part_names(init_skip)
     if init_from.startswith(catalog.TORCHVISION_PREFIX):
         name, tensor = [*model.items()][-1]
@@ -233,12 +264,19 @@ def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: st
 
 
 def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
+    """Return the names of the tensors that start from the seed instead of the weights in ``init_from``.
+
+    These are the tensors of the parts in ``init_skip``. For torchvision's weights, the tensors of the last layer are
+    added, unless the layer has 1,000 classes.
+    """
     parts = list_seeded_parts(model, init_from, init_skip)
     return [name for name in model if is_in_parts(name, parts)]
 
 
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
-    """Freeze the parts that ``freeze`` names, and return the names of the frozen modules.
+    """Turn off gradients of the parts that ``freeze`` names, and return the names of all modules in these parts.
+
+    Names are separated by commas. Evaluation mode is not set here.
 
     Raises:
         UserError: A part is unknown, or all parameters would be frozen.

@@ -46,11 +46,14 @@ class LeavesSpec:
     leaves: tuple[tuple[str, LeafSpec], ...]
 
     def shapes(self) -> Leaves:
-        """Return the shape of a sample's leaf, or a tuple or dict with the shapes of a sample's leaves."""
+        """Return the shape of the leaf of a sample, or a tuple or dict with the shapes of several leaves."""
         return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
 
     def takes(self, found: "LeavesSpec") -> bool:
-        """Return whether samples of the spec ``found`` fit this spec. A size of None fits all sizes."""
+        """Return whether samples of the spec ``found`` fit this spec. A size of None fits all sizes.
+
+        Names and order of the leaves must be equal.
+        """
         if (self.form, [name for name, _ in self.leaves]) != (found.form, [name for name, _ in found.leaves]):
             return False
         pairs = [(own, other) for (_, own), (_, other) in zip(self.leaves, found.leaves, strict=True)]
@@ -61,7 +64,7 @@ class LeavesSpec:
         )
 
     def in_order_of(self, other: "LeavesSpec") -> "LeavesSpec":
-        """Return this spec with leaves in the order of ``other``, or unchanged if the leaves' names differ."""
+        """Return this spec with leaves in the order of ``other``, or unchanged if the names of the leaves differ."""
         own, names = dict(self.leaves), [name for name, _ in other.leaves]
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
@@ -83,7 +86,8 @@ def prepare_inputs(
 ) -> Leaves:
     """Return a batch's inputs in the form that the model accepts.
 
-    Images are converted by :func:`prepare_images`. Floats in other leaves are converted to ``dtype``.
+    Images (uint8 [N, H, W, C]) are resized and normalised to [N, C, height, width]. Floats in other leaves are
+    converted to ``dtype``, and ``memory_format`` makes no difference.
     """
     if isinstance(spec, InputSpec):
         return prepare_images(inputs, spec, dtype, memory_format)
@@ -95,9 +99,10 @@ def prepare_inputs(
 
 
 def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:
-    """Return uint8 images [N, H, W, C] as a new tensor [N, C, height, width], resized and normalised.
+    """Return uint8 images [N, H, W, C] as a new tensor [N, channels, height, width], resized and normalised.
 
-    Grey images become RGB if the model needs three channels.
+    Grey images become RGB if the model needs three channels. The tensor has the type ``dtype``, and stays on the device
+    of ``images``.
     """
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
@@ -121,6 +126,7 @@ def prepare_images(images: Tensor, spec: InputSpec, dtype: torch.dtype, memory_f
 
 @functools.lru_cache(maxsize=8)
 def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of each channel. A pixel 0..255 is normalised by ``value * scale + shift``."""
     mean, std = (torch.tensor(values, dtype=torch.float64, device=device) for values in (spec.mean, spec.std))
     return (1.0 / (std * 255.0)).to(dtype), (-mean / std).to(dtype)
 
@@ -131,6 +137,11 @@ def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterato
 
     The first is an IndexError of an embedding for an unknown token (CPU only). The second is a TypeError because
     ``forward`` does not accept the inputs as arguments. Other errors pass through.
+
+    Args:
+        name: The name of the model in errors.
+        model: The model.
+        inputs: The inputs that the model is called with.
     """
     try:
         yield

@@ -52,7 +52,10 @@ FORM = {
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of a ``model.json``, with names of user code as in :func:`prefer_stored_code`.
+    """Return the content of a ``model.json``.
+
+    If the user code that the file names has changed since, the names become StoredSpecs, which import the code stored
+    in the file. To find out, reads the user's files, and puts the working directory on ``sys.path``. Imports nothing.
 
     Raises:
         UserError: The file is missing or damaged, or has another format.
@@ -61,7 +64,11 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def parse_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of a ``model.json``. Raises UserError unless all values have the expected types."""
+    """Return the content of a ``model.json``. Names of user code stay as written.
+
+    Raises:
+        UserError: The file is missing, is not JSON, has another format, or has a value of another type.
+    """
     fix = "give the model.json of a finished run"
     try:
         sidecar = parse_json(path.read_bytes())
@@ -77,7 +84,11 @@ def parse_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Replace names of user code in the sidecar by StoredSpecs if today's files differ, and return the sidecar."""
+    """Replace names of user code in the sidecar by StoredSpecs if today's files differ, and return the same sidecar.
+
+    A StoredSpec imports the code that is stored in the sidecar. Without stored code, nothing is replaced. Reads the
+    user's files, and puts the working directory on ``sys.path``.
+    """
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named += [(sidecar.get(PREPROCESSING, {}), key) for key in ("prepare", TABLE)]

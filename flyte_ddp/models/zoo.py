@@ -18,7 +18,11 @@ from flyte_ddp.user_code.callables import load_callable, require_options, select
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: catalog.PretrainedWeights | None) -> InputSpec:
-    """Return a model's input for ``images``, resized to a square of ``size`` unless 0.
+    """Return the input of a model for ``images``, the spec of the data set's images.
+
+    If ``size`` is not 0, images become squares of this side. Otherwise the side of the pretrained ``weights`` is used,
+    or the size stays unchanged without weights. Models of torchvision get three channels. Pretrained weights also
+    decide mean, std and crop.
 
     Raises:
         UserError: The model does not accept the size or the number of channels.
@@ -44,12 +48,15 @@ def build_model(
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
     A built-in model maps float32 [N, channels, height, width] to outputs [N, num_classes]. A
-    ``package.module:callable`` gets ``options``. If the callable has the parameters ``num_classes`` and
-    ``input_shape``, they are also given. ``input_shape`` is (channels, height, width), or the leaves' shapes.
-    Exceptions of the callable pass through.
+    ``package.module:callable`` gets ``options``. Also, ``num_classes`` and ``input_shape`` are each passed if the
+    callable has such a parameter or accepts any keyword. Exceptions of the callable pass through.
+
+    ``input_shape`` is the shape of one sample: (channels, height, width) for images, else the shape of the leaf.
+    Several leaves have a tuple or dict of shapes. A size is None if samples differ.
 
     Raises:
-        UserError: The callable cannot be loaded or returns no module, or the options do not fit.
+        UserError: The callable cannot be loaded, is a module instance, or returns no module. Also if the options do not
+            fit.
     """
     if ":" in name:
         own = load_callable(name)
@@ -76,6 +83,11 @@ def build_model(
 
 
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
+    """Return torchvision's classifier with new weights. ``options`` are further arguments, and replace this library's.
+
+    Raises:
+        TypeError: An option is unknown. Other exceptions of torchvision's constructors pass through.
+    """
     from torchvision import models
 
     given: dict[str, Any] = {"weights": None, "num_classes": num_classes}
@@ -90,7 +102,11 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError if several ranks would train a model unlike a single process, or if its state cannot be saved."""
+    """Raise UserError if several ranks would train a model unlike a single process, or if its state cannot be saved.
+
+    Layers are checked only if this process is one of several ranks. To check the state, values that are no tensors are
+    pickled and read again in memory.
+    """
     for place, module in model.named_modules() if world_size() > 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.max_norm or module.scale_grad_by_freq):
             raise UserError(
@@ -101,7 +117,10 @@ def check_model(name: str, model: nn.Module) -> None:
 
 
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the entry, if ``torch.load(weights_only=True)`` would reject the state_dict."""
+    """Raise UserError, naming the entry, if ``torch.load(weights_only=True)`` would reject the state_dict.
+
+    ``name`` is the name of the model in the error.
+    """
     if found := find_refused_value(state_dict):
         key, value = found
         raise UserError(
@@ -111,7 +130,10 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Return key and value of the first entry that ``torch.load(weights_only=True)`` rejects, or None."""
+    """Return key and value of the first entry that ``torch.load(weights_only=True)`` rejects, or None.
+
+    Tensors are not examined. Other values are pickled and read again in memory.
+    """
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
     extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules, and a user's objects
     for key, value in extra.items():

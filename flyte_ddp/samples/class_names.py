@@ -7,7 +7,11 @@ from flyte_ddp.errors import UserError
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return class names in Unicode's form NFC. Raises UserError if a name is not UTF-8 or two names become equal."""
+    """Return class names in Unicode's form NFC. Names that are no texts are converted by ``str``.
+
+    Raises:
+        UserError: A name is not UTF-8, or two names become equal. The text begins with ``dataset``.
+    """
     given: dict[str, str] = {}  # the first name of each form
     for name in map(str, names):
         try:

@@ -15,6 +15,10 @@ Leaves = Any
 
 
 def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
+    """Return leaves in the same form, with ``function(leaf)`` in place of each leaf. None stays None.
+
+    Dicts and tuples inside dicts and tuples are also descended. A list is one leaf.
+    """
     if isinstance(leaves, Mapping):
         return {name: map_leaves(function, leaf) for name, leaf in leaves.items()}
     if isinstance(leaves, tuple):
@@ -37,20 +41,33 @@ def name_leaves(leaves: Leaves) -> dict[str, Any]:
 
 
 def restore_leaves(form: str, named: Mapping[str, Any]) -> Leaves:
-    """Return leaves of a form (see :func:`form_of`) from leaves by name. This is the inverse of :func:`name_leaves`."""
+    """Return leaves of the form "dict", "tuple", "leaf" or "none" from leaves by name.
+
+    This is the inverse of :func:`name_leaves`. A tuple gets the leaves in the order of the dict.
+    """
     if form == "dict":
         return dict(named)
     return (*named.values(),) if form == "tuple" else next(iter(named.values()), None)
 
 
 def form_of(leaves: Leaves) -> str:
+    """Return the form of leaves: "dict", "tuple", "leaf" or "none"."""
     if isinstance(leaves, Mapping):
         return "dict"
     return "none" if leaves is None else "tuple" if isinstance(leaves, tuple) else "leaf"
 
 
 def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return each leaf of all samples as a list, by the leaf's name. Raises UserError if a sample has another form."""
+    """Return each leaf of all samples as a list, by the leaf's name.
+
+    Args:
+        kind: The name of the leaves in errors, such as "inputs".
+        samples: The leaves of each sample.
+        names: The name of each sample in errors.
+
+    Raises:
+        UserError: A sample has another form than the first sample, or leaves of other names.
+    """
     named = [name_leaves(leaves) for leaves in samples]
     for name, leaves, each in zip(names, samples, named, strict=True):
         if form_of(leaves) != form_of(samples[0]) or each.keys() != named[0].keys():
@@ -90,7 +107,7 @@ def require_array(name: str, values: Any) -> NDArray[Any]:
 def drop_tensor_parts(values: Any) -> Any:
     """Return tensors, also in a list, in a form for NumPy: dense, without gradients, small floats as float32.
 
-    A nested tensor becomes a list of tensors.
+    A nested tensor becomes a list of tensors. Values that are no tensors are returned unchanged.
     """
     if isinstance(values, list):
         return [drop_tensor_parts(each) for each in values] if values and is_tensor(values[0]) else values
@@ -108,6 +125,10 @@ def is_tensor(values: Any) -> bool:
 
 
 def refuse_masked(name: str, values: Any) -> None:
+    """Raise UserError if values, or an item of a list, are an array with masked values.
+
+    Masked arrays without any masked value are accepted. ``name`` begins the text.
+    """
     parts = values if isinstance(values, (list, tuple)) else [values]
     if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
         fill = "fill them (.filled(0), of targets that are floats .filled(np.nan))"
@@ -116,6 +137,7 @@ def refuse_masked(name: str, values: Any) -> None:
 
 
 def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:
+    """Raise UserError, with the advice ``fix``, unless an array holds numbers or truth values."""
     if array.dtype.kind not in "biuf":
         got = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
         raise UserError(f"{what}: must be numbers or truth values, got {got}; {fix}")

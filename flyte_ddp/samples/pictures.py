@@ -50,7 +50,11 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 def picture_to_pixels(image: Any) -> NDArray[Any]:
     """Return a picture as an array [H, W] or [H, W, C].
 
-    A PIL image becomes grey or RGB uint8. A tensor must be [C, H, W].
+    A PIL image becomes grey or RGB uint8, with white in place of transparent pixels. A tensor must be [C, H, W]. Type
+    and shape of other arrays are not checked.
+
+    Raises:
+        ValueError: The range of a PIL image's pixels is unknown.
     """
     if hasattr(image, "convert"):
         image = opaque_picture(image)
@@ -60,9 +64,12 @@ def picture_to_pixels(image: Any) -> NDArray[Any]:
 
 
 def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
-    """Return :func:`picture_to_pixels` of ``image`` as uint8 [H, W, C]. Raises UserError if the image is unfit.
+    """Return a picture as an array uint8 [H, W, C].
 
-    The text of the error begins with ``what``.
+    A PIL image becomes grey or RGB, with white in place of transparent pixels. A tensor must be [C, H, W].
+
+    Raises:
+        UserError: The image has another type or shape, or pixels of an unknown range. The text begins with ``what``.
     """
     try:
         pixels = picture_to_pixels(image)

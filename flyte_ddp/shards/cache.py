@@ -42,12 +42,13 @@ class ShardCache:
     limit: int | None = None  # maximum bytes of all files in the folder, or None for the disk's limit
 
     def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the file. A remote shard is downloaded unless cached, with up to 3 retries.
+        """Open a shard and return the file, which the caller must close. A remote shard is downloaded unless cached.
 
-        A download evicts other shards. If another process is downloading the same shard, waits without limit.
+        Downloads are tried up to 4 times, with pauses, and may evict other shards. While the file of a remote shard is
+        open, the shard cannot be evicted. If another process is downloading the same shard, waits without limit.
 
         Raises:
-            UserError: The shard is unreadable or differs from the index.
+            UserError: The shard is unreadable or differs from the index, or the cache folder cannot be written.
             CacheFullError: Shards in use leave no room.
         """
         path = storage.local_path(shard.url)
@@ -59,7 +60,10 @@ class ShardCache:
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
         """Open a shard on this machine, after a check of size and digest. Each version of a file is hashed once.
 
-        Raises UserError if the shard is unreadable or differs from the index.
+        A match is recorded in the cache folder. If another process is checking the shard, waits without limit.
+
+        Raises:
+            UserError: The shard is unreadable, is no plain file, or differs from the index.
         """
         try:
             status = path.stat()
@@ -76,7 +80,8 @@ class ShardCache:
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
         """Raise UserError if a local shard's digest differs from the index. A match is recorded and not checked again.
 
-        If another process is checking a shard with the same lock, waits without limit.
+        A shard without a digest in the index is accepted. ``status`` is that of the file at ``path``. If another
+        process is checking a shard with the same lock, waits without limit.
         """
         kind, wanted = shard.digest
         # ctime is included because copying tools restore mtime but cannot set ctime.
@@ -103,7 +108,10 @@ class ShardCache:
         return self.folder / "verified" / name_digest(f"{path}\n{digest}")
 
     def is_unaltered(self, path: Path, file: BinaryIO, shard: Shard) -> bool:
-        """Return whether a cached shard has the index's size and digest. Each version of the file is hashed once."""
+        """Return whether a cached shard has the index's size and digest. Each version of the file is hashed once.
+
+        A match is recorded. The file's position must be 0, and is 0 afterwards.
+        """
         status, (kind, wanted) = os.fstat(file.fileno()), shard.digest
         if shard.size not in (-1, status.st_size):
             return False
@@ -117,7 +125,7 @@ class ShardCache:
         return found == wanted
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
-        """Open a cached shard with a shared lock and mark the shard as used.
+        """Open a cached shard with a shared lock and mark the shard as used. Closing the file releases the lock.
 
         If the shard is missing or was altered, return None.
         """
@@ -149,7 +157,16 @@ class ShardCache:
         return self.folder / f"{name_digest(identity)}{WHOLE}"
 
     def fetch_shard(self, shard: Shard) -> BinaryIO:
-        """Download a shard, unless another process has done so meanwhile, and return the file with a shared lock."""
+        """Download a remote shard, and return the file with a shared lock, which prevents eviction.
+
+        Another process may have downloaded the shard meanwhile, and then the cached shard is opened. An altered copy is
+        replaced, with a message on stderr. Waits without limit for another process that downloads the shard.
+
+        Raises:
+            UserError: The shard cannot be downloaded, differs from the index, or is larger than the cache's limit.
+            CacheFullError: Shards in use leave no room.
+            OSError: The cache folder cannot be written.
+        """
         path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
         with self.hold_lock(path.stem):
@@ -180,7 +197,15 @@ class ShardCache:
                 part.unlink(missing_ok=True)
 
     def download_once(self, shard: Shard, target: io.FileIO) -> None:
-        """Download a shard into a file, from byte 0. Raises AlteredError if size or digest differs from the index."""
+        """Download a shard into a file, from byte 0. May evict other shards.
+
+        Raises:
+            AlteredError: Size or digest differs from the index.
+            UnavailableError: The shard cannot be read.
+            UserError: The shard is larger than the cache's limit.
+            CacheFullError: Shards in use leave no room.
+            OSError: The file cannot be written.
+        """
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
         if shard.size >= 0:
@@ -204,7 +229,11 @@ class ShardCache:
         target.truncate()  # an earlier try may have written more
 
     def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
-        """Write all bytes to a file. While the disk is full, evict unlocked shards, least recently used first."""
+        """Write all bytes to a file. While the disk is full, evict unlocked shards, least recently used first.
+
+        Raises:
+            OSError: Writing failed, or the disk is full and no shard can be evicted.
+        """
         rest = memoryview(chunk)
         while rest:
             try:
@@ -218,7 +247,11 @@ class ShardCache:
     def reserve_space(self, file: io.FileIO, size: int) -> None:
         """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit, then set the file's size.
 
-        Raises UserError if the limit is less than ``size``, and CacheFullError if shards in use leave no room.
+        Also removes the partial files of killed downloads.
+
+        Raises:
+            UserError: The limit is less than ``size``.
+            CacheFullError: Shards in use leave no room.
         """
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
@@ -230,9 +263,12 @@ class ShardCache:
             os.ftruncate(file.fileno(), size)
 
     def evict_for(self, growth: int, limit: int) -> None:
-        """Evict unlocked shards until ``growth`` bytes fit. Raises CacheFullError if shards in use leave no room.
+        """Evict unlocked shards, least recently used first, until ``growth`` bytes fit into ``limit``.
 
-        The caller must hold the lock ``room``.
+        The caller must hold the lock ``room``. Shards that were evicted before an error stay evicted.
+
+        Raises:
+            CacheFullError: Shards in use leave no room.
         """
         files = self.list_files_oldest_first()
         excess = sum(size for _, size, _ in files) + growth - limit
@@ -275,11 +311,14 @@ class ShardCache:
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[BinaryIO]:
-        """Hold an exclusive lock in a block, on a shard (by hex name) or on the list of files (``room``).
+        """Hold an exclusive lock during the block. Yields the open lock file.
 
-        Waits without limit, and deadlocks if this thread already holds the lock. If ``wait`` is false, raises
-        BlockingIOError instead of waiting. Several shards may share a lock, so never wait for a shard's lock while
-        holding another shard's.
+        Several shards may share a lock, so never wait for a shard's lock while holding another shard's.
+
+        Args:
+            name: The name of a shard in hex, or ``room`` for the lock of the list of files.
+            wait: If True, waits without limit, and deadlocks if this thread already holds the lock. If False, raises
+                BlockingIOError, even if the lock is held for another shard.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)
@@ -290,7 +329,7 @@ def name_digest(identity: str) -> str:
 
 
 def mark_as_used(file: int) -> None:
-    """Set the access time of an open file (a descriptor) to now, unless the file is not writable."""
+    """Set the access time of an open file (a descriptor) to now. A failure, as in a read-only cache, is ignored."""
     with suppress(OSError):  # the cache may be read-only
         # The kernel's clock for file times has steps of milliseconds, so the time is set here.
         os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
@@ -318,7 +357,7 @@ def record_verified(mark: Path, version: str) -> None:
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
-    """Return the UserError about a shard that cannot be read or downloaded.
+    """Return the UserError about a shard that cannot be read or downloaded. ``failure`` is the cause.
 
     If the failure is transient, the error is an UnreachableError.
     """

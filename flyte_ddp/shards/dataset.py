@@ -44,7 +44,12 @@ class OpenShard:
     def keep_open(self) -> Iterator[OpenShard]:
         """Yield this shard, open and safe from eviction.
 
-        Downloads the shard if needed, and waits up to 60 s for room in the cache.
+        Downloads the shard if needed, and waits up to 60 s for room in the cache. After the block the file stays open.
+        If no other thread uses the shard, the shard may then be evicted.
+
+        Raises:
+            UserError: The shard is unreadable or differs from the index.
+            CacheFullError: The cache was full for 60 s.
         """
         with self.lock:
             if self.close is None or (self.cached and self.users == 0 and not self.lock_file()):
@@ -62,7 +67,7 @@ class OpenShard:
                     unlock_file(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction, without waiting.
+        """Lock a cached file against eviction, without waiting, and return True. The file must be open.
 
         If another process is evicting the file, or has evicted it, return False.
         """
@@ -73,7 +78,15 @@ class OpenShard:
         return os.fstat(self.file).st_nlink > 0
 
     def open_file(self) -> None:
-        """Open the shard's file and read its table. If the table is unusable, read the whole shard to make a table."""
+        """Open the shard's file and read its table. Sets ``file``, ``table`` and ``close``.
+
+        Closes a file that is open. If the stored table is unusable, reads the whole shard to make a table. The new file
+        of a cached shard holds a shared lock.
+
+        Raises:
+            UserError: The shard is unreadable, or differs from the index in size, digest or number of samples.
+            CacheFullError: The cache was full for 60 s.
+        """
         shard = self.shard
         if self.close is not None:
             self.close()
@@ -96,6 +109,7 @@ class OpenShard:
         """Open the shard by :meth:`ShardCache.open_shard`. While the cache is full, retry for 60 s.
 
         Raises:
+            UserError: The shard is unreadable or differs from the index.
             CacheFullError: The cache was full for 60 s.
         """
         deadline = time.monotonic() + WAIT_FOR_ROOM
@@ -146,7 +160,10 @@ class ShardReader:
 
     @property
     def state(self) -> OpenShards:
-        """Return this process's open shards. A forked child starts without open shards and with free locks."""
+        """Return this process's open shards.
+
+        A forked child gets a new state without open shards, and with free locks.
+        """
         if self.open_shards.process != os.getpid():
             self.open_shards = OpenShards()
         return self.open_shards
@@ -154,8 +171,12 @@ class ShardReader:
     def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
         """Read a sample by number, and return key and contents by extension. Downloads the shard if needed.
 
-        ``wanted`` holds the lower-case extensions to read, or is None for all. Raises UserError if the shard is
-        damaged.
+        ``wanted`` holds the lower-case extensions to read, or is None for all. The extensions in the result are as in
+        the shard.
+
+        Raises:
+            UserError: The shard is unreadable, damaged, or differs from the index.
+            CacheFullError: The cache was full for 60 s.
         """
         number, inside = self.index.locate(sample)
         contents = {}
@@ -174,9 +195,14 @@ class ShardReader:
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Yield an open shard that cannot be evicted in the block.
+        """Yield the shard with this number, open and safe from eviction in the block. Downloads the shard if needed.
 
-        If more than ``most_open`` shards are open, closes the least recently used shard.
+        If more than ``most_open`` shards are open, closes the least recently used shard. If the shard was to be fetched
+        ahead, starts threads that fetch the next shards.
+
+        Raises:
+            UserError: The shard is unreadable or differs from the index.
+            CacheFullError: The cache was full for 60 s.
         """
         state = self.state
         with state.lock:
@@ -193,7 +219,8 @@ class ShardReader:
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
         """Start daemon threads that download shards in order, at most ``most_ahead`` shards before their use.
 
-        Errors are dropped here, because reading the shard raises them again.
+        The numbers follow those of earlier calls. Local and cached shards need no thread. Errors are dropped here,
+        because reading the shard raises them again.
         """
         state = self.state
         with state.lock:
@@ -222,7 +249,10 @@ class ShardReader:
             unlock_file(file.fileno())
 
     def close(self) -> None:
-        """Close all open shards. A shard that a thread is reading is closed after that read."""
+        """Close all open shards.
+
+        A shard that a thread is reading is closed after that read. Later reads open shards again.
+        """
         with self.state.lock:
             self.state.shards.clear()
 
@@ -232,6 +262,7 @@ class ShardDataset:
 
     A sample is a dict of members by extension (``.jpg``, ``.cls``) and of wids' keys, for example ``__key__``. If
     ``decode`` is set, :func:`flyte_ddp.shards.decoding.decode_sample` decodes members, else members are bytes.
+    ``index`` may be an address, and ``cache`` a folder without a limit.
     """
 
     def __init__(self, index: ShardIndex | Path | str, cache: ShardCache | Path | str, *, decode: bool = True) -> None:
@@ -243,6 +274,13 @@ class ShardDataset:
         return len(self.index)
 
     def __getitem__(self, number: Any) -> dict[str, Any]:
+        """Return a sample as a dict. Negative numbers count from the end. Downloads the shard if needed.
+
+        Raises:
+            IndexError: The number is out of range.
+            UserError: The shard is unreadable or differs from the index, or a member cannot be decoded.
+            CacheFullError: The cache was full for 60 s.
+        """
         number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")

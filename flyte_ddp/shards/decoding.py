@@ -16,10 +16,12 @@ MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of a sample's image and label. Like webdataset, ignores case.
+    """Return the extensions of a sample's image and label, as written in ``extensions``. Ignores case, like webdataset.
+
+    If a sample has several images, the first format of ``TRAINED_ON`` is chosen.
 
     Raises:
-        UserError: The sample has no image or no label.
+        UserError: The sample has no image or no label. The text begins with ``sample``.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
@@ -32,6 +34,7 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
 
 
 def parse_class_number(sample: str, content: bytes) -> int:
+    """Return the number in a ``.cls`` member. Raises UserError that begins with ``sample`` if it is no whole number."""
     try:
         return int(content)
     except ValueError:
@@ -62,7 +65,8 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a sample with members decoded by extension. Other members are returned unchanged.
 
     Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, and
-    ``.npy`` arrays. A truncated image raises Pillow's OSError at its first use.
+    ``.npy`` arrays. A truncated image raises Pillow's OSError at its first use. The sample must also have the keys
+    ``__key__`` and ``__shard__``, which errors name.
 
     Raises:
         UserError: A member cannot be decoded.
@@ -71,7 +75,11 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
-    """Return one decoded value of a sample, or ``content`` if no decoder exists for ``name``."""
+    """Return one decoded value of a sample, or ``content`` if no decoder exists for ``name``, for example ".jpg".
+
+    Raises:
+        UserError: The value cannot be decoded.
+    """
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
     if decoder is None:
         return content

@@ -49,9 +49,9 @@ class Shard(NamedTuple):
 
     @property
     def digest(self) -> tuple[str, str]:
-        """Return the kind ("sha256" or "md5") and the value (hex) of the digest to compare.
+        """Return the kind and the value (hex) of the digest to compare: SHA-256 if known, else MD5.
 
-        If unknown, the value is "".
+        The kind is "sha256" or "md5". If neither digest is known, the value is "".
         """
         return ("md5", self.md5) if self.md5 and not self.sha256 else ("sha256", self.sha256)
 
@@ -87,13 +87,19 @@ class ShardIndex:
         return np.array(["://" in shard.url and not shard.url.startswith("file:") for shard in self.shards])
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the number of the shard that contains a sample, and the sample's number in that shard."""
+        """Return the number of the shard that contains a sample, and the sample's number in that shard.
+
+        The sample must be in 0..len-1, which is not checked.
+        """
         shard = int(np.searchsorted(self.ends, sample, side="right"))
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
     @cached_property
     def digest(self) -> str:
-        """Return a SHA-256 (hex) of classes, parts, and each shard's samples, size and digest (or address)."""
+        """Return a SHA-256 (hex) of classes, parts, and the samples, size and digest of each shard.
+
+        If a shard's digest is unknown, the shard's address is hashed instead.
+        """
         lines = [json.dumps([self.classes, self.parts])]
         lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
@@ -112,20 +118,24 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, with retries, and return all as a single index.
+    """Read an index and the indexes that it refers to, and return all as a single index.
+
+    Each index is tried up to 4 times, with pauses. Shards are not read.
 
     Raises:
-        UserError: An index cannot be read, or is malformed.
+        UserError: An index cannot be read, is malformed, or names an address that is not allowed. Also if indexes have
+            different classes.
     """
     return build_index(address, load_index_json(address))
 
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Build the index at ``address`` from JSON. Reads the indexes that it refers to.
+    """Build the index at ``address`` from its JSON, ``content``. Reads the indexes that it refers to.
 
     Raises:
-        UserError: An index cannot be read, or is malformed.
+        UserError: An index cannot be read, is malformed, or names an address that is not allowed. Also if indexes have
+            different classes.
     """
     try:
         return build_checked_index(address, content)
@@ -136,6 +146,14 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
 
 
 def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
+    """Build the index at ``address`` from its JSON, ``content``. Reads the indexes that it refers to.
+
+    A missing field, or a field of a wrong type, raises an exception of ``WRONG_TYPES``.
+
+    Raises:
+        UserError: An index cannot be read, has no shards, or has an unfit weight or address. Also if indexes have
+            different classes.
+    """
     sources = [(address, content, content)] if content.get("shardlist") else []  # address, JSON, the part's entry
     sources += [(*find_part_index(address, content, entry), entry) for entry in content.get("datasets") or []]
     shards, parts = list[Shard](), list[Part]()
@@ -168,7 +186,11 @@ def shorten_repr(value: Any) -> str:
 
 
 def load_index_json(address: str) -> dict[str, Any]:
-    """Read an index, in up to 4 tries, and return its JSON. Raises UserError if the format is not wids'."""
+    """Read an index, in up to 4 tries with pauses, and return the JSON.
+
+    Raises:
+        UserError: The index cannot be read, is not JSON, or is not in wids' format, version 1.
+    """
     try:
         content = parse_json(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
@@ -191,7 +213,13 @@ def load_index_json(address: str) -> dict[str, Any]:
 def find_part_index(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any]]:
     """Return address and JSON of the index that lists a part's shards. Reads that index if it is another file.
 
-    Raises UserError if that index refers to further indexes.
+    Args:
+        address: The address of the index with the part.
+        content: The JSON of this index.
+        entry: The entry of the part in ``datasets``.
+
+    Raises:
+        UserError: The other index cannot be read, is malformed or not allowed, or refers to further indexes.
     """
     if entry.get("source_url"):
         where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
@@ -204,6 +232,7 @@ def find_part_index(address: str, content: dict[str, Any], entry: Any) -> tuple[
 
 
 def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
+    """Return the class names in an index's JSON, or () without class names. Raises TypeError if they are no list."""
     classes = (content.get(EXTENSION) or {}).get("classes", [])
     if not isinstance(classes, list):
         raise TypeError(f"classes is {shorten_repr(classes)}")
@@ -242,6 +271,16 @@ def resolve_address_in_index(index: str, base: str, named: Any) -> str:
 
 
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
+    """Yield the shards in ``shardlist`` of an index. Errors are raised during the iteration.
+
+    Args:
+        address: The address of the index.
+        content: The JSON of the index.
+        part: The position of the shards' data set in ``ShardIndex.parts``.
+
+    Raises:
+        UserError: A field of a shard is missing or has a wrong type, or an address is not allowed.
+    """
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")

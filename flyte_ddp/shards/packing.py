@@ -36,12 +36,13 @@ def pack_samples(
     """Pack samples into shards (tar files) with an index ``<name>.json``, and return the index.
 
     ``make_sample`` is called in up to 32 threads, and exceptions pass through. The samples of one shard are held in
-    memory. The same samples give the same bytes. After a failure, no files remain.
+    memory. The same samples give the same bytes. For the index, all shards are read again. After a failure, no files
+    remain, but threads may still run.
 
     Args:
         make_sample: Returns the key and members of the sample with a number below ``count``.
         count: Number of samples.
-        folder: The folder for the shards and the index.
+        folder: The folder for the shards and the index. Created if missing.
         classes: Names of the classes.
         name: Name of the data set, with which the files' names begin.
         samples_per_shard: Number of samples in each shard but the last.
@@ -50,7 +51,8 @@ def pack_samples(
         progress: auto, bar, lines or off.
 
     Raises:
-        UserError: An argument is out of range, a file exists, or the folder cannot be written.
+        UserError: An argument is out of range, class names are equal, a file exists, or the folder cannot be written.
+            Also if samples have equal keys or unfit labels.
     """
     for option, value, least in (
         ("count", count, 1),
@@ -89,6 +91,13 @@ def pack_samples(
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
+    """Write samples (key and members) to a tar file, which replaces ``path`` when complete.
+
+    ``advance(1)`` is called after each sample.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     # wids reads long and non-ASCII names best in GNU's format.
     with (
         replace_file(path) as file,

@@ -70,6 +70,7 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
+        """Return the next ``length`` bytes, or fewer at the end of the file."""
         while len(self.rest) < length and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -81,7 +82,11 @@ class HashedStream:
 
 
 def is_label(member: Member, shard: str) -> bool:
-    """Return whether a member is a label. Raises UserError if a label is too large to be read."""
+    """Return whether a member is a label. ``shard`` names the shard in errors.
+
+    Raises:
+        UserError: The label has more than 1,024 bytes.
+    """
     if member.extension.lower() != LABEL:
         return False
     if member.size > MOST_LABEL_BYTES:
@@ -91,15 +96,20 @@ def is_label(member: Member, shard: str) -> bool:
 
 
 def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
-    """Read a whole shard, with up to 3 retries. With ``decode``, also decode images.
+    """Read a whole shard, in up to 4 tries with pauses, and return its digests and table.
 
-    If ``stopped`` is set, the shard seems to end early. Raises UserError if the shard is unreadable or malformed.
+    If ``stopped`` is set, the shard seems to end early, which ends the call with an error. If ``decode`` is True,
+    images are also decoded, and the result lists images that cannot be decoded.
+
+    Raises:
+        UserError: The shard is unreadable or malformed, or a label is no class number.
     """
 
     def is_wanted(member: Member) -> bool:
         return is_label(member, url) or (decode and member.extension.rpartition(".")[2].lower() in IMAGES)
 
     def scan_once(address: str) -> ScannedShard:
+        """Read the shard once. Raises UnavailableError if the shard is unreadable or cut short."""
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             # Once ``stopped`` is set, the shard seems to be cut short.
@@ -133,7 +143,8 @@ def scan_in_threads(
 ) -> Iterator[Iterator[Result]]:
     """Yield an iterator over ``scan(item, stopped)`` of all items in order, computed by 8 threads.
 
-    ``stopped`` is set at the end of the block.
+    The iterator raises errors of ``scan``. At the end of the block, ``stopped`` is set. Running calls must end soon
+    after, because the block does not wait for them.
     """
     stopped = threading.Event()
     try:
@@ -144,6 +155,7 @@ def scan_in_threads(
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
+    """Return a sentence about each sample of a shard that has no image or no label."""
     unfit = []
     for number, key in enumerate(table.keys):
         try:
@@ -155,7 +167,10 @@ def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
 
 
 def find_decoding_problem(content: bytes) -> str:
-    """Return why Pillow cannot decode an image, or "". An image that Pillow rejects may be readable by torchcodec."""
+    """Return why Pillow cannot decode an image, or "" if it can.
+
+    An image that Pillow rejects may be readable by torchcodec.
+    """
     try:
         image = open_image(content)
         image.load()
@@ -196,11 +211,20 @@ def create_index(
 ) -> ShardIndex:
     """Read whole shards in 8 threads, write an index and tables of samples, and return the index.
 
-    If ``ranges`` is true, ``{000..127}`` in an address stands for a range of numbers. If ``classes`` is empty, the
-    classes are called 0, 1, 2 and so on.
+    The tables are written beside the index, to a file with the suffix ``.tables``. Older files are replaced. Each shard
+    is tried up to 4 times.
+
+    Args:
+        urls: Addresses of the shards, in the order of the index.
+        output: The path of the index.
+        name: The name of the data set. By default, the name of ``output`` without its extension.
+        classes: The names of the classes. By default 0, 1, 2 and so on, up to the largest label.
+        ranges: Whether ``{000..127}`` in an address stands for a range of numbers.
+        progress: auto, bar, lines or off. Progress is printed to stderr.
 
     Raises:
-        UserError: A shard is unreadable, malformed or given twice, a label is out of range, or ``output`` is unfit.
+        UserError: A shard is unreadable, malformed or given twice, or no shard has samples. Also if a label is out of
+            range, class names are equal, or ``output`` is unfit or cannot be written.
     """
     classes = normalize_class_names("classes", classes)
     expanded = [whole for url in urls for whole in (expand_ranges(url) if ranges else [url])]
@@ -249,10 +273,15 @@ def join_indexes(
 ) -> ShardIndex:
     """Write an index that refers to two or more indexes (``datasets`` in wids' format), and return the joined index.
 
-    ``weights`` holds the number of passes through each index in an epoch, 1 by default.
+    Args:
+        addresses: Addresses of the indexes, which are read.
+        output: The path of the index to write. An older index is replaced.
+        weights: The number of passes through each index in an epoch. By default 1.
+        name: The name of the data set. By default, the name of ``output`` without its extension.
 
     Raises:
-        UserError: An index is unreadable or given twice, weights are unfit, classes differ, or ``output`` is unfit.
+        UserError: An index is unreadable or given twice, or fewer than two are given. Also if weights are unfit,
+            classes differ, or ``output`` is unfit or cannot be written.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)
@@ -279,7 +308,9 @@ def tables_path(index: Path) -> Path:
 def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
     """Return the absolute path of an index to write.
 
-    Raises UserError if the path is remote, is among the ``inputs``, or holds a file that is no index.
+    Raises:
+        UserError: The path is remote, exists and is no index, or is among the ``inputs``. Also if the tables beside the
+            index would replace an input.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
@@ -300,7 +331,11 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
     """Read all shards in 8 threads and return a sentence about each difference from the index.
 
-    With ``decode``, images are also decoded.
+    Shards that cannot be read are differences, too. If ``decode`` is True, images are also decoded, and samples that
+    training cannot use are counted.
+
+    Raises:
+        UserError: The index cannot be read, or is malformed.
     """
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
@@ -314,6 +349,16 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
 
 
 def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
+    """Read a shard, and return a sentence about each difference from the index.
+
+    If the shard cannot be read, the reason is the only sentence.
+
+    Args:
+        shard: The shard as the index describes it.
+        stopped: If set, the shard seems to end early.
+        classes: The number of classes in the index, or 0 if unknown.
+        decode: Whether images are decoded, and samples without image or label are counted.
+    """
     try:
         found = scan_shard(shard.url, stopped, decode=decode)
     except UserError as error:
@@ -335,7 +380,13 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
 
 
 def refuse_unfit_samples(index: ShardIndex) -> None:
-    """Raise UserError if training cannot use the first sample of a data set in an index. Reads with retries."""
+    """Raise UserError unless the first sample of each data set in an index has an image and a class number.
+
+    The image is not decoded. Shards are tried up to 4 times, with pauses.
+
+    Raises:
+        UserError: A first sample is unfit, or a shard cannot be read.
+    """
     first = {shard.part: shard for shard in reversed(index.shards) if shard.samples}  # the first of each data set
     for shard in reversed(first.values()):
         try:
@@ -345,7 +396,12 @@ def refuse_unfit_samples(index: ShardIndex) -> None:
 
 
 def refuse_unfit_first_sample(url: str) -> None:
-    """Read the first sample of a shard. Raises UserError if the sample has no image or no class number."""
+    """Read the first sample of a shard. The image is not decoded.
+
+    Raises:
+        UserError: The sample has no image or no class number, or the start of the shard is malformed.
+        UnavailableError: The shard cannot be read.
+    """
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
         for member, content in iterate_members(HashedStream(file.chunks), url, lambda member: is_label(member, url)):

@@ -64,7 +64,7 @@ class StreamPlan:
     def suggest_options(self) -> list[dict[str, int]]:
         """Return changes of options, each of which gives all ranks the same number of batches.
 
-        An example is {"nbatches": 3}.
+        An example is {"nbatches": 3}. If no change of these options helps, return [].
         """
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []

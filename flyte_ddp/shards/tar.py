@@ -49,7 +49,7 @@ def iterate_members(
 
     Reads the file to its end. The file need not be seekable, and ``file.read(n)`` may return fewer bytes only at the
     end. Skips folders, files without an extension (like wids), names that begin with a dot (like webdataset), and the
-    ``._x.jpg`` files that a Mac's tar adds.
+    ``._x.jpg`` files that a Mac's tar adds. ``shard`` names the file in errors, which are raised during the iteration.
 
     Raises:
         UserError: The file is no whole tar file, or has a link, a device, a sparse file, or a name outside its folder.
@@ -87,9 +87,10 @@ class Archive:
         self.block = b""  # the last block of headers that was read
 
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the header of each entry, including folders and links.
+        """Yield the header of each entry, including folders and links. After the last entry, reads the file to its end.
 
-        Raises UserError for damage and for joined archives.
+        Raises:
+            UserError: The archive is damaged or cut short, or another archive follows.
         """
         try:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
@@ -117,6 +118,7 @@ class Archive:
         return content
 
     def read_content(self, length: int) -> bytes:
+        """Return the next ``length`` bytes. Raises UserError if the file ends before."""
         content = io.BytesIO()
         while (missing := length - content.tell()) and (piece := self.file.read(min(missing, PIECE_BYTES))):
             content.write(piece)
@@ -129,7 +131,10 @@ class Archive:
         return self.place
 
     def seek(self, place: int) -> None:
-        """Move forward to byte ``place``. If a seekable file ends before, the next read raises the error."""
+        """Move forward to byte ``place``. If a seekable file ends before, the next read raises the error.
+
+        In a file that is not seekable, the bytes are read.
+        """
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
             self.place = place
@@ -224,9 +229,10 @@ def table_digest(content: bytes) -> str:
 
 
 def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group a shard's members into samples.
+    """Group a shard's members into samples. ``shard`` names the shard in errors.
 
-    Raises UserError if the members of a sample are scattered, or if two members of a sample have the same extension.
+    Raises:
+        UserError: The members of a sample are not adjacent, or two members of a sample have the same extension.
     """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}

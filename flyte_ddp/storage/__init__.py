@@ -54,7 +54,10 @@ def select_storage(address: str) -> Any:
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
     """Return a context manager that opens a file, or a span of bytes, for one pass over the stored bytes.
 
-    Raises UnavailableError on entering the block, and while chunks are read.
+    ``span`` is the number of the first byte, and the number of the byte after the last.
+
+    Raises:
+        UnavailableError: The file cannot be read. Raised on entering the block, and while chunks are read.
     """
     opened: AbstractContextManager[Content] = select_storage(address).open_file(address, span)
     return opened
@@ -66,11 +69,13 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     Args:
         address: The address of the file.
         span: Number of the first byte, and number of the byte after the last.
-        tag: The expected tag (:class:`Entry`) of the file. If empty, any tag is accepted.
+        tag: The expected tag (:class:`Entry`) of the file. If empty, or if the storage sends no tag, any tag is
+            accepted.
 
     Raises:
         AlteredError: The file has another tag.
-        UnavailableError: The file cannot be read, or has more than MOST_BYTES (a server's answer may have no end).
+        UnavailableError: The file cannot be read, has fewer bytes than announced or asked for, or has more than
+            MOST_BYTES (a server's answer may have no end).
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -87,7 +92,11 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 
 
 def hash_file(address: str) -> str:
-    """Return the SHA-256 (hex) of the file at an address. Reads the file in chunks."""
+    """Return the SHA-256 (hex) of the file at an address. Reads the file in chunks.
+
+    Raises:
+        UnavailableError: The file cannot be read.
+    """
     digest = hashlib.sha256()
     with open_file(address) as opened:
         for chunk in opened.chunks:
@@ -100,11 +109,12 @@ def download_file(
 ) -> None:
     """Empty an open file and copy the file at an address into the open file.
 
-    If ``digests`` are given, the copy's digest of this ``kind`` (hex) must begin with an element of ``digests``.
+    If ``digests`` are given, the copy's digest of this ``kind`` (hex) must begin with an element of ``digests``. After
+    an error, the open file may hold a part of the copy.
 
     Raises:
         AlteredError: The copy has another digest.
-        UnavailableError: The address cannot be read.
+        UnavailableError: The address cannot be read, or the copy is incomplete.
         OSError: ``file`` cannot be written.
     """
     file.seek(0)  # an earlier try may have written a part
@@ -132,6 +142,7 @@ def stat_file(address: str) -> Entry:
 
     Raises:
         MissingError: The file does not exist.
+        UnavailableError: The storage cannot be asked.
     """
     entry: Entry = select_storage(address).stat_file(address)
     return entry
@@ -168,6 +179,10 @@ def write_file(address: str, content: bytes | Path) -> None:
 
     Replaces an existing file and creates missing folders. Readers see the old file or the whole new file. On this
     machine, a power cut may lose both.
+
+    Raises:
+        UnavailableError: The file cannot be written.
+        UserError: The address is on a web server.
     """
     select_storage(address).write_file(address, content, create=False)
 
@@ -176,21 +191,26 @@ def create_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, to an address where no file exists.
 
     Creates missing folders. Readers see no file or the whole file. On this machine, the file is on the disk when this
-    function returns.
+    function returns. S3 accepts at most 5 GB. A server that ignores the header If-None-Match replaces an existing
+    object without an error.
 
     Raises:
         ExistsError: The file exists. An earlier try whose response was lost may have written the file.
+        UnavailableError: The file cannot be written.
+        UserError: The address is on a web server.
     """
     select_storage(address).write_file(address, content, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete files of a single bucket, or files of this machine, with few requests.
+    """Delete files of a single bucket, or files of this machine, with few requests. An empty list does nothing.
 
-    After an error, other files may be deleted.
+    After an error, some of the files may be deleted, and the rest still exist.
 
     Raises:
         MissingError: A file does not exist. S3 does not report missing files.
+        UnavailableError: A file cannot be deleted.
+        UserError: The addresses are on a web server.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)

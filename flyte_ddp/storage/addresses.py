@@ -30,7 +30,11 @@ def scheme(address: str) -> str:
 
 
 def local_path(address: str) -> Path | None:
-    """Return the absolute path of a path (also with ``~``) or ``file://`` address, or None for a remote address."""
+    """Return the absolute path of a path (also with ``~``) or ``file://`` address, or None for a remote address.
+
+    Raises:
+        UserError: The address is of an unknown kind, or contains credentials.
+    """
     if scheme(address) != "file":
         return None
     path = Path(unquote(urlsplit(address).path) if "://" in address else address)

@@ -22,7 +22,10 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # afterwards obstore asks botocore
 
 
 def make_s3_store(bucket: str) -> Any:
-    """Return a store of a bucket on AWS or an S3-compatible server. May ask AWS for region and credentials."""
+    """Return a store of a bucket on AWS or an S3-compatible server. May ask AWS for region and credentials.
+
+    Without credentials, requests are not signed. For exceptions, see the module's docstring.
+    """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from obstore.store import S3Store
 
@@ -55,7 +58,10 @@ def make_s3_store(bucket: str) -> Any:
 
 
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
-    """Ask AWS for the region of a bucket, without credentials. After a failure, return ``default``."""
+    """Ask AWS for the region of a bucket, without credentials. After a failure, return ``default``.
+
+    ``bundle`` is the path of trusted certificates (PEM), or None for the usual ones.
+    """
     import requests
 
     with suppress(requests.RequestException):  # the first read from the bucket reports the error
@@ -68,7 +74,8 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 def make_google_store(bucket: str) -> Any:
     """Return a store of a bucket with application default credentials, which are fetched here.
 
-    If no credentials exist, the store is anonymous.
+    If no credentials exist, or if STORAGE_EMULATOR_HOST names a server, requests are not signed. If
+    GOOGLE_APPLICATION_CREDENTIALS is set but unusable, google-auth's exception passes through.
     """
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError

@@ -26,6 +26,11 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
+    """Yield the content of a file, or of a span of bytes, for one pass.
+
+    Raises:
+        UnavailableError: The request failed, or the server ignores the span.
+    """
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
         if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
@@ -35,7 +40,12 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size (-1 if not sent), and the ETag or else the time of the last change as tag."""
+    """Return the size (-1 if not sent), and the ETag or else the time of the last change as tag.
+
+    Raises:
+        MissingError: The file does not exist.
+        UnavailableError: The request failed.
+    """
     with open_response(address, "HEAD", {}) as response:
         tag, time = (response.headers.get(name, "") for name in ("ETag", "Last-Modified"))
         size = parse_length(response)
@@ -70,9 +80,10 @@ def delete_files(addresses: Sequence[str]) -> NoReturn:
 
 @contextmanager
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Send a request and yield the response with an unread body.
+    """Send a request and yield the response with an unread body. After the block, the response is closed.
 
-    Failures of the request, including failures in the block, are raised as UnavailableError.
+    Failures of the request, including failures in the block and statuses other than 200 and 206, are raised as
+    UnavailableError. Redirects are followed, unless rejected.
     """
     try:
         with send_request(address, method, headers) as response:
@@ -121,7 +132,10 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
 
 @cache
 def get_process_session(process_id: int) -> requests.Session:  # noqa: ARG001
-    """Return this process's HTTP session, without cookies. A fork must not use connections of the parent process."""
+    """Return this process's HTTP session, without cookies. A fork must not use connections of the parent process.
+
+    ``process_id`` is the key of the cache.
+    """
     session = requests.Session()
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):

@@ -21,6 +21,7 @@ def require_local_path(address: str) -> Path:
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
+    """Turn OSErrors of the block into UnavailableErrors: MissingError for a missing file, else not transient."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -31,6 +32,14 @@ def translate_os_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
+    """Yield the content of a file, or of a span of bytes, for one pass. The tag is the time of the last change (ns).
+
+    If the file ends before the span, fewer bytes are read.
+
+    Raises:
+        MissingError: The file does not exist.
+        UnavailableError: The file cannot be read.
+    """
     with translate_os_errors():
         file = require_local_path(address).open("rb")
     with file:
@@ -61,7 +70,12 @@ def stat_file(address: str) -> Entry:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Write a file atomically. With ``create``, the write is also durable, and an existing file raises ExistsError."""
+    """Write a file atomically, and create missing folders. With ``create``, the content is on the disk afterwards.
+
+    Raises:
+        ExistsError: With ``create``, the file exists.
+        UnavailableError: The file cannot be written, or the file at the path ``content`` cannot be read.
+    """
     path = require_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:
@@ -84,6 +98,14 @@ def delete_files(addresses: Sequence[str]) -> None:
 
 
 def list_files(address: str) -> Iterator[Entry]:
+    """Yield the files below a folder, sorted by name. Hidden files and folders are skipped, and links are followed.
+
+    Errors are raised by the first ``next()``.
+
+    Raises:
+        MissingError: The folder does not exist.
+        UnavailableError: A folder cannot be read, or a link is broken or circular.
+    """
     root = require_local_path(address)
     with translate_os_errors():
         if not root.is_dir():
@@ -100,7 +122,7 @@ def list_folders(address: str) -> list[str]:
 
 
 def walk_folder(root: Path) -> Iterator[Entry]:
-    """Yield files in the file system's order.
+    """Yield files in the file system's order. Hidden files and folders are skipped, and links are followed.
 
     Raises OSError for unreadable folders and for broken or circular links.
     """

@@ -35,7 +35,11 @@ Result = TypeVar("Result")
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open an object, or a span of bytes, for one pass. The server sends only the span."""
+    """Open an object, or a span of bytes, for one pass. The server sends only the span.
+
+    Raises:
+        UnavailableError: The object cannot be read. Raised on entering the block, and while chunks are read.
+    """
     options: Any = {"range": span} if span else {}
     stored = call_with_store(address, lambda store, key: obstore.get(store, key, options=options), reads=True)
     start, end = stored.range
@@ -55,7 +59,13 @@ def stat_file(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Return the objects below a prefix, sorted by name, without empty objects that mark a folder of other objects."""
+    """Return the objects below a prefix, sorted by name, without empty objects that mark a folder of other objects.
+
+    The whole list is read before the function returns.
+
+    Raises:
+        UnavailableError: The bucket cannot be listed.
+    """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
     stored = call_with_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect())
@@ -74,7 +84,12 @@ def list_folders(address: str) -> list[str]:
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Upload an object, in parts if large.
 
-    With ``create``, the object must not exist and is uploaded in one request (on S3 at most 5 GB).
+    With ``create``, the object must not exist and is uploaded in one request (on S3 at most 5 GB). A server that
+    ignores the header If-None-Match replaces an existing object without an error.
+
+    Raises:
+        ExistsError: With ``create``, the object exists.
+        UnavailableError: The object cannot be written.
     """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
@@ -88,7 +103,11 @@ def delete_files(addresses: Sequence[str]) -> None:
 
 
 def call_with_store(address: str, action: Callable[[Any, str], Result], *, reads: bool = False) -> Result:
-    """Open the bucket of ``address`` and return ``action(store, key)``. Raises UnavailableError if either fails."""
+    """Open the bucket of ``address`` and return ``action(store, key)``. Raises UnavailableError if either fails.
+
+    If ``reads`` is True and access is denied, the bucket is listed to find out whether the object exists. If the list
+    lacks the object, the error is a MissingError.
+    """
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
     store = get_bucket_store(scheme, bucket)
@@ -115,7 +134,10 @@ def is_missing(store: Any, key: str) -> bool:
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError for an exception of obstore, with the status or else the first line."""
+    """Return the UnavailableError for an exception of obstore, with the status or else the first line.
+
+    If ``anonymous`` is True, the text says that the request had no credentials.
+    """
     text = str(error)  # the lines after the first show Rust's structures
     is_conflict = "ConditionalRequestConflict" in text  # S3: another writer is at work, and may yet fail
     if isinstance(error, AlreadyExistsError) and not is_conflict:
@@ -139,9 +161,14 @@ LOCK = threading.Lock()  # held while a store is made
 
 
 def get_bucket_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket, cached by environment.
+    """Return obstore's store of a bucket. Stores are cached, and a change of the clouds' variables makes a new store.
 
-    Raises UnavailableError if settings are unusable, or if this process is a fork of a process that used obstore.
+    From then on, forks of this process cannot use object storage. A new store may ask servers for credentials and
+    region.
+
+    Raises:
+        UnavailableError: The bucket's name, settings or credentials are unusable, or this process is a fork of a
+            process that used obstore.
     """
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")

@@ -39,7 +39,10 @@ def normalise_address(address: str) -> str:
 def parse_web_address(address: str) -> Any:
     """Return a web address as urllib3's ``Url``.
 
-    The library requests uses the same parser. Another parser might find another host.
+    The library requests uses the same parser, so the checked host is the contacted host.
+
+    Raises:
+        urllib3.exceptions.LocationParseError: The address is malformed.
     """
     from urllib3.util import parse_url  # not at the top: the import takes 50 ms, and few runs have web addresses
 
@@ -49,7 +52,7 @@ def parse_web_address(address: str) -> Any:
 def may_be_named(address: str, source: str) -> bool:
     """Return whether an index at ``source``, on a web server, may name ``address``.
 
-    Addresses on the same server and allowed addresses may be named.
+    Addresses on the same server and addresses in FLYTE_DDP_ALLOWED_ADDRESSES may be named.
     """
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
@@ -57,17 +60,21 @@ def may_be_named(address: str, source: str) -> bool:
 
 
 def is_allowed_address(address: str) -> bool:
-    """Return whether FLYTE_DDP_ALLOWED_ADDRESSES has the address's origin, or a folder that contains the address."""
+    """Return whether FLYTE_DDP_ALLOWED_ADDRESSES has the address's origin, or a folder that contains the address.
+
+    An address with ".." in its path is never allowed.
+    """
     whole = normalise_address(address)
     folders = tuple(f"{normalise_address(each).rstrip('/')}/" for each in allowed_addresses())
     return whole.startswith(folders) and ".." not in unquote(whole).split("/")
 
 
 def find_redirect_problem(source: str, target: str) -> str:
-    """Return why a redirect is rejected, or "" if accepted.
+    """Return why a redirect from ``source`` to ``target`` is rejected, or "" if accepted.
 
-    A redirect may lead to the same server, an allowed address or a public address. The name of another host is
-    resolved, without a timeout. An unknown name is accepted, because a proxy may know the name.
+    A redirect may lead to the same server, an allowed address or a public address, but not from https to another server
+    with http. The name of another host is resolved, without a timeout. An unknown name is accepted, because a proxy may
+    know the name.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return ""  # requests rejects the address

@@ -62,7 +62,10 @@ class AlteredError(UnavailableError):
 
 
 def http_status_error(status: int, detail: str) -> UnavailableError:
-    """Return the error for an HTTP status and its reason. A status of 408, 429 or 5xx is transient."""
+    """Return the error for an HTTP status and its reason. A status of 408, 429 or 5xx is transient.
+
+    A status of 404 or 410 gives a MissingError, and 403 a ForbiddenError.
+    """
     kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
     return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))
 
@@ -86,8 +89,9 @@ def retry(
 ) -> Result:
     """Call ``action(address)`` for each address of a file until a call succeeds, and return the result.
 
-    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s, which ``note`` reports. After a
-    permanent error, or two AlteredErrors in a row, an address is skipped. A single AlteredError may be a network fault.
+    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s. ``note`` is called with a
+    sentence before each pause. After a permanent error, or two AlteredErrors in a row, an address is skipped. A single
+    transient AlteredError may be a network fault. Exceptions other than UnavailableError pass through.
 
     Raises:
         UnavailableError: The last error of the address. For several addresses, the text has the last error of each.

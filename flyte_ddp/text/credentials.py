@@ -20,7 +20,7 @@ def refuse_credentials(name: str, value: str) -> None:
     """Raise a UserError if an address in ``value`` has a user name or a password.
 
     A secret may contain "/", "?", "#" or a space, which end the part that looks like a server. For this reason a colon
-    without a port is also rejected.
+    without a port is also rejected. The text names ``name``, and shows ``value`` without the secret.
     """
     for found in START.finditer(value):
         kind, server = found.groups()

@@ -36,7 +36,7 @@ def format_setting(value: object) -> str:
 
 
 def format_measure(name: str, value: float | None) -> str:
-    """Return a measure's value as a percentage for accuracy, else with about four digits.
+    """Return a measure's value: accuracy as a percentage, loss with four decimals, others with about four digits.
 
     An undefined value (None or NaN) becomes a dash.
     """

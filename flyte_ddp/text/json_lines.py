@@ -16,10 +16,12 @@ OTHER = "choose another run folder"
 
 
 class JsonLines(AbstractContextManager["JsonLines"]):
-    """Appends records to a file of JSON lines. A file must have only one writer at a time.
+    """Appends records to a file of JSON lines, which is created if missing. A file must have only one writer at a time.
+
+    If a killed writer has left an incomplete last line, the line is ended first.
 
     Raises:
-        UserError: The file cannot be written.
+        UserError: The file cannot be opened or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +35,13 @@ class JsonLines(AbstractContextManager["JsonLines"]):
                     self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a mapping of JSON values, with ``time`` (Unix seconds) added. NaN and infinite numbers become null."""
+        """Append a mapping of JSON values as one line, at once visible to other processes.
+
+        If the record has no ``time``, the present time (Unix seconds) is added. NaN and infinite numbers become null.
+
+        Raises:
+            UserError: The file cannot be written. A part of the line may have been written.
+        """
         line = format_record({"time": time.time(), **record}) + b"\n"
         with explain_write_errors(self._path, OTHER):
             while line:  # a nearly full disk accepts a part of the line before it raises
@@ -50,6 +58,11 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records in a file. Lines that are no JSON objects are skipped.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
     try:
         return [*parse_records(path.read_bytes().splitlines())]
     except OSError as error:

@@ -96,7 +96,12 @@ def encode_sections(sections: Iterable[Section]) -> str:
 
 
 def decode_sections(text: str) -> list[Section]:
-    """Return the sections in a text of :func:`encode_sections`. Raises ValueError or TypeError for other texts."""
+    """Return the sections in a text of :func:`encode_sections`. NaN and infinite numbers have become None.
+
+    Raises:
+        ValueError: The text is not JSON, or a value has another type.
+        TypeError: A section lacks a field, or has a field of another kind.
+    """
     found = parse_json(text)
     require_form(found, [{"kind": {*KINDS}, **FORMS}], "sections")
     return [KINDS[values.pop("kind")](**values) for values in found]

@@ -19,12 +19,13 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable that ``spec`` (``package.module:callable``) names.
 
-    First puts the working directory on ``sys.path``. A StoredSpec is imported from the sources stored with it. Other
-    exceptions of the import pass through.
+    First puts the working directory on ``sys.path``. A StoredSpec is imported from the sources stored with it.
+    Exceptions of the import other than ImportError and SyntaxError pass through.
 
     Raises:
-        UserError: The import raises ImportError or SyntaxError, the callable does not exist, or the module is not
-            allowed.
+        UserError: The spec is malformed, the import raises ImportError or SyntaxError, or the callable does not exist
+            or cannot be called. Also if FLYTE_DDP_MODULES does not allow the module, or the module that defines the
+            callable.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
@@ -57,7 +58,15 @@ def load_callable(spec: str) -> Callable[..., Any]:
 def require_options(
     what: str, function: Callable[..., Any], options: Mapping[str, Any], *positional: Any, **keywords: Any
 ) -> None:
-    """Raise UserError if a callable does not accept the options as keyword arguments, beside the other arguments."""
+    """Raise UserError unless a callable accepts the options as keyword arguments, beside the other arguments.
+
+    Args:
+        what: The name of the callable in the error.
+        function: The callable.
+        options: The options that the user gave.
+        positional: The other positional arguments of the call.
+        keywords: The other keyword arguments of the call.
+    """
     try:
         inspect.signature(function).bind(*positional, **keywords, **options)
     except TypeError as error:
@@ -65,7 +74,10 @@ def require_options(
 
 
 def require_parameters(what: str, function: Callable[..., Any], *names: str) -> None:
-    """Raise UserError if a callable does not accept as many positional arguments as there are names."""
+    """Raise UserError if a callable does not accept as many positional arguments as there are names.
+
+    A built-in callable without a signature is accepted. ``what`` begins the text, and ``names`` are suggested there.
+    """
     try:
         inspect.signature(function).bind(*names)
     except ValueError:
@@ -90,7 +102,10 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def search_working_directory() -> None:
-    """Put the working directory first on ``sys.path``, like ``python -m`` and unlike console scripts."""
+    """Put the working directory first on ``sys.path``, like ``python -m`` and unlike console scripts.
+
+    If the directory is on ``sys.path`` already, nothing is moved. Import caches are cleared in any case.
+    """
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

@@ -43,7 +43,8 @@ def is_user_file(place: str) -> bool:
 def refuse_foreign_module(spec: str, module: str) -> None:
     """Raise UserError if FLYTE_DDP_MODULES is set and the module is neither listed there nor the user's.
 
-    A module is the user's if all its files are outside Python's library and site-packages.
+    A module is the user's if all its files are outside Python's library and site-packages. A module that does not exist
+    is accepted, because the import reports the error. ``spec`` begins the text.
     """
     listed = nameable_modules()
     if listed is None or any(f"{module}.".startswith(f"{name}.") for name in listed):
@@ -62,7 +63,13 @@ def refuse_foreign_module(spec: str, module: str) -> None:
 
 
 def refuse_foreign_callable(spec: str, module: str, found: Any) -> None:
-    """Raise UserError for a function or class that the module imported from a module that may not be named."""
+    """Raise UserError for a function or class that another module defines, if that module may not be named.
+
+    Args:
+        spec: The start of the error, ``package.module:callable``.
+        module: The module that ``spec`` names.
+        found: The callable in this module.
+    """
     owner = getattr(found, "__module__", None) or "builtins"
     if owner != module and (inspect.isclass(found) or inspect.isroutine(found)):
         refuse_foreign_module(spec, owner)

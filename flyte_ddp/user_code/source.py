@@ -27,21 +27,24 @@ digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # by file: import spec
 
 
 def user_source_digest(*specs: str) -> str:
-    """Return a SHA-256 (hex) of the files of :func:`find_user_sources` for all ``specs``.
+    """Return a SHA-256 (hex) of the user's source files that ``specs`` need, without importing them.
 
-    Comments, docstrings, formatting and the place of the top-level module make no difference.
+    Comments, docstrings, formatting and the place of the top-level module make no difference. Puts the working
+    directory first on ``sys.path``, and records the digest of each file.
 
     Raises:
-        UserError: A module that this process imported has changed since.
+        UserError: A spec is malformed, a module does not exist, or a module that this process imported has changed
+            since.
     """
     found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
     return digest_sources(found.values())
 
 
 def digest_sources(sources: Iterable[Source]) -> str:
-    """Return a SHA-256 of sources in any order, and record the digest of each file.
+    """Return a SHA-256 (hex) of sources, whatever their order, and record the digest of each file.
 
-    Raises UserError if a module that this process imported has changed since.
+    Raises:
+        UserError: A module that this process imported has changed since.
     """
     lines = []
     for name, path, content, tree in sources:
@@ -52,7 +55,13 @@ def digest_sources(sources: Iterable[Source]) -> str:
 
 
 def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
-    """Record a file's digest. Raises UserError if the file has changed since this process imported the old code."""
+    """Record the digest of the file of a module. ``name`` is the file's relative path.
+
+    If another file was imported as this module, nothing is recorded.
+
+    Raises:
+        UserError: The file has changed since this process imported the old code. The old digest stays recorded.
+    """
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another spec
     if spec is not None and spec.origin != str(path):
@@ -67,9 +76,13 @@ def record_or_refuse_module(name: str, path: Path, digest: str) -> None:
 
 
 def read_user_sources(*specs: str) -> dict[str, str]:
-    """Return the text of the files of :func:`find_user_sources` by name.
+    """Return the text of the user's Python files that ``specs`` need, by relative path, without importing them.
 
-    If the files have over 4 MiB, like a library, return {}.
+    Callables of this library and of the packages in ARITHMETIC are skipped. If the files have over 4 MiB, like a
+    library, return {}. Puts the working directory first on ``sys.path``.
+
+    Raises:
+        UserError: A spec is malformed, or a module does not exist.
     """
     own = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
     found = {name: content for spec in own for name, _, content, tree in find_user_sources(spec) if tree is not None}
@@ -79,7 +92,11 @@ def read_user_sources(*specs: str) -> dict[str, str]:
 
 
 def match_current_sources(sources: Mapping[str, str], *specs: str) -> bool:
-    """Return whether :func:`read_user_sources` finds the same code as in ``sources``, apart from comments."""
+    """Return whether the user's files that ``specs`` need today have the code in ``sources``, apart from comments.
+
+    Further files in ``sources`` make no difference. If a module does not exist, or the files have over 4 MiB, return
+    False. Puts the working directory first on ``sys.path``.
+    """
     try:
         today = read_user_sources(*specs)
     except UserError:  # the module is gone
@@ -101,10 +118,11 @@ def find_user_sources(spec: str) -> Iterator[Source]:
     Yields the files of the top-level module, wherever the module is, and of the modules that these files import.
     Imports of the standard library, of site-packages, and of IDENTIFIED are not followed. All ``.py`` files of a
     package are included, because packages may import modules by computed names. Imports that
-    :func:`find_imported_modules` misses are not followed. Puts the working directory first on ``sys.path``.
+    :func:`find_imported_modules` misses are not followed. Files that cannot be read are skipped. Puts the working
+    directory first on ``sys.path``.
 
     Raises:
-        UserError: The spec is malformed, or the module does not exist.
+        UserError: The spec is malformed, or the module does not exist. Raised by the first ``next()``.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -115,14 +133,19 @@ def find_user_sources(spec: str) -> Iterator[Source]:
 
 
 def find_script_sources(script: Path) -> Iterator[Source]:
+    """Yield the source of a script, and of the user modules that the script imports, without imports.
+
+    Puts the working directory first on ``sys.path``.
+    """
     search_working_directory()
     yield from follow_imports([(script.name, script)], {*IDENTIFIED})
 
 
 def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[Source]:
-    """Yield the sources of ``files`` and of the user modules that the files import, except modules in ``seen``.
+    """Yield the sources of ``files`` (name and path) and of the user modules that the files import.
 
-    Changes both arguments.
+    Imports of modules in ``seen`` are not followed. During the iteration, ``files`` is emptied, and the imported
+    modules are added to ``seen``. Files that cannot be read are skipped.
     """
     while files:
         name, path = files.pop()
@@ -139,7 +162,10 @@ def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[So
 
 
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each ``.py`` file of a top-level module. With ``only_own``, yield only user files."""
+    """Yield name and path of each ``.py`` file of a top-level module. With ``only_own``, yield only user files.
+
+    Links are followed, and hidden files and folders are skipped.
+    """
     for place in list_places(found):
         if only_own and not is_user_file(place):
             continue
@@ -158,7 +184,11 @@ def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[
 
 @contextmanager
 def translate_user_errors(what: str) -> Iterator[None]:
-    """Raise UserError for an exception of user code in the block, with the code's line and traceback."""
+    """Raise UserError for an exception of user code in the block, with the code's line and traceback.
+
+    An exception without a line of the user's files in its traceback passes through, and so does a UserError. ``what``
+    begins the text.
+    """
     try:
         yield
     except click.ClickException:

@@ -34,7 +34,11 @@ class StoredSpec(str):
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    """Import a module of ``sources`` under a unique prefix. Adds an importer to ``sys.meta_path``."""
+    """Import a module of ``sources`` under a unique prefix. Adds an importer to ``sys.meta_path``.
+
+    A process runs the module once. Later calls with equal sources return the same module. ``sources`` are texts by
+    relative path.
+    """
     importer = StoredImporter(sources)  # importlib.import_module in stored code still finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
         sys.meta_path.insert(0, importer)
