@@ -23,6 +23,7 @@ MOST_OF_GPU = 0.25  # largest share of the free memory for the arrays of one sid
 
 
 def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Return the chosen ``rows`` (numbers on the device of ``values``) of ``values``, on ``device``."""
     taken = values.index_select(0, rows)  # much faster than ``values[rows]`` on a CPU
     return taken if values.device == device else copy_to_device(taken, device)
 
@@ -30,10 +31,15 @@ def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
 def augment_batch(
     images: Tensor, targets: Tensor, samples: Indices, *, kind: str, seed: int, epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """Augment the images [n, H, W, C] of a batch, and return images and targets.
+    """Return the images [n, H, W, C] of a batch, shifted at random and perhaps mirrored, and the targets.
 
-    Masks [n, H, W] are shifted and mirrored with their images, with 255 (ignored) in uncovered pixels. Other targets
-    are unchanged.
+    Masks (targets [n, H, W]) are shifted and mirrored with their images. Uncovered pixels of a mask become 255
+    (ignored). Other targets are unchanged.
+
+    Args:
+        samples: Numbers of the samples [n]. The random shift of an image depends on ``seed``, ``epoch`` and this
+            number.
+        kind: "crop" shifts, "crop_flip" also mirrors half of the images, and "none" changes nothing.
     """
     augment = partial(augment_images, kind=kind, seed=seed, epoch=epoch, samples=samples)
     if targets.dim() == 3:
@@ -56,13 +62,17 @@ class LoadedLeaf:
     def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
         """Return the leaf of these samples on the device, and a mask if the leaf is ragged.
 
+        Whole numbers become int64, and floats fp32. If ``widened`` is False and the leaf is not ragged, types stay. The
+        samples of a ragged leaf are padded to the longest sample.
+
         Args:
             samples: Numbers of the samples [n].
-            rows: ``samples`` as a tensor, where the values are.
+            rows: ``samples`` as a tensor on the device of ``self.values``. Not used for a ragged leaf.
             kind: "inputs" or "targets", which decides the padding of a ragged leaf.
 
         Returns:
-            Values [n, ...], and the mask [n, longest] of a ragged leaf. The mask is None for other leaves.
+            Values [n, ...], and the mask [n, longest] of a ragged leaf, which is True at values. The mask is None for
+            other leaves.
         """
         if self.ends is None:
             taken = take_rows(self.values, rows, self.device)
@@ -95,6 +105,11 @@ class ArrayBatches(BatchSource):
     seed: int = 0  # of the augmentation
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
+        """Return samples as a batch on the device.
+
+        If ``epoch`` is the number of an epoch of training, images are augmented. If ``masked`` names an input, its mask
+        is added to the inputs. The mask of an input that is not ragged is True everywhere.
+        """
         rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
         masks: list[Tensor | None] = []  # of the inputs' leaves, in their order
 
@@ -118,9 +133,17 @@ class ArrayBatches(BatchSource):
 def open_array_batches(
     device: torch.device, data: SampleArrays, side: str, *, masked: str | None, augment: str, seed: int
 ) -> ArrayBatches:
-    """Open the side "train" or "test" of the data, copied to a GPU that has room.
+    """Return the source of batches for one side of the data, "train" or "test".
 
-    If the data are images, inputs and targets keep their types. Otherwise integers become int64, and floats fp32.
+    If ``device`` is a GPU, and the arrays need at most a quarter of its free memory, the arrays are copied there.
+    Otherwise they stay in the CPU's memory, and each batch is copied to ``device``.
+
+    If the data are images, inputs and targets keep their types. Otherwise whole numbers become int64, and floats fp32.
+
+    Args:
+        side: "train" or "test".
+        masked: Name of the input whose mask is added to the inputs of each batch. None adds no mask.
+        augment: "none", "crop" or "crop_flip", the augmentation of training images.
     """
     inputs, targets, ids = (getattr(data, f"{side}_{part}") for part in ("inputs", "targets", "ids"))
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]

@@ -33,18 +33,23 @@ class Layout(NamedTuple):
         return self.start_of_targets + max(1, targets_bytes)  # an empty file cannot be mapped
 
     def view_targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return a view of the targets, [samples, *shape], in the batch's memory."""
         return np.ndarray((self.samples, *self.shape), self.dtype, memory, self.start_of_targets)
 
     def view_images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Return a view of the images in the batch's memory, each of ``shape`` [H, W, C]."""
+        """Return a view of the images in the batch's memory, [samples, H, W, C].
+
+        ``shape`` is [H, W, C]. An image may be smaller than ``image_bytes``, and then leaves the rest of its place
+        unused.
+        """
         rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)
         return rows[:, : math.prod(shape)].reshape(self.samples, *shape)
 
 
 class BatchMemory:
-    """Memory for a batch, in an unnamed file that grows as needed.
+    """Memory for a batch, in an unnamed file that grows as needed. Linux only.
 
-    Loader processes open the file by its path.
+    Loader processes open the file by its path. The file is closed when this object is deleted.
     """
 
     def __init__(self) -> None:
@@ -54,9 +59,12 @@ class BatchMemory:
         self.memory: mmap.mmap | None = None
 
     def resize(self, size: int) -> NDArray[np.uint8]:
-        """Grow the memory to at least ``size`` bytes, and return the whole memory.
+        """Grow the memory to at least ``size`` bytes if needed, and return a view of the whole memory.
 
-        Must be called only while the memory holds no batch.
+        Must be called only while the memory holds no batch. The memory never shrinks.
+
+        Raises:
+            OSError: The system has no room, or a limit of this process is exceeded.
         """
         if self.memory is None or len(self.memory) < size:
             os.ftruncate(self.file, size)
@@ -65,10 +73,16 @@ class BatchMemory:
 
 
 def write_tree(path: str, tree: Any) -> tuple[int, int]:
-    """Write a pickled tree into the memory at ``path``, from the start, and grow the memory if needed.
+    """Pickle a tree into the memory at ``path``, from the start. Grows the memory if needed.
+
+    The content of arrays is stored beside the pickle, so :func:`read_tree` needs no copy.
+
+    Args:
+        path: Path of a BatchMemory. The file stays open in this process.
+        tree: Any value that can be pickled, such as nested tuples and dicts of arrays.
 
     Returns:
-        Place (start, end) of the index, which :func:`read_tree` needs.
+        The position (start, end) of the index, in bytes. :func:`read_tree` needs the position.
     """
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)
@@ -89,16 +103,16 @@ def write_tree(path: str, tree: Any) -> tuple[int, int]:
 
 
 def read_tree(memory: NDArray[np.uint8], place: tuple[int, int]) -> Any:
-    """Return the tree that :func:`write_tree` wrote.
+    """Return the tree that :func:`write_tree` wrote, without copying the arrays.
 
-    The arrays of the tree are views, which keep the memory in use.
+    The arrays of the tree are views, which keep the memory in use. ``place`` is the result of :func:`write_tree`.
     """
     pickled, places = pickle.loads(memory[slice(*place)].data)
     return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 
 
 def open_memory(path: str, size: int) -> NDArray[np.uint8]:
-    """Return the rank's memory at ``path``, which has at least ``size`` bytes.
+    """Return a writable view of the rank's memory at ``path``, which has at least ``size`` bytes.
 
     This process keeps the memory open for later calls.
     """

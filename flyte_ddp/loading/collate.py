@@ -25,19 +25,24 @@ def batch_samples(
 ) -> tuple[Leaves, Leaves]:
     """Return samples as one batch.
 
+    Whole numbers become int64, and floats fp32. Truth values stay.
+
     Args:
         samples: Pairs of inputs and targets.
         names: Names of the samples, for errors.
-        padded: Whether leaves are padded along dimension 0.
-        masked: Name of a padded input, for which a mask is added to the inputs: bool [n, longest], true at values.
+        padded: Whether leaves are padded along dimension 0 to the longest sample of the batch. If False, all samples of
+            a leaf must have one shape.
+        masked: Name of a padded input, for which a mask is added to the inputs: bool [n, longest], True at values.
         types: Type of each leaf in the whole data set. Without ``types``, a type depends on the samples of this batch.
 
     Raises:
-        UserError: Shapes or types of the samples do not fit together.
+        UserError: The forms, names or shapes of the samples' leaves differ. Or a leaf is no array of numbers, or has
+            values that its type in ``types`` cannot hold.
     """
     masks = list[Tensor]()
 
     def join_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
+        """Return the leaf ``name`` of all samples as one tensor. The mask of a ``masked`` leaf goes into ``masks``."""
         dtype, shape = (types or {}).get((kind, name)) or wide_type(leaves), leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
             if leaf.ndim != len(shape) or leaf.shape[padded:] != shape[padded:]:  # padded: all but the first dimension
@@ -58,6 +63,7 @@ def batch_samples(
         return torch.from_numpy(filled)
 
     def join_leaves(kind: str, leaves: Sequence[Leaves]) -> Leaves:
+        """Return the inputs or the targets (``kind``) of all samples, with each leaf as one tensor."""
         joined = dict[str, Tensor]()
         for name, values in group_leaves(kind, leaves, names).items():
             arrays = list[NDArray[Any]]()
@@ -74,13 +80,17 @@ def batch_samples(
 
 
 def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    """Return fp32 if any of a leaf's samples has floats, bool if all have truth values, else int64."""
     # Ignores empty leaves: NumPy makes floats of an empty list, which would make floats of all leaves.
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
 
 def require_type(what: str, values: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise UserError if a conversion to the leaf's type would change a value."""
+    """Raise UserError if a conversion of ``values`` to ``dtype`` would change a value.
+
+    ``what`` names the values in the error.
+    """
     always_same = dtype.kind == "f" or values.dtype.kind == "b" or (dtype.kind == "i" and values.dtype.kind in "iu")
     if not always_same and values.size and not (values == values.astype(dtype)).all():
         found, known = {"f": "fractions"}.get(values.dtype.kind, "numbers"), {"b": "truth values"}.get(dtype.kind)
@@ -96,9 +106,10 @@ def widen_type(values: Tensor) -> Tensor:
 
 
 def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
-    """Return the padding value of a leaf.
+    """Return the value that fills up the shorter samples of a padded leaf.
 
-    Inputs get 0. Targets get -100 (integers) or NaN (floats), which objectives ignore, or False.
+    Inputs get 0. Targets get -100 (whole numbers) or NaN (floats), which objectives ignore, or False. ``dtype_kind`` is
+    the letter of NumPy's ``dtype.kind`` ("f", "i" or "b"), and ``kind`` is "inputs" or "targets".
     """
     return 0 if kind == "inputs" else {"b": False, "f": float("nan")}.get(dtype_kind, IGNORED_TOKEN)
 
@@ -106,7 +117,8 @@ def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
 def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:
     """Return inputs with the mask as an additional leaf.
 
-    The mask is last in a tuple. In a dict its name is ``mask``, unless the dict has a ``mask`` already.
+    In a tuple the mask is last. A single leaf becomes a tuple of leaf and mask. In a dict the mask has the name
+    ``mask``. If a dict already has this name, its leaf stays, and no mask is added.
     """
     if form_of(inputs) == "dict":
         return {MASK: mask, **inputs}

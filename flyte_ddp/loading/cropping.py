@@ -34,12 +34,19 @@ class Crop(NamedTuple):
 
 
 def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
-    """Return random numbers in [0, 1) for each sample's crop in an epoch, [N, DRAWS (23)]."""
+    """Return 23 (DRAWS) random numbers in [0, 1) for each sample's crop in an epoch, [N, 23].
+
+    The numbers depend only on ``seed``, ``epoch`` and the number of the sample.
+    """
     return uniform_draws(seed, epoch, samples, DRAWS)
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
-    """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS (23)] select."""
+    """Return the box of a random crop, and whether to mirror the crop.
+
+    Depends only on the image's size and on ``draws``, the 23 numbers in [0, 1) of one sample from :func:`draw_crops`.
+    If none of ten proposals fits into the image, returns a middle crop.
+    """
     *proposals, vertical, horizontal, mirror = draws.tolist()
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     for drawn_area, drawn_ratio in zip(proposals[::2], proposals[1::2], strict=True):
@@ -55,15 +62,18 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
 
 
 def middle_crop(height: int, width: int, share: float = EVALUATION_SHARE) -> Crop:
+    """Return the square in the middle of an image. Its side is ``share`` of the image's shorter side."""
     side = max(1, round(min(height, width) * share))
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 
 
 def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """Crop an image, resize the part (bilinear, antialiased), and mirror the result if ``crop.mirrored``.
+    """Crop an image, resize the crop to a square (bilinear, antialiased), and mirror the square if ``crop.mirrored``.
+
+    ``size`` is the side of the square in pixels.
 
     Returns:
-        uint8 [size, size, 3].
+        uint8 [size, size, C].
     """
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
     # unsqueeze by torch, not by NumPy: interpolate's result is channels-last only with torch's strides.
@@ -74,7 +84,10 @@ def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
 
 
 def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
-    """Crop, resize (nearest pixels) and mirror a mask [H, W, ...] as :func:`resize_crop` does with an image."""
+    """Crop a mask [H, W, ...], and resize the crop to [size, size, ...] by nearest pixels.
+
+    Mirrors the result if ``crop.mirrored``. The type stays.
+    """
     rows = crop.top + ((np.arange(size) + 0.5) * crop.height / size).astype(np.int64)
     columns = crop.left + ((np.arange(size) + 0.5) * crop.width / size).astype(np.int64)
     return mask[rows[:, None], columns[::-1] if crop.mirrored else columns]
@@ -83,9 +96,10 @@ def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
 def crop_to_square(
     pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None, share: float = EVALUATION_SHARE
 ) -> Pixels:
-    """Return a part of an image as a square [size, size, 3].
+    """Return a part of an image as a square, uint8 [size, size, C].
 
-    The part is random with ``draws``, and the middle without.
+    If ``draws`` has a sample's numbers from :func:`draw_crops`, the part is random. If ``draws`` is None, the part is
+    the middle square, whose side is ``share`` of the shorter side.
     """
     height, width, _ = pixels.shape
     crop = middle_crop(height, width, share) if draws is None else random_crop(draws, height, width)

@@ -45,6 +45,7 @@ def decode_image(content: bytes) -> Pixels:
 
 @functools.cache
 def can_import(module: str) -> bool:
+    """Return whether a module can be imported. Imports the module at the first call, and keeps the answer."""
     try:
         importlib.import_module(module)
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
@@ -55,7 +56,7 @@ def can_import(module: str) -> bool:
 def decode_plain_jpeg(content: bytes) -> Pixels | None:
     """Decode an upright, undamaged JPEG in RGB, YCbCr or grey with simplejpeg.
 
-    Returns None for other images, and for images above Pillow's limit of pixels.
+    Returns None for all other images, and for images above Pillow's limit of pixels. Then use another decoder.
     """
     import simplejpeg
 
@@ -70,9 +71,10 @@ def decode_plain_jpeg(content: bytes) -> Pixels | None:
 
 
 def is_upright(content: bytes) -> bool:
-    """Return whether a JPEG is certainly upright, without EXIF data that turns the image.
+    """Return True if no EXIF data of a JPEG turn or mirror the image.
 
-    Returns False if the header has rare markers.
+    In doubt returns False, for example for fill bytes or a marker without a length. The header of ``content`` must be
+    complete.
     """
     position, marker = 2, 0
     while marker != SOS:
@@ -93,6 +95,13 @@ def is_exif_first(content: bytes) -> bool:
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
+    """Decode an image to upright RGB pixels with torchcodec, or with Pillow if torchcodec fails.
+
+    Pillow also decodes animations, 16-bit PNGs, and JPEGs whose EXIF data torchcodec would overlook.
+
+    Raises:
+        DecodingError: Pillow rejects the image.
+    """
     from torchcodec import decoders
 
     # Pillow reads the header first, because torchcodec would allocate huge sizes, which Pillow rejects. Pillow also
@@ -121,6 +130,7 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
 
 
 def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
+    """Decode an image with Pillow to upright pixels in one of Pillow's modes. Raises DecodingError if Pillow fails."""
     with open_with_pillow(content) as image:
         image.load()
         opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)
@@ -138,6 +148,10 @@ def exif_orientation(image: Image.Image) -> int:
 
 
 def read_orientation(exif: bytes | memoryview, order: str) -> int:
+    """Return the orientation in EXIF data, or 1 (upright) if the orientation is missing or damaged.
+
+    ``exif`` begins with the TIFF header. ``order`` is the byte order, "<" or ">".
+    """
     # As torchcodec, reads 16 bits whatever the entry's type, and ignores XMP. Pillow's exif_transpose differs.
     try:
         (start,) = struct.unpack_from(f"{order}I", exif, 4)
@@ -153,10 +167,11 @@ def read_orientation(exif: bytes | memoryview, order: str) -> int:
 
 @contextmanager
 def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
-    """Open an image for the block, with only its header read.
+    """Yield an image of which only the header is read. The image is closed after the block.
 
     Raises:
-        DecodingError: Pillow raises an error, here or in the block.
+        DecodingError: Pillow does not know the format, or rejects the number of pixels. Also raised in place of an
+            OSError, EOFError, ValueError or SyntaxError of the block.
     """
     try:
         with Image.open(io.BytesIO(content)) as image:

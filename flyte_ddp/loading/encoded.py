@@ -46,7 +46,10 @@ class ImageReader:
         raise NotImplementedError
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
-        """Return a function that returns the sample. A slow reader starts the read at once, in another thread."""
+        """Return a function that returns the sample. A slow reader starts the read at once, in another thread.
+
+        Errors of the read are raised by the returned function.
+        """
         return partial(self.read_sample, sample)
 
     def prefetch_files(self, samples: Indices) -> None:
@@ -70,6 +73,11 @@ class ShardImages(ImageReader):
         self.fetches_files = bool(reader.index.remote.any())
 
     def read_sample(self, sample: int) -> Encoded:
+        """Return a sample of a shard. Downloads the shard to the cache if needed.
+
+        Raises:
+            UserError: The shard is damaged or cannot be read, or the sample has no image or no class number.
+        """
         key, contents = self.reader.read_sample(sample, None if self.members else WANTED)
         if len(contents) < 2 and not self.members:  # read all, because the error of find_image_and_label() lists them
             key, contents = self.reader.read_sample(sample)
@@ -111,6 +119,11 @@ class FileReader(ImageReader):
         return super().start_read(sample) if self.pool is None else self.pool.submit(self.read_sample, sample).result
 
     def read_sample(self, sample: int) -> Encoded:
+        """Return an image file and its label. With ``members``, returns the file as the sample's only member.
+
+        Raises:
+            UserError: The file cannot be read, or has changed since the files were listed.
+        """
         content, key = self.images.read_image(sample), str(self.images.names[sample])
         name = f"image {self.images.image_address(sample)}"
         if self.members:
@@ -131,7 +144,7 @@ class BadSamples:
     names: dict[str, str] = field(default_factory=dict)  # reason by name
 
     def add_sample(self, name: str, reason: str) -> None:
-        """Record a sample.
+        """Record the sample ``name``, and the ``reason`` why it cannot be decoded. A known name counts once.
 
         Raises:
             UserError: More than ``allowed`` samples are recorded.
@@ -147,7 +160,14 @@ def map_samples(
 ) -> Iterator[Result]:
     """Yield ``use(sample, encoded image)`` for each sample, in order.
 
-    Threads call ``use`` up to ``ahead`` samples ahead.
+    The iterator starts nothing before the first ``next()``. When the iterator is closed, calls that have not begun are
+    cancelled.
+
+    Args:
+        reader: Reads the samples. Files of the next samples are fetched ahead.
+        threads: Number of threads that call ``use``.
+        use: Called in a thread. An error of ``use`` or of the read is raised in the sample's turn.
+        ahead: Reads and calls are started for at most this many samples at a time.
     """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
@@ -169,6 +189,7 @@ def limit_threads() -> None:
 
 
 def require_valid_label(encoded: Encoded, classes: int) -> int:
+    """Return the label. Raises UserError unless the label is 0 to ``classes`` - 1."""
     if not 0 <= encoded.label < classes:
         rule = f"must be 0..{classes - 1} with {classes} classes; fix the label, or set num_classes"
         raise UserError(f"{encoded.name} has label {encoded.label}: {rule}")

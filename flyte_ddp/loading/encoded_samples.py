@@ -53,6 +53,7 @@ class EncodedSamples(SampleLoader):
     )
 
     def __post_init__(self) -> None:
+        """Set the remaining attributes. With ``decode`` and without ``trained_spec``, reads and decodes a sample."""
         self.sizes = ((self.size, self.size, 3),)
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set[int]()  # damaged samples
@@ -60,6 +61,10 @@ class EncodedSamples(SampleLoader):
         self.targets = self.trained_spec or self.find_target_spec()
 
     def find_target_spec(self) -> TargetSpec:
+        """Return the properties of the targets. Without ``decode``, targets are class numbers.
+
+        With ``decode``, reads and decodes the first sample of ``orders``. Restores the global random generators.
+        """
         if self.decode is None:
             return TargetSpec(np.dtype(np.int64), (), self.classes)
         first = int(self.orders[0].samples(slice(0, 1))[0])
@@ -70,7 +75,10 @@ class EncodedSamples(SampleLoader):
         return derive_target_spec(self.decode, target, self.classes, where)
 
     def make_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
-        """Start reading the samples. Return a function for each sample that decodes and crops the image."""
+        """Start reading the samples. Return a function for each sample that decodes and crops the image.
+
+        If ``epoch`` is the number of an epoch of training, the function also augments the sample.
+        """
         draws: Iterable[Any] = itertools.repeat(None)
         if self.crop == "resized_crop" and epoch is not None:
             draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
@@ -81,6 +89,11 @@ class EncodedSamples(SampleLoader):
     def load_read(
         self, sample: int, epoch: int | None, read: Callable[[], Encoded], draws: NDArray[np.float64] | None
     ) -> Sample:
+        """Wait for ``read()``, and return the decoded, augmented and cropped sample.
+
+        ``draws`` are a sample's numbers from :func:`cropping.draw_crops` for a random crop, or None for the middle. If
+        ``epoch`` is None, the user's augmentation is not called.
+        """
         image, target, name = self.load_image_or_substitute(sample, read(), epoch)
         loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
         if self.augment is not None and epoch is not None:
@@ -95,11 +108,17 @@ class EncodedSamples(SampleLoader):
     def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
         """Return pixels, target and key of a sample.
 
-        For a damaged sample, returns pixels and target of another sample of its split. Records damaged samples in
-        ``bad`` and ``replaced``. With ``decode``, seeds this process's generators and runs user code.
+        For a damaged sample, returns the sample's key with pixels and target of the next good sample of the split.
+        Records damaged samples in ``bad`` and ``replaced``. With ``decode``, seeds this process's generators and runs
+        user code.
+
+        Args:
+            encoded: The sample as read.
+            epoch: Epoch of training by which user code is seeded. None counts as 0.
 
         Raises:
-            UserError: There are too many damaged samples, or no substitute can be decoded.
+            UserError: More samples are damaged than allowed, no substitute can be decoded, or a label is out of range.
+            UserCodeError: The user's function fails, and no damaged sample is allowed.
         """
         if loaded := self.decode_or_record(sample, encoded, epoch):
             return *loaded, encoded.key
@@ -114,10 +133,13 @@ class EncodedSamples(SampleLoader):
         )
 
     def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
-        """Return image and target, or record a sample that cannot be decoded and return None.
+        """Return image and target of a sample, or None if the sample cannot be decoded.
+
+        Records a sample that cannot be decoded in ``bad``. A recorded sample is not decoded again.
 
         Raises:
-            UserError: There are too many samples that cannot be decoded.
+            UserError: More samples cannot be decoded than ``bad`` allows, or a label is out of range.
+            UserCodeError: The user's function fails, and no damaged sample is allowed.
         """
         if encoded.name in self.bad.names:
             return None
@@ -130,7 +152,12 @@ class EncodedSamples(SampleLoader):
     def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
         """Return image (of any size) and target of a sample.
 
-        If ``bad.allowed`` is not 0, an UserCodeError of user code becomes a DecodingError.
+        With ``decode``, seeds this process's generators and calls the user's function.
+
+        Raises:
+            DecodingError: The image cannot be decoded. If ``bad.allowed`` is not 0, also if the user's function fails.
+            UserError: The label is out of range, or the user's function returns no image and target.
+            UserCodeError: The user's function fails, and ``bad.allowed`` is 0.
         """
         own = self.decode
         if own is None:
@@ -151,9 +178,10 @@ class EncodedSamples(SampleLoader):
     def fit_to_square(
         self, image: Pixels, target: NDArray[Any], draws: NDArray[np.float64] | None, where: str
     ) -> tuple[Pixels, NDArray[Any]]:
-        """Return the image of user code as a square in colour, and the target.
+        """Return an image that user code made as a square in colour, and its target.
 
-        A target with the image's height and width is a mask, and is cropped with the image.
+        A target with the image's height and width is a mask, and is cropped with the image. If ``draws`` is None, the
+        middle square is used, and an image of the final size is not cropped. ``where`` names the sample in errors.
 
         Raises:
             UserError: The image has neither 1 nor 3 channels.
@@ -175,6 +203,7 @@ class EncodedSamples(SampleLoader):
         return cropping.resize_crop(image, crop, self.size), target
 
     def read_label(self, sample: int) -> int | None:
+        """Return the class number of a sample, or None if user code makes the targets. Reads the sample."""
         return None if self.decode else require_valid_label(self.reader.read_sample(sample), self.classes)
 
     def skip_read(self, samples: Indices) -> None:
@@ -182,10 +211,16 @@ class EncodedSamples(SampleLoader):
             self.reader.skip_read(samples)
 
     def take_report(self) -> tuple[dict[str, str], set[int]] | None:
+        """Return the bad samples and the replaced samples, or None if nothing was added since the last call."""
         before, self.reported = self.reported, len(self.bad.names) + len(self.replaced)
         return None if self.reported == before else (dict(self.bad.names), set(self.replaced))
 
     def add_report(self, report: tuple[dict[str, str], set[int]]) -> None:
+        """Add the bad and replaced samples that :meth:`take_report` returned in another process.
+
+        Raises:
+            UserError: More samples are bad than allowed.
+        """
         names, replaced = report
         for name, reason in names.items():
             if name not in self.bad.names:

@@ -69,7 +69,13 @@ class Items:
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of an item. Pictures are uint8 [H, W, C].
 
-        Seeds the global random generators before user code runs.
+        If user code reads the item, first seeds the global random generators, and does not restore them. The seed
+        depends on ``seed``, ``epoch`` (None counts as 0) and the number of the sample.
+
+        Raises:
+            UserError: The item is no pair of inputs and targets, or its picture is unfit.
+            UserCodeError: User code fails.
+            MachineError: User code does not return within FLYTE_DDP_TIMEOUT.
         """
         if isinstance(self.data, SampleArrays):
             sides = (getattr(self.data, f"{self.side}_{kind}") for kind in ("inputs", "targets"))
@@ -85,6 +91,7 @@ class Items:
         return convert_sample(where, pair) if self.data.pictures else pair
 
     def name_samples(self, samples: Sequence[int]) -> list[str]:
+        """Return the ids of the samples, or [] if the data set has no ids."""
         ids = getattr(self.data, f"{self.side}_ids", None)
         return [] if ids is None else ids[samples].tolist()
 
@@ -107,7 +114,13 @@ class ItemLoader:
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return samples as one collated batch.
 
-        Samples are augmented for an ``epoch`` of training, and not for None.
+        If ``epoch`` is the number of an epoch of training, the user's augmentation is called. User code runs after the
+        global random generators are seeded. They are not restored.
+
+        Raises:
+            UserError: Samples do not fit together, or user code returns something unfit.
+            UserCodeError: User code fails.
+            MachineError: The batch is not loaded within FLYTE_DDP_TIMEOUT.
         """
         names = [f"{self.items.side} sample {sample}" for sample in self.items.name_samples(samples) or samples]
         with limit_wait(f"a batch of {self.items.side} samples"):
@@ -119,6 +132,20 @@ class ItemLoader:
     def call_own_collate(
         self, own: UserFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
+        """Return the batch that the user's function ``own`` makes of the samples.
+
+        Seeds the global random generators by the first sample. Returned lists become tuples, and mappings become dicts.
+
+        Args:
+            own: The user's function, which gets a list of pairs of inputs and targets.
+            epoch: Epoch of training. None counts as 0.
+            where: Names the samples in errors.
+
+        Raises:
+            UserError: The function returns no pair, inputs without a tensor, or a target tensor without a row for each
+                sample.
+            UserCodeError: The function fails.
+        """
         own.seed(self.seed, epoch or 0, samples[0])
         # Lists become tuples. Mappings, such as a tokenizer's, become dicts, in which tree_leaves() finds tensors.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
@@ -131,6 +158,10 @@ class ItemLoader:
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of a sample. Unless ``epoch`` is None, the user's augmentation changes them.
+
+        User code gets copies, so the data set is not changed. ``name`` names the sample in errors.
+        """
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:
@@ -163,6 +194,11 @@ class ItemImages(SampleLoader):
         return [partial(self.load_sample, sample, epoch) for sample in samples]
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
+        """Return an item as a sample. Unless ``epoch`` is None, the user's augmentation changes the item.
+
+        Raises:
+            UserError: The image has none of the sizes in ``sizes``, or the target does not fit ``targets``.
+        """
         own, where = f"dataset={self.items.data.name!r}: {self.items.side}", f"sample {sample}"
         image, target = self.items.read_item(sample, self.seed, epoch)
         loaded = Sample(image, np.asarray(target), "")
@@ -178,6 +214,7 @@ class ItemImages(SampleLoader):
 
 
 def copy_leaf(leaf: Any) -> Any:
+    """Return a copy of an array or a tensor. Other values are returned as they are."""
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -202,10 +239,20 @@ def describe_items(
 ) -> ItemFacts:
     """Return the properties that all samples of a side share.
 
-    Reads up to 16 samples if user code makes them. Inputs are in the order of ``trained_spec``.
+    If user code makes the samples, reads and collates up to 16 samples of ``order``, at equal distances. Of images on
+    demand, reads only the first. Restores the global random generators.
+
+    Args:
+        side: "train" or "test".
+        order: The order of the samples that may be read.
+        collate: The hyperparameter: "stacked", "padded" or the name of a user's function.
+        trained_spec: The inputs of the trained model. They decide the order of the inputs, the types in batches, and
+            ``masked``.
+        classes: Number of classes for images without class names, or 0.
 
     Raises:
-        UserError: Samples have different lengths, and ``collate`` is "stacked".
+        UserError: Samples have different lengths with ``collate`` "stacked", or a name of an input is no identifier.
+        UserCodeError: User code fails.
     """
     if data.pictures:
         return describe_images(data, side, order, seed, classes)
@@ -238,9 +285,10 @@ def describe_items(
 
 
 def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_classes: int) -> ItemFacts:
-    """Return size and normalisation of the images, and the type of their targets.
+    """Return size and normalisation of the images, and the properties of their targets.
 
-    Reads the first picture of a set on demand.
+    Of a set on demand, reads the first picture of ``order`` by user code. If such a set has no class names,
+    ``num_classes`` is the number of classes.
     """
     if isinstance(data, SampleArrays):
         _, height, width, channels = data.train_inputs.shape
@@ -257,6 +305,11 @@ def describe_images(data: ItemSet, side: str, order: Order, seed: int, num_class
 
 
 def describe_leaves(leaves: Leaves) -> LeavesSpec:
+    """Return the form of a batch, and the type and shape of each leaf without the samples' dimension.
+
+    The type of a leaf that is no array or tensor of numbers is "other".
+    """
+
     def describe(leaf: Any) -> LeafSpec:
         dtype = next((TYPES[part] for part in TYPES if part in str(getattr(leaf, "dtype", ""))), None)
         return LeafSpec(tuple(leaf.shape[1:]), dtype) if dtype else OTHER
@@ -266,9 +319,9 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
 
 
 def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
-    """Return a common spec of several batches.
+    """Return a common spec of several batches, in the form of the first batch.
 
-    A size in which batches differ becomes None. A dtype becomes the widest of the batches' dtypes.
+    A size in which batches differ becomes None. A dtype becomes the widest of the batches' dtypes: float, int64, bool.
     """
     joined = dict[str, LeafSpec]()
     for name, first in specs[0].leaves:
@@ -281,6 +334,10 @@ def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
 
 
 def spec_of_single_target(targets: LeavesSpec) -> TargetSpec | None:
+    """Return the properties of targets with a single array of numbers, else None.
+
+    Sizes that differ between samples become 1, and ``varies`` is then True.
+    """
     [(_, leaf)] = targets.leaves if targets.form == "leaf" else [("", OTHER)]
     if leaf.dtype == OTHER.dtype:
         return None

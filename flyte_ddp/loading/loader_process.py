@@ -39,6 +39,10 @@ class Call(NamedTuple):
     path: str = ""  # of memory for the result, of which the answer is the place; empty: the answer is the result
 
     def run(self, loader: Any) -> Any:
+        """Call the method of ``loader``, and return the result.
+
+        If the call has a path, writes the result to the memory there, and returns its position.
+        """
         result = getattr(loader, self.method)(*self.arguments)
         return write_tree(self.path, tree_map(tensor_to_array, result)) if self.path else result
 
@@ -46,8 +50,14 @@ class Call(NamedTuple):
 def run_loader_server(pipes: Sequence[Connection], exits: Connection, limit_seconds: float) -> None:
     """Fork a loader process for each pipe, and return after all processes have ended.
 
-    Sends (number, exit code) by ``exits`` when a loader process ends. If the rank ends or sends END, kills the loader
-    processes with all their descendants. ``limit_seconds`` is the time limit for loading a sample.
+    Call this function as the main function of a new process. The function closes the pipes, and changes the process's
+    name and signal handlers. If the rank ends or sends END, kills the loader processes with all their descendants, and
+    exits.
+
+    Args:
+        pipes: The loader processes' ends of the pipes to the rank.
+        exits: Gets (number, exit code) when a loader process ends. The number is the position of its pipe.
+        limit_seconds: Time limit for loading a sample.
     """
     signal.signal(END, kill_descendants_and_exit)
     process.become_subreaper()  # of processes that loader processes leave behind
@@ -90,7 +100,11 @@ def kill_descendants_and_exit(*_: object) -> NoReturn:
 def run_loader_process(pipe: Connection) -> None:
     """Answer calls of the rank until the rank ends.
 
-    Receives the pickled loaders, then calls. Sends the result or the error of each call.
+    First sends this process's id by ``pipe``, and receives the pickled loaders. Then receives pairs of number and Call,
+    and sends the number with the result or the error of the call. Errors carry the traceback as a note.
+
+    Changes settings of this process. SIGINT, SIGTERM and SIGHUP are ignored, and torch uses one thread. On SIGUSR1, the
+    stack is written to ``pipe``.
     """
     process.restore_start_method()
     process.ignore_signals(process.SIGNALS)  # so that a rank that is asked to stop can finish its last steps
@@ -123,9 +137,10 @@ def tensor_to_array(value: Any) -> Any:
 
 
 def portable_error(error: BaseException) -> Exception:
-    """Return an error that can be sent to the rank.
+    """Return an error that can be pickled and sent to the rank.
 
-    Errors of flyte_ddp keep their type. Other errors become a RuntimeError.
+    Errors of flyte_ddp keep their type. Other errors, and errors that pickle rejects, become a RuntimeError with type
+    and text.
     """
     if type(error).__module__.startswith("flyte_ddp."):
         with suppress(Exception):

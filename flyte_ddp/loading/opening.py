@@ -49,7 +49,12 @@ def open_splits(
 ) -> Splits:
     """Open this rank's splits, and start threads or processes that load samples.
 
-    The result's ``close`` ends these threads or processes.
+    The result's ``close`` ends these threads or processes. Their number is ``settings.loaders``. If this is 0, each
+    core of the rank has a thread or process, except one core for the rank itself with a GPU.
+
+    Raises:
+        UserError: Data and hyperparameters do not fit together, or user code cannot be imported.
+        UserCodeError: User code fails on a sample that is read here.
     """
     orders = order_splits(data, hp)
     orders["training"] = order_training(data, orders["training"], hp.sampling)
@@ -71,7 +76,12 @@ def open_encoded_splits(
 ) -> Splits:
     """Open this rank's splits of encoded images.
 
-    Imports the user's functions, and starts threads or processes that load samples.
+    Imports the user's functions, and starts ``threads`` threads or processes that load samples. With the user's
+    function ``sample``, a sample is decoded here. The worker processes of a stream start at its first batch.
+
+    Raises:
+        UserError: User code cannot be imported, or a sample that is decoded here is unfit.
+        UserCodeError: User code fails on the sample that is decoded here.
     """
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     size = choose_side(hp.image_size, weights) or ENCODED_SIDE
@@ -125,11 +135,18 @@ def open_encoded_test_split(
 ) -> tuple[Split, EncodedSamples]:
     """Open the test split of encoded images, and start threads or processes that load samples.
 
+    Args:
+        spec: The input of the trained model, which decides the size of the images.
+        classes: Number of classes, 0 if user code makes the targets.
+        bad: Collects the samples that cannot be decoded.
+        sample: Name of the user's function that decodes samples, or "".
+        settings: The number of loaders (0: one for each core), and the shards' cache.
+
     Returns:
         The split, and its loader, whose ``replaced`` lists damaged samples.
 
     Raises:
-        UserError: The test split is empty.
+        UserError: The test split is empty, or the user's function cannot be imported.
     """
     order = order_test_split(data)
     if not len(order):
@@ -144,10 +161,11 @@ def open_encoded_test_split(
 
 
 def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.device) -> ImagePool | None:
-    """Start processes or threads that load samples.
+    """Start ``number`` processes or threads that load samples.
 
-    Processes run user code. Without user code, processes load samples for a GPU on Linux, and threads in all other
-    cases. Outside Linux, returns None for user code, which then runs in the rank.
+    Returns:
+        Processes for user code, and for a GPU on Linux. Otherwise threads. Outside Linux, None for user code, which
+        then runs in the rank.
     """
     own = any(loader.decode or loader.augment for loader in loaders)
     if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
@@ -158,9 +176,10 @@ def start_pool(loaders: Sequence[EncodedSamples], number: int, device: torch.dev
 def open_image_reader(
     source: ShardIndex | ImageList, settings: Settings, shuffle_streams: int = 16, *, members: bool = False
 ) -> ImageReader:
-    """Return a reader of image files or shards.
+    """Return a reader of image files or shards. Nothing is read yet.
 
-    With ``members``, the reader returns the files of a sample in place of image and label.
+    The reader keeps two shards open for each of ``shuffle_streams``, and downloads one ahead. With ``members``, the
+    reader returns the files of a sample in place of image and label.
     """
     if isinstance(source, ImageList):
         return FileReader(source, members=members)
@@ -174,11 +193,12 @@ def open_item_splits(
 ) -> Splits:
     """Open this rank's splits of arrays or of a data set on demand.
 
-    Starts ``workers`` processes for user-defined items, augmentation or collate, and no process without user code.
-    First reads up to 16 samples in this process if items or collate are user-defined.
+    If items, augmentation or collate are user-defined, starts ``workers`` processes (on Linux). Without user code,
+    starts no process. If items or collate are user-defined, first reads up to 16 samples in this process.
 
     Raises:
-        UserError: ``mixup`` cannot mix the inputs.
+        UserError: ``mixup`` cannot mix the inputs, samples do not fit together, or user code cannot be imported.
+        UserCodeError: User code fails on a sample that is read here.
     """
     _, augment = import_user_functions(hp)
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed, classes=hp.num_classes)
@@ -209,10 +229,19 @@ def open_item_test_split(
 ) -> tuple[Split, ModelInput]:
     """Open the test split of arrays or of a data set on demand.
 
-    Starts ``workers`` processes for user code. First reads up to 16 samples in this process if user code makes them.
+    If items or collate are user-defined, starts ``workers`` processes (on Linux), and first reads up to 16 samples in
+    this process.
+
+    Args:
+        collate: The hyperparameter of the trained model.
+        trained_spec: The inputs of the trained model. They decide the order of the inputs and the types in batches.
 
     Returns:
         The split, and the specification of its inputs.
+
+    Raises:
+        UserError: Samples do not fit together.
+        UserCodeError: User code fails on a sample that is read here.
     """
     order = order_test_split(data)
     facts = describe_items(data, "test", order, collate, seed, trained_spec=trained_spec)
@@ -234,8 +263,14 @@ def open_sources(
 ) -> tuple[dict[str, BatchSource], dict[str, BatchSource]]:
     """Open the sources of batches of each side, and start processes for user code.
 
+    Args:
+        sides: The sides to open, "train" or "test", each with its user-defined augmentation or None.
+        crop: The built-in augmentation of images: "none", "crop" or "crop_flip".
+        image_size: Side of the images that a user-defined augmentation may return, or 0.
+
     Returns:
-        Two dicts by side: the sources of arrays, and the sources whose processes run user code.
+        Two dicts by side: the sources of arrays, and the sources whose processes run user code. A side of arrays with a
+        user-defined augmentation is in both.
     """
     direct, loaders = dict[str, BatchSource](), dict[str, ItemImages | ItemLoader]()
     for side, augment in sides.items():

@@ -66,7 +66,17 @@ class SampleLoader:
         raise NotImplementedError
 
     def load_part(self, samples: Sequence[int], epoch: int | None, first: int, layout: Layout, path: str) -> Loaded:
-        """Load samples into a batch's memory at ``path``, from position ``first`` on. Runs in a loader process."""
+        """Load samples into a batch's memory, from position ``first`` on. Runs in a loader process.
+
+        Args:
+            epoch: Epoch of training, for which samples are augmented, or None.
+            first: Position of the first of these samples in the batch.
+            layout: Layout of the whole batch in the memory.
+            path: Path of the memory, which has at least ``layout.size`` bytes.
+
+        Raises:
+            UserError: Images have different sizes, or a sample is unfit.
+        """
         loaded = load_into(open_memory(path, layout.size), layout, first, self.make_loads(samples, epoch))
         return loaded._replace(report=self.take_report())
 
@@ -91,7 +101,12 @@ class SampleLoader:
 
 
 def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
-    """Call ``loads``, and write images and targets into a batch's memory, from position ``first`` on."""
+    """Call ``loads``, and write images and targets into a batch's memory, from position ``first`` on.
+
+    Raises:
+        UserError: Images have different sizes.
+        MachineError: In the main thread, a sample is not loaded within FLYTE_DDP_TIMEOUT.
+    """
     targets, names = layout.view_targets(memory), []
     shapes = set[tuple[int, ...]]()
     with limit_wait("a picture"):
@@ -129,9 +144,10 @@ def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
-    """Seed the global generators of Python, NumPy and torch, and ``transforms``, for a sample.
+    """Seed the global generators of Python, NumPy and torch (CPU), and ``transforms``, for a sample.
 
-    ``purpose`` (up to 16 bytes) makes seeds for different purposes differ.
+    The state before is not restored. ``purpose`` (up to 16 bytes) makes seeds for different purposes differ. Each
+    transform must have ``set_random_seed``.
     """
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
@@ -144,8 +160,8 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 def find_seeded_transforms(own: Any, method: str = "__call__") -> list[Any]:
     """Return the objects with ``set_random_seed`` among ``own``, its attributes, and variables in the code of ``own``.
 
-    Variables are globals and closure variables, whose contents are not searched. The code of an object is its
-    ``method``.
+    ``own`` is a user's function or object. The code of an object is its ``method``. Variables are globals and closure
+    variables, whose contents are not searched. Classes are skipped, and each object is returned once.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else getattr(type(own), method))
     function = getattr(function, "__func__", function)  # of a bound method
@@ -172,6 +188,11 @@ class UserFunction:
         return UserFunction, (self.setting, self.spec)
 
     def load(self) -> Callable[..., Any]:
+        """Import the callable at the first call, and return it. A class is called without arguments to make an object.
+
+        Raises:
+            UserError: The import fails, or an object of the class cannot be called.
+        """
         if self.function is None:
             found: Any = load_callable(self.spec)
             if inspect.isclass(found):
@@ -190,12 +211,16 @@ class UserFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, where: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the user's function and return the pair that the function returns.
+        """Call the user's function with ``arguments``, and return the pair that the function returns.
+
+        Args:
+            where: Names the sample in errors.
+            returns: Describes the expected pair in errors.
 
         Raises:
             UserError: The function returns no pair.
             UserCodeError: The function fails.
-            MachineError: The function does not return within FLYTE_DDP_TIMEOUT.
+            MachineError: The function does not return within FLYTE_DDP_TIMEOUT. Only in the main thread.
         """
         function = self.load()
         try:
@@ -210,10 +235,12 @@ class UserFunction:
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:
-        """Call the function for the sample ``name`` and return image and target.
+        """Call the function for the sample ``name``, and return image and target as a sample of this name.
 
         Raises:
-            UserError: The function returns no pixels, or no array as target.
+            UserError: The function returns no pair, no pixels, or no array as target.
+            UserCodeError: The function fails.
+            MachineError: The function does not return within FLYTE_DDP_TIMEOUT. Only in the main thread.
         """
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
         what = f"{self}: the image of {name}"
@@ -225,9 +252,14 @@ class UserFunction:
 
 
 def augment_sample(own: UserFunction, loaded: Sample, draws: tuple[int, int, int], where: str) -> Sample:
-    """Return a sample augmented by the user's function.
+    """Return a sample augmented by the user's function ``own``, which gets copies of image and target.
 
-    ``draws`` (seed, epoch and number of the sample) seeds the function's random numbers.
+    First seeds the global generators of Python, NumPy and torch, and the function's transforms, and does not restore
+    them. The seed is ``draws``: seed, epoch and number of the sample. ``where`` names the sample in errors.
+
+    Raises:
+        UserError: The function returns no image and target.
+        UserCodeError: The function fails.
     """
     own.seed(*draws)
     # Copied, because the arrays are read-only and shared by all processes.
@@ -237,10 +269,17 @@ def augment_sample(own: UserFunction, loaded: Sample, draws: tuple[int, int, int
 
 
 def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
-    """Return ``target``, made by ``own``, unchanged.
+    """Return ``target`` unchanged if its shape, type and class numbers fit ``kind``.
+
+    Floats fit only if ``kind`` has a float type. Ignored pixels (255) of a mask always fit.
+
+    Args:
+        own: The callable that made the target, for errors.
+        kind: Properties that all targets share.
+        where: Names the sample in errors.
 
     Raises:
-        UserError: Shape, type or class numbers do not fit ``kind``.
+        UserError: The target does not fit.
     """
     allowed = "biuf" if kind.dtype.kind == "f" else "biu"
     if target.shape != kind.shape or target.dtype.kind not in allowed:
@@ -258,9 +297,15 @@ def require_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
 
 
 def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
-    """Return the properties of all targets, derived from a single target.
+    """Return the properties of all targets, derived from a single ``target``.
 
-    A class is int64 [], a mask is uint8 or int64 [H, W, ...], and other targets are float32.
+    A class is int64 [], and a mask is uint8 or int64 [H, W, ...]. Other targets, such as whole numbers [k], are
+    float32.
+
+    Args:
+        own: The callable that made the target, for errors.
+        classes: Number of classes, or 0 if unknown. Only for classes and masks.
+        where: Names the sample in errors.
 
     Raises:
         UserError: The target is neither a number nor an array of numbers.
@@ -275,10 +320,13 @@ def derive_target_spec(own: object, target: NDArray[Any], classes: int, where: s
 
 
 def import_user_functions(hp: Hyperparameters) -> tuple[UserFunction | None, UserFunction | None]:
-    """Import the user's functions that ``sample`` and ``augment`` name.
+    """Import the user's functions that ``sample`` and ``augment`` name. Restores the global random generators.
 
     Returns:
-        The two functions, with None for a hyperparameter that names no function.
+        The two functions, with None for a hyperparameter that names no user-defined function.
+
+    Raises:
+        UserError: An import fails.
     """
     named = ("sample", hp.sample), ("augment", hp.augment)
     decode, augment = (UserFunction(setting, spec) if ":" in spec else None for setting, spec in named)

@@ -75,9 +75,9 @@ class Split:
         return self.source.load_batch(samples, epoch)
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield part ``part`` of ``parts`` of the split's batches, each with its slice of the order.
+        """Yield part ``part`` (from 0) of ``parts`` of the split's batches, each with its slice of the order.
 
-        The batches are not augmented.
+        The batches are consecutive, and are not augmented. A part may have no batch.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
@@ -90,7 +90,12 @@ class Split:
     ) -> Iterator[Item]:
         """Yield ``items``, such as batches, in order, and start loading the samples of later items.
 
-        ``samples_of`` returns the samples of an item.
+        The iterator ``items`` is read ahead.
+
+        Args:
+            samples_of: Returns the arrays of sample numbers that an item needs.
+            epoch: Epoch of training, as in the later call of :meth:`load_batch`, or None in an evaluation.
+            batch_size: Samples of a global batch, or of a batch of the evaluation.
         """
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
@@ -130,7 +135,7 @@ class Splits:
     def refuse_too_many_bad_samples(self, allowed: int) -> None:
         """Raise UserError if all ranks together have more than ``allowed`` samples that cannot be decoded.
 
-        Collective.
+        Collective. If ``allowed`` is 0, does nothing, because a rank then fails at its first bad sample.
         """
         if not allowed:  # then a rank fails at its first bad sample
             return

@@ -49,6 +49,7 @@ class StreamOrder(Order):
         return np.arange(place.start, place.stop)
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
+        """Yield consecutive numbers that no other epoch has, in place of the samples of each global batch."""
         for start in range(epoch * self.total + first * batch_size, (epoch + 1) * self.total, batch_size):
             yield np.arange(start, start + batch_size)
 
@@ -80,8 +81,9 @@ class StreamImages(BatchSource):
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
         """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
-        A call with the ``samples`` of the last call returns the last batch again. The first call starts the workers.
-        Any error ends the workers.
+        The numbers in ``samples`` do not choose the images. A call with the ``samples`` of the last call returns the
+        last batch again. The first call starts the workers, and its first number sets the order of the stream. Any
+        error ends the workers. ``epoch`` is ignored.
 
         Raises:
             UserError: A worker raised the error.
@@ -115,7 +117,7 @@ class StreamImages(BatchSource):
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     """Return an endless iterator of shuffled images uint8 [size, size, 3] and labels.
 
-    The first use of the iterator starts the workers.
+    The first use of the iterator starts the workers. A UserError of a worker is raised by the iterator.
     """
     import webdataset as wds
 
@@ -166,9 +168,9 @@ def prepare_worker(_: int) -> None:
 
 
 def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
-    """Yield (pass, shard) without end.
+    """Yield (pass, shard) without end, or nothing if this worker has no shards.
 
-    Each pass has all of this worker's shards, in a new order.
+    Each pass has all of this worker's shards, in a new order. Passes count from 0.
     """
     number, workers = worker_number_and_count()
     shards = range(number, len(stream.reader.index.shards), workers)
@@ -195,10 +197,12 @@ def read_shard_samples(stream: RankStream, shards: Iterable[tuple[int, int]]) ->
 def decode_and_crop(stream: RankStream, samples: Iterable[tuple[int, Encoded]]) -> Iterator[tuple[Pixels, int]]:
     """Yield the square image and the label of each sample. Runs in a worker.
 
-    ``samples`` are pairs (pass, encoded image). Records and skips samples that cannot be decoded.
+    ``samples`` are pairs (pass, encoded image). Records samples that cannot be decoded in ``loader.bad``, and skips
+    them.
 
     Raises:
-        UserError: More samples in a row failed than the worker's shards and the shuffle buffer hold.
+        UserError: More samples are recorded than ``bad`` allows, or a label is out of range. Also raised if more
+            samples in a row failed than the worker's shards and the shuffle buffer hold.
     """
     loader, failures_in_a_row = stream.loader, 0
     number, workers = worker_number_and_count()

@@ -46,6 +46,7 @@ class WorkerSource(BatchSource):
             self.pending[key] = self.submit_batch(self.pool, samples, epoch)
 
     def take_pending(self, samples: Indices, epoch: int | None) -> Any:
+        """Return the handle of a started batch, and forget the batch. Starts the batch if needed."""
         self.prefetch_batch(samples, epoch)  # no effect if done before
         return self.pending.pop((epoch, samples.tobytes()))
 
@@ -74,6 +75,14 @@ class WorkerImages(WorkerSource):
         self.prefetch_files = loader.prefetch_files
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
+        """Wait for samples as a batch on the device, or load them here without a pool.
+
+        Images are augmented unless ``epoch`` is None. Adds the samples that the pool could not decode to this rank's
+        record.
+
+        Raises:
+            UserError: A sample or its target is unfit, image sizes differ, or more samples are bad than allowed.
+        """
         layout = self.make_layout(samples)
         if self.pool is None:
             memory = np.empty(layout.size, np.uint8)
@@ -124,6 +133,13 @@ class ItemBatches(WorkerSource):
         return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
+        """Wait for samples as a collated batch on the device, or load them here without a pool.
+
+        A leaf without numbers stays unchanged, unless the leaf has a method ``to``.
+
+        Raises:
+            UserError: A sample or its target is unfit.
+        """
         if self.pool is None:
             with keep_random_state():
                 inputs, targets = self.loader.load_items(samples.tolist(), epoch)
@@ -137,6 +153,7 @@ class ItemBatches(WorkerSource):
         return Batch(inputs, targets, ids)
 
     def put_on_device(self, value: Any) -> Any:
+        """Return an array of numbers, a tensor, or an object with ``to`` on the device. Other values are unchanged."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = torch.from_numpy(value)
         if isinstance(value, Tensor):
@@ -145,10 +162,10 @@ class ItemBatches(WorkerSource):
 
 
 def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[Any], names: Sequence[str]) -> None:
-    """Call ``check`` with all targets [n, ...] of a batch.
+    """Call ``check`` with all targets [n, ...] of a batch. ``names`` are the names of the samples.
 
     Raises:
-        UserError: ``check`` rejects a target. The error names the sample.
+        UserError: ``check`` rejects a target. The error names the sample, if ``check`` also rejects its target alone.
     """
     try:
         check(targets)

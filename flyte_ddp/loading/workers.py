@@ -67,8 +67,14 @@ class LoaderPool:
     def __init__(self, loaders: Sequence[Any], workers: int) -> None:
         """Start a process that imports torch and forks the loader processes, without waiting for the process.
 
-        The loader processes receive ``loaders``, pickled, before the first task. Loader processes ignore SIGINT,
-        SIGTERM and SIGHUP, so a rank that is asked to stop can finish the last steps.
+        Loader processes ignore SIGINT, SIGTERM and SIGHUP, so a rank that is asked to stop can finish the last steps.
+
+        Args:
+            loaders: The objects whose methods the processes call. Pickled and sent with the first call.
+
+        Raises:
+            UserError: This process's limits are too low for so many processes.
+            MachineError: The machine has no room.
         """
         self.loaders, self.number = loaders, workers
         self.answers: dict[int, Any] = {}  # by the number of the call
@@ -92,10 +98,12 @@ class LoaderPool:
         self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
     def submit(self, call: Call) -> int:
-        """Send a call to the least busy process, and return the call's number.
+        """Send a call to the process with the fewest unanswered calls, and return the call's number.
+
+        The first call also sends the loaders to all processes. Receives answers that have arrived.
 
         Raises:
-            RuntimeError: A process has ended.
+            RuntimeError: A process has ended. A MachineError if a signal killed the process.
         """
         number, worker = next(self.numbers), min(self.workers.values(), key=lambda each: each.tasks)
         try:
@@ -114,10 +122,15 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start loading a batch of images.
+        """Start loading a batch of images. ``loader`` must be one of the pool's loaders.
 
         Returns:
-            The batch's memory, and the tasks for :meth:`wait_for_images`.
+            The batch's memory, and the tasks for :meth:`wait_for_images`. The memory is used again after the array is
+            deleted.
+
+        Raises:
+            UserError: This process's limits are too low for the batch.
+            RuntimeError: A process has ended. A MachineError if a signal killed it, or if the machine has no room.
         """
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
@@ -134,24 +147,31 @@ class LoaderPool:
         return [self.wait_for(task) for task in tasks]
 
     def submit_call(self, method: Any, *arguments: Any) -> tuple[BatchMemory, int]:
-        """Let a process call a bound method of a loader. Return the argument for :meth:`take_result`."""
+        """Let a process call ``method`` with ``arguments``. Return the argument for :meth:`take_result`.
+
+        ``method`` must be a bound method of one of the pool's loaders.
+        """
         memory = self.take_memory()
         call = Call(self.loaders.index(method.__self__), method.__name__, arguments, memory.path)
         return memory, self.submit(call)
 
     def take_result(self, submitted: tuple[BatchMemory, int]) -> Any:
-        """Wait for a call and return its result, whose arrays keep memory in use."""
+        """Wait for a call of :meth:`submit_call`, and return its result. Call this method once for each call.
+
+        The arrays of the result are views of memory, which stays in use while an array exists. Raises the errors of
+        :meth:`wait_for`.
+        """
         memory, number = submitted
         place = self.wait_for(number)
         return read_tree(self.map_memory(memory, place[1]), place)
 
     def wait_for(self, number: int) -> Any:
-        """Wait for a task and return the answer.
+        """Wait for a call, and return its answer. ``number`` is the result of :meth:`submit`. Call this method once.
 
         Raises:
-            Exception: The task failed, with this error.
-            RuntimeError: A process has ended.
-            MachineError: No process answered within ``waiting.limit_seconds``.
+            Exception: The call failed, with this error. The traceback is in a note.
+            RuntimeError: A process has ended. A MachineError if a signal killed the process.
+            MachineError: No process answered within ``waiting.limit_seconds`` and 5 s.
         """
         while number not in self.answers:
             self.receive(wait=True)
@@ -164,7 +184,8 @@ class LoaderPool:
         """Receive all answers that have arrived. With ``wait``, waits for at least one answer.
 
         Raises:
-            RuntimeError: A process has ended.
+            RuntimeError: A process has ended. A MachineError if a signal killed the process.
+            MachineError: With ``wait``, no answer came within :meth:`answer_seconds`.
         """
         while ready := self.poll.poll(self.answer_seconds() * 1000 * wait):
             for descriptor, _ in ready:
@@ -195,7 +216,8 @@ class LoaderPool:
     def late_error(self) -> MachineError:
         """Return an error with the stacks of the processes that are loading.
 
-        The pipes of these processes can receive no answers afterwards.
+        Sends these processes SIGUSR1, and waits up to 5 s for each stack. The pipes of these processes can receive no
+        answers afterwards.
         """
         loading = [worker for worker in self.workers.values() if worker.tasks]
         if any(worker.pid is None for worker in loading):
@@ -204,6 +226,12 @@ class LoaderPool:
         return waiting.late_error("a batch from loader processes", "\n".join(stack or NO_STACK for stack in stacks))
 
     def take_memory(self) -> BatchMemory:
+        """Return an unused memory, or a new memory if all are in use.
+
+        Raises:
+            UserError: This process may open no more files.
+            MachineError: The machine has no room.
+        """
         if not self.free:
             with explain_limits(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
                 self.memories.append(BatchMemory())
@@ -211,9 +239,13 @@ class LoaderPool:
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
-        """Return a memory of at least ``size`` bytes as an array.
+        """Return a memory as an array of bytes. Grows the memory to at least ``size`` bytes.
 
-        The memory is free again when the array is deleted.
+        The memory is free again when the array and its views are deleted.
+
+        Raises:
+            UserError: This process's limits are too low.
+            MachineError: The machine has no room.
         """
         with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
             whole = memory.resize(size)
@@ -221,9 +253,10 @@ class LoaderPool:
         return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
-        """Return an error that explains how a process ended.
+        """Return an error that explains how a process ended. A process killed by a signal gives a MachineError.
 
-        Waits up to 5 s for each exit code until the worker's exit code arrives.
+        Waits up to 5 s for each exit code, until the worker's exit code arrives. Without this code, waits up to 5 s for
+        the process that forked the loader processes.
         """
         who, code = "a loader process", None
         with suppress(EOFError, OSError):
@@ -243,7 +276,7 @@ class LoaderPool:
         return MachineError(f"{who} ended with {signal.Signals(-code).name}{hint}")
 
     def close(self) -> None:
-        """Kill the processes, and wait up to 5 s for the end of the process that forked them."""
+        """Kill the processes, and wait up to 10 s for the end of the process that forked them."""
         self.end()
 
 
@@ -260,6 +293,7 @@ class LoaderThreads:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[Future[Loaded]]]:
+        """Start loading a batch of images. Return the batch's memory, and the tasks for :meth:`wait_for_images`."""
         memory = np.empty(layout.size, np.uint8)
         loads = loader.make_loads(samples.tolist(), epoch)
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.number)))
@@ -268,6 +302,12 @@ class LoaderThreads:
         return memory, tasks
 
     def wait_for_images(self, tasks: Sequence[Future[Loaded]]) -> list[Loaded]:
+        """Wait for all tasks, and return their results in order.
+
+        Raises:
+            Exception: A task failed, with this error.
+            MachineError: The tasks did not end within ``waiting.limit_seconds``.
+        """
         # Wait once for all tasks, because each wake-up takes time from the threads.
         done, _ = wait(tasks, waiting.limit_seconds, return_when=FIRST_EXCEPTION)
         if len(done) < len(tasks) and not any(task.exception() for task in done):
@@ -289,7 +329,9 @@ ImagePool = LoaderPool | LoaderThreads
 
 @contextmanager
 def explain_limits(what: str, setting: str) -> Iterator[None]:
-    """Turn the block's OSErrors for exhausted resources into errors with advice.
+    """Turn the block's OSErrors for exhausted resources into errors with advice. Other errors pass.
+
+    ``what`` names what the block needs, and ``setting`` is the setting to lower.
 
     Raises:
         UserError: The block exceeds this process's limits.
@@ -307,6 +349,10 @@ def explain_limits(what: str, setting: str) -> Iterator[None]:
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
+    """Let the server kill all loader processes and end. After 5 s, kills the server, and waits up to 5 s.
+
+    Closes ``pipes``. The loader processes end with the server.
+    """
     if server.is_alive() and server.pid:
         os.kill(server.pid, END)
         server.join(END_SECONDS)
@@ -317,7 +363,7 @@ def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
 
 
 def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
-    """Start loader processes.
+    """Start ``workers`` loader processes that call methods of ``loaders``.
 
     Returns None without loaders, and outside Linux, where the rank must load samples itself.
     """
@@ -325,9 +371,10 @@ def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
 
 
 def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the result of a bound method of a loader for each part, in order.
+    """Yield the result of a bound method of a loader for each of ``parts``, in order.
 
-    Processes compute results ahead. Without a pool, this process calls the method.
+    Processes compute up to two results each ahead. Without a pool, this process calls the method, and restores the
+    global random generators after each call. Starts nothing before the first ``next()``.
     """
     if pool is None:
         for part in parts:
@@ -349,6 +396,7 @@ class MappingPickler(pickle.Pickler):
 
 
 def pickle_with_mapped_files(value: Any) -> bytes:
+    """Return the pickled value. Memory-mapped arrays are pickled as the names of their files."""
     buffer = io.BytesIO()
     MappingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

@@ -25,9 +25,12 @@ BUILT_IN = {kind.__name__.lower(): kind for kind in KINDS}
 
 
 def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
-    """Return the objective of a saved model, from the model's sidecar.
+    """Return the objective of a saved model, from the model's sidecar. Imports a user-defined objective.
 
     If the sidecar names no objective, returns classification.
+
+    Raises:
+        UserError: The user-defined objective cannot be imported, or does not fit.
     """
     weights = ",".join(map(repr, sidecar.get("class_weights", ())))
     facts = Facts(
@@ -43,7 +46,10 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
 
 
 def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
-    """Return why an objective cannot compare a batch's samples with these hyperparameters, "" if possible."""
+    """Return the reason why an objective cannot compare a batch's samples with these hyperparameters.
+
+    Returns "" if samples can be compared.
+    """
     if accumulation_steps > 1:
         return (
             f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and a "
@@ -56,10 +62,11 @@ def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
 
 
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
-    """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
+    """Return the objective called ``name``: built in, or the user's ``package.module:callable``, which is imported.
 
-    A class gets ``options`` when constructed. A function of outputs and targets gets ``options`` at each call. If the
-    targets are classes, a function has the measures of classification. Otherwise its only measure is the loss.
+    A class gets ``facts`` and ``options`` when constructed. A function of outputs and targets gets ``options`` at each
+    call. If the targets are classes, a function has the measures of classification. Otherwise its only measure is the
+    loss.
 
     Raises:
         UserError: The name is unknown, or the callable, the options or the measures do not fit.

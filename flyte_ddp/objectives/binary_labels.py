@@ -25,6 +25,7 @@ class BinaryLabels(NamedTuple):
     predicted: Bools
 
     def list_known(self) -> Iterator[tuple[Bools, Floats, Bools]]:
+        """Yield truth, probabilities and predictions of each label, without the samples whose truth is unknown."""
         for truth, scores, predicted in zip(self.truth.T, self.scores.T, self.predicted.T, strict=True):
             known = ~np.isnan(truth)
             yield truth[known] == 1, scores[known], predicted[known]
@@ -35,7 +36,8 @@ class BinaryLabels(NamedTuple):
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
         """Return the ROC curve and the precision-recall curve of labels, one label after another.
 
-        Draws the first MOST_CURVES (8) labels that have both positive and negative samples.
+        Draws the first 8 (MOST_CURVES) labels that have both positive and negative samples. ``names`` has the name of
+        each label.
         """
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
@@ -43,7 +45,9 @@ class BinaryLabels(NamedTuple):
 
 
 def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
-    """Count the positives and the negatives at or above each score.
+    """Count the positives and the negatives with a score at or above each score.
+
+    ``truth`` is True for positives. There must be at least one sample.
 
     Returns:
         The distinct scores in descending order, and for each score the number of positives and of negatives.
@@ -56,9 +60,14 @@ def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDA
 
 
 def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, float]:
-    """Return the MEASURES of a label.
+    """Return the F1, AUROC, average precision and balanced accuracy of a label, by name.
 
     Without positives, all measures are NaN. Without negatives, AUROC and balanced accuracy are NaN.
+
+    Args:
+        truth: Whether each sample has the label.
+        scores: Probability of the label.
+        predicted: Whether the label is predicted.
     """
     positives, negatives = int(truth.sum()), int((~truth).sum())
     if not positives:
@@ -79,7 +88,7 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
 def compute_label_curves(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
     """Return the ROC curve and the precision-recall curve of a label, at 300 thresholds at most.
 
-    The label must have positives and negatives.
+    The label must have positives and negatives. ``name`` is part of the charts' names, unless empty.
     """
     _, right, wrong = count_above(truth, scores)
     recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)

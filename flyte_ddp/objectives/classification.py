@@ -38,6 +38,11 @@ class Classification(Objective):
     loss_unit = "cross-entropy (nats)"
 
     def __init__(self, facts: Facts) -> None:
+        """Keep ``facts``. Sets ``measures`` to all measures unless a subclass defines them.
+
+        Raises:
+            UserError: Label smoothing meets a class weight of 0, or a threshold meets other than two classes.
+        """
         super().__init__(facts)
         if not overrides(self, Classification, "measures", "measure", "columns"):
             named = [name for name in MEASURES["classification"] if self.is_binary or name not in OF_TWO_CLASSES]
@@ -77,7 +82,10 @@ class Classification(Objective):
         return None if self.class_weights is None else self.class_weights_at(targets.device)[targets]
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each sample, [n]. Labels are smoothed while torch records gradients."""
+        """Return the cross-entropy of each sample, [n], without class weights, which :meth:`weights` returns.
+
+        Labels are smoothed only while torch records gradients.
+        """
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
         if not smoothing or self.class_weights is None or overrides(self, Classification, "weights"):
             return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
@@ -88,6 +96,10 @@ class Classification(Objective):
         return losses / weights[targets]
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
+        """Return the weighted sum of the cross-entropy of a batch, as a scalar.
+
+        Without weights, always smooths labels, unlike :meth:`losses`.
+        """
         if weights is not None or overrides(self, Classification, "losses"):
             return super().loss_sum(outputs, targets, weights, samples)
         smoothing = self.facts.label_smoothing
@@ -129,7 +141,10 @@ class Classification(Objective):
         return (columns["prediction"] == columns["truth"]).double()
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the class as ``prediction``, its probability as ``score``, and ``score_<class>`` of each class."""
+        """Return the class as ``prediction``, its probability as ``score``, and ``score_<class>`` of each class.
+
+        With a threshold, the predicted class may be the less likely class.
+        """
         best, scores, names = predict_classes(self, outputs).tolist(), outputs.softmax(dim=1), self.facts.classes
         rows = range(len(best))
         return {
@@ -149,7 +164,10 @@ class Classification(Objective):
         return {"prediction": found["top_1"], "score": found["score_top_1"], **found}
 
     def describe_single_prediction(self, columns: Columns) -> str:
-        """Return a sentence for the report if two or more samples all have the same predicted class, else ""."""
+        """Return a sentence for the report if two or more samples all have the same predicted class, else "".
+
+        If a subclass overrides :meth:`columns`, returns "".
+        """
         if overrides(self, Classification, "columns"):
             return ""
         predicted, truth = columns["prediction"], columns["truth"]
@@ -159,6 +177,7 @@ class Classification(Objective):
         return f"All {len(truth):,} test samples are predicted {name!r}, which is right for {share} of them."
 
     def sections(self, columns: Columns) -> list[Section]:
+        """Return the confusions, the sections of two classes, and the pictures of the worst mistakes."""
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
         worst, labels = largest_losses(columns, among=truth != prediction), self.binary_labels(columns)
         text = "The test samples with the largest loss. "
@@ -173,7 +192,7 @@ class Classification(Objective):
 
 
 def split_logits(logits: Tensor) -> tuple[Tensor, ...]:
-    """Split logits [n, classes] into parts of at most 131,072 numbers, or of a single row."""
+    """Split logits [n, classes] into parts of at most 131,072 numbers, or of a single row. The parts are views."""
     return torch.split(logits, max(1, LOGITS_AT_A_TIME // logits.shape[1]))
 
 
@@ -183,6 +202,7 @@ def second_class_labels(columns: Columns) -> BinaryLabels:
 
 
 def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
+    """Return balanced accuracy and F1, averaged over classes. Classes that do not occur are skipped."""
     classes = int(max(truth.max(), prediction.max())) + 1
     counted = truth[truth == prediction], truth, prediction
     right, true, predicted = (np.bincount(each, minlength=classes) for each in counted)
@@ -192,10 +212,10 @@ def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> 
 
 
 def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the samples of each pair of label and predicted class.
+    """Count the samples of each pair of true class and predicted class.
 
     Returns:
-        [K, 3]: label, predicted class and number of samples, for the pairs that occur, sorted by pair.
+        [K, 3]: true class, predicted class and number of samples, for the pairs that occur, sorted by pair.
     """
     classes = int(predictions.max(initial=0)) + 1
     pairs, samples = np.unique(truth * classes + predictions, return_counts=True)

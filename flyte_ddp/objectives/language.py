@@ -55,7 +55,7 @@ class Language(Objective):
         )
 
     def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [n, P, tokens] and the targets [n, P] that are compared.
+        """Return the logits [n, P, tokens], in fp32 or more, and the targets [n, P] that are compared.
 
         P is T, or T - 1 with ``shift``.
         """
@@ -88,13 +88,13 @@ class Language(Objective):
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
     def hide_padding(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the logits, with NaN at all positions after the last counted target of each text."""
+        """Return a copy of the logits, with NaN at all positions after the last counted target of each text."""
         still_count = (targets != IGNORED_TOKEN).flip(1).cumsum(1).flip(1)
         hidden: Tensor = find_logits(outputs).masked_fill(still_count[..., None] == 0, math.nan)
         return hidden
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the likeliest tokens as ``prediction``, without positions whose logits are NaN."""
+        """Return the likeliest tokens of each text as ``prediction``, without positions whose logits are NaN."""
         logits = find_logits(outputs)
         tokens = logits.argmax(2).masked_fill(logits.isnan().any(2), IGNORED_TOKEN)
         return {"prediction": self.describe_texts(tokens)}
@@ -108,7 +108,8 @@ class Language(Objective):
     def describe_tokens(self, tokens: list[int]) -> str:
         """Return the first 200 tokens as a text of at most 200 characters.
 
-        Uses ``decode`` if given, else the names of the tokens.
+        Uses the user's ``decode`` if given. Otherwise joins the tokens' names, by spaces unless all names are single
+        characters.
         """
         if self.decode is not None:
             return str(self.decode(tokens[:LONGEST_TEXT]))[:LONGEST_TEXT]
@@ -119,7 +120,8 @@ class Language(Objective):
 def find_logits(outputs: Any) -> Any:
     """Return the logits in a model's outputs.
 
-    The logits are ``logits`` of an object or dict, the first item of a tuple, or the outputs themselves.
+    The logits are ``logits`` of an object or dict, the first item of a tuple, or the outputs themselves. A dict without
+    ``logits`` gives None.
     """
     if hasattr(outputs, "logits"):  # checked before the items of transformers' dicts, which are another copy
         return outputs.logits

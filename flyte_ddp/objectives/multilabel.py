@@ -33,6 +33,10 @@ class Multilabel(Objective):
     loss_unit = "binary cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless ``targets`` are floats [samples, labels] of 0, 1 and NaN.
+
+        If labels have names, the numbers of labels and names must be equal.
+        """
         rule = "float [samples, labels] of 0 and 1, or NaN for unknown (astype('float32'))"
         require_targets("multilabel", targets, (2,), "f", rule)
         if len(self.facts.classes) not in (0, targets.shape[1]):
@@ -74,6 +78,10 @@ class Multilabel(Objective):
         return None if own else make_binary_labels(columns)
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
+        """Return the loss of predicting each label by its share of the known samples.
+
+        Returns None if a subclass overrides the loss, the weights or the columns.
+        """
         if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None
         known = ~columns["truth"].isnan()
@@ -112,6 +120,7 @@ class Multilabel(Objective):
         return {"truth": ["unknown" if nothing else text for text, nothing in zip(texts, unknown, strict=True)]}
 
     def sections(self, columns: Columns) -> list[Section]:
+        """Return a table of the labels' measures, curves of labels, and the pictures with the largest losses."""
         rows: list[list[str | float | None]] = []
         labels = make_binary_labels(columns)
         measured = labels.measure()
@@ -136,4 +145,5 @@ def make_binary_labels(columns: Columns) -> BinaryLabels:
 
 
 def list_labels(there: Tensor, names: Sequence[str]) -> list[str]:
+    """Return each sample's labels as a text, "none" without labels. ``there`` [n, labels] marks the labels."""
     return [", ".join(compress(names, row)) or "none" for row in there.tolist()]

@@ -59,6 +59,11 @@ class Objective:
     )  # hyperparameters that this objective uses, and others reject
 
     def __init__(self, facts: Facts) -> None:
+        """Keep ``facts``, and parse the class weights if this objective uses them.
+
+        Raises:
+            UserError: The class weights do not fit the classes.
+        """
         self.facts = facts
         self.saw_reduced_loss = False  # whether a loss was a single number for all samples
         self.class_weights = (
@@ -92,7 +97,7 @@ class Objective:
         """Raise UserError if this objective does not accept targets [N, ...] of the data set."""
 
     def check_outputs(self, model: str, outputs: Any, targets: Any) -> None:
-        """Raise UserError if the outputs of the model called ``model`` do not fit the targets [n, ...]."""
+        """Raise UserError if the outputs do not fit the targets [n, ...]. ``model`` is the name in the error."""
 
     def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
         """Return the weights of the losses, in the shape of the losses, or None for weights of 1.
@@ -105,7 +110,7 @@ class Objective:
     def class_weights_at(self, device: torch.device) -> Tensor:
         """Return ``class_weights``, which must not be None, on a device.
 
-        The weights stay on the device, because a copy makes the host wait.
+        The weights stay on this device from then on, because a copy makes the host wait.
         """
         assert self.class_weights is not None
         self.class_weights = self.class_weights.to(device)
@@ -121,7 +126,17 @@ class Objective:
     def loss_sum(self, outputs: Any, targets: Leaves, weights: Tensor | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses of a batch, as a scalar.
 
-        Override this method for a fused computation of the same value.
+        Override this method for a fused computation of the same value. If the losses are a single number, sets
+        ``saw_reduced_loss``, and counts the number as the mean.
+
+        Args:
+            outputs: The model's outputs, with floats in fp32 or more.
+            targets: The targets.
+            weights: The result of :meth:`weights` for these targets.
+            samples: Number of samples in the batch.
+
+        Raises:
+            UserError: The losses do not have the shape of the weights, or without weights [samples].
         """
         losses = self.losses(outputs, targets)
         require_losses(losses, weights, samples)
@@ -149,14 +164,17 @@ class Objective:
         return None
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
-        """Return the binary labels of samples as :meth:`measure` counts them, or None without binary labels."""
+        """Return truths, probabilities and predictions of binary labels as :meth:`measure` counts them.
+
+        Returns None if the measures are not of binary labels.
+        """
         return None
 
     def scores(self, columns: Columns) -> Tensor:
         """Return the score of each sample, [N], by which the release gate compares models.
 
-        Higher is better. The default is minus the loss. If a class defines measures but no scores, the gate computes
-        scores from the first measure.
+        Higher is better. The default is minus the sample's mean loss. If a class defines measures but no scores, the
+        gate computes scores from the first measure.
         """
         return -mean_losses(columns)
 
@@ -167,13 +185,14 @@ class Objective:
     def answers(self, outputs: Any) -> TableColumns:
         """Return the model's answers for n samples as columns of a table: texts or numbers by column name.
 
-        The default columns hold the outputs: ``output``, or ``output_0``, ``output_1`` and so on. The columns
-        ``prediction``, or ``prediction_...``, and ``score``, a probability, are also shown below pictures.
+        The default columns hold the outputs: ``output``, or ``output_0``, ``output_1`` and so on. More than 1,000
+        outputs give no columns. The columns ``prediction``, or ``prediction_...``, and ``score``, a probability, are
+        also shown below pictures.
         """
         return number_columns("output", outputs)
 
     def top_answers(self, outputs: Any, number: int) -> TableColumns:  # noqa: ARG002
-        """Return the answers with columns for the ``number`` likeliest classes only.
+        """Return the answers with columns for the ``number`` likeliest classes only. The default returns all answers.
 
         Used if columns for all classes would be too many.
         """
@@ -182,7 +201,7 @@ class Objective:
     def truths(self, targets: Leaves) -> TableColumns:
         """Return the targets [n, ...] as columns of a table: class names or numbers.
 
-        Names of the columns begin with ``truth``.
+        Names of the columns begin with ``truth``. More than 1,000 numbers of a sample give no columns.
         """
         numbers = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
         if numbers and self.facts.classes:
@@ -190,7 +209,7 @@ class Objective:
         return number_columns("truth", targets)
 
     def top_truths(self, targets: Any, number: int) -> TableColumns:  # noqa: ARG002
-        """Return the truths that a table shows beside :meth:`top_answers`."""
+        """Return the truths that a table shows beside :meth:`top_answers`. The default returns all truths."""
         return self.truths(targets)
 
     def masks(self, outputs: Any) -> Tensor | None:  # noqa: ARG002
@@ -214,7 +233,8 @@ def mean_losses(columns: Columns) -> Tensor:
 def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
     """Return the positions of the samples with the largest losses, the largest first.
 
-    Returns up to 16 samples that have weight and that the mask ``among`` [N] selects.
+    Returns up to 16 samples that have weight. If the mask ``among`` [N] is given, only samples that it selects are
+    returned.
     """
     losses = mean_losses(columns)
     counts = columns["weight"] > 0 if "weight" in columns else torch.ones_like(losses, dtype=torch.bool)
@@ -224,13 +244,14 @@ def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
 
 
 def overrides(objective: Objective, base: type[Objective], *methods: str) -> bool:
+    """Return whether the objective's class overrides any of the methods of ``base``."""
     return any(getattr(type(objective), name) is not getattr(base, name) for name in methods)
 
 
 def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
-    """Return a model's outputs with floating-point tensors in at least this type.
+    """Return a model's outputs with floating-point tensors in ``dtype``. Tensors of a wider type keep their type.
 
-    Other values are unchanged.
+    Tensors are found in nested containers and dataclasses, which are copied. Other values are unchanged.
     """
     if isinstance(outputs, Tensor) and outputs.dtype == dtype:  # the usual case, which needs no search for tensors
         return outputs
@@ -241,6 +262,7 @@ def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor, however nested."""
 
     def convert(value: Any) -> Any:
+        """Apply ``function`` to a tensor of floats, or to the fields of a dataclass in a copy. Return other values."""
         if isinstance(value, Tensor):
             return function(value) if value.is_floating_point() else value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -268,7 +290,11 @@ def list_floats(outputs: Any) -> list[Tensor]:
 def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[str, Tensor]:
     """Return the column ``loss`` [samples] and, with weights, the column ``weight`` [samples].
 
-    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights.
+    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights. A
+    single loss counts for each sample.
+
+    Raises:
+        UserError: Losses or weights have no row for each of the ``samples``, or weights are negative or not finite.
     """
     require_weights(weights, samples)
     require_losses(losses, weights, samples)
@@ -279,10 +305,13 @@ def loss_columns(losses: Tensor, weights: Tensor | None, samples: int) -> dict[s
 
 
 def class_weights_of(facts: Facts) -> Tensor | None:
-    """Return ``class_weights`` as numbers fp32 [classes], or None if empty. "balanced" is as in scikit-learn.
+    """Return the hyperparameter ``class_weights`` as numbers fp32 [classes], or None if empty.
+
+    The value "balanced" is as in scikit-learn. The weight is the number of all samples, divided by the number of
+    classes and by the samples of the class.
 
     Raises:
-        UserError: The weights do not fit the classes, or "balanced" lacks the class counts.
+        UserError: The weights do not fit the classes, or there is one class, or "balanced" lacks the class counts.
     """
     text = facts.class_weights
     if not text:
@@ -308,5 +337,6 @@ def class_weights_of(facts: Facts) -> Tensor | None:
 
 
 def mean_of_defined(values: list[float]) -> float:
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
     defined = [value for value in values if not math.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")

@@ -38,6 +38,7 @@ class Regression(Objective):
     measures: Mapping[str, str] = {"rmse": LOWER, "mae": LOWER, "r2": HIGHER}
 
     def __init__(self, facts: Facts, loss: str = "mse") -> None:
+        """Keep ``facts``, and choose the ``loss``: "mse", "l1" or "huber". Raises UserError for another name."""
         super().__init__(facts)
         if loss not in LOSSES:
             raise unknown_name_error("loss", loss, [*LOSSES])
@@ -88,11 +89,18 @@ class Regression(Objective):
         return {"prediction": outputs.reshape(targets.shape), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return scikit-learn's root mean squared error, mean absolute error and R2: means over a target's numbers."""
+        """Return root mean squared error, mean absolute error and R2, as scikit-learn computes them.
+
+        Each is the mean over the numbers of a target. Numbers that no sample knows are skipped.
+        """
         found = self.measure_numbers(columns)
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
 
     def measure_numbers(self, columns: Columns) -> list[dict[str, float]]:
+        """Return ``rmse``, ``mae`` and ``r2`` of each number of a target, over the samples where the number is known.
+
+        A measure is NaN without known samples, and R2 also with a single sample. Imports scikit-learn.
+        """
         from sklearn import metrics  # late, because the import takes a second, and most ranks measure nothing
 
         functions = {
@@ -121,6 +129,7 @@ class Regression(Objective):
         return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
 
     def sections(self, columns: Columns) -> list[Section]:
+        """Return scatter charts and histograms of the first 4 numbers, a table of errors, and the largest losses."""
         rows: list[list[str | float | None]] = []
         charts: list[Section] = []
         measured = self.measure_numbers(columns)
@@ -150,6 +159,7 @@ class Regression(Objective):
 
 
 def known_numbers(columns: Columns) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return pairs (truths, predictions) for each number of a target, without the samples whose truth is unknown."""
     samples = len(columns["truth"])
     truths, predictions = (columns[name].reshape(samples, -1).T.numpy() for name in ("truth", "prediction"))
     pairs = zip(truths, predictions, strict=True)

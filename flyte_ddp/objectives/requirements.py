@@ -12,6 +12,10 @@ from flyte_ddp.errors import UserError
 
 
 def require_losses(losses: Any, weights: Tensor | None, samples: int) -> None:
+    """Raise UserError unless losses are a tensor with a single number, or of the shape of the weights.
+
+    Without weights (None), the shape must be [samples].
+    """
     if not isinstance(losses, Tensor):
         raise UserError(f"the objective's losses are a {type(losses).__name__}: must be a tensor of losses")
     shape = torch.Size([samples]) if weights is None else weights.shape
@@ -24,6 +28,7 @@ def require_losses(losses: Any, weights: Tensor | None, samples: int) -> None:
 
 
 def require_weights(weights: Tensor | None, samples: int) -> None:
+    """Raise UserError unless weights are finite, at least 0, and have a row for each of the samples. Accepts None."""
     if weights is None:
         return
     if weights.shape[:1] != (samples,):
@@ -39,7 +44,15 @@ def require_weights(weights: Tensor | None, samples: int) -> None:
 
 
 def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int], kinds: str, rule: str) -> None:
-    """Raise UserError, which states ``rule``, unless number of dimensions and type of the targets are allowed."""
+    """Raise UserError unless number of dimensions and type of the targets are allowed.
+
+    Args:
+        name: Name of the objective, for the error.
+        targets: All targets of a split, or of a batch.
+        dimensions: Allowed numbers of dimensions.
+        kinds: Allowed letters of NumPy's ``dtype.kind``.
+        rule: Says in the error what targets must be.
+    """
     if targets.ndim not in dimensions or targets.dtype.kind not in kinds:
         raise UserError(
             f"objective={name!r}: the targets are {targets.dtype} {list(targets.shape)}: must be {rule}; convert the "
@@ -48,7 +61,14 @@ def require_targets(name: str, targets: NDArray[Any], dimensions: Sequence[int],
 
 
 def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArray[Any]], Any], rule: str) -> None:
-    """Raise UserError, which states ``rule``, for the first wrong target. Checks a thousand rows at a time."""
+    """Raise UserError for the first wrong target. The error names its row.
+
+    Args:
+        name: Name of the objective, for the error.
+        targets: All targets of a split, or of a batch.
+        are_right: Gets up to 1,000 rows, and returns for each element whether it is right.
+        rule: Says in the error what targets must be.
+    """
     for start in range(0, len(targets), 1000):
         part = targets[start : start + 1000]
         for row, *place in np.argwhere(~are_right(part))[:1].tolist():
@@ -58,7 +78,15 @@ def require_values(name: str, targets: NDArray[Any], are_right: Callable[[NDArra
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
-    """Raise UserError unless the outputs are a tensor of shape ``expected``. ``axes`` names the dimensions."""
+    """Raise UserError unless the outputs are a tensor of shape ``expected``.
+
+    Args:
+        model: Name of the model, for the error.
+        outputs: The model's outputs.
+        expected: The shape.
+        axes: Names the dimensions in the error, such as "(samples, classes)".
+        fix: Says in the error how to correct the model.
+    """
     if isinstance(outputs, Tensor):
         got = str(tuple(outputs.shape))
     else:

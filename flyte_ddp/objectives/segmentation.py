@@ -28,6 +28,7 @@ class Segmentation(Objective):
     loss_unit = "cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless ``targets`` are masks [samples, height, width] of class numbers and 255 (ignored)."""
         rule = "a mask [height, width] of class numbers for each sample"
         require_targets("segmentation", targets, (3,), "iu", rule)
         rule = f"0..{self.outputs - 1} with {self.outputs} classes, or {IGNORED} for ignored pixels"
@@ -53,6 +54,11 @@ class Segmentation(Objective):
         return losses.view(targets.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """Return the number of pixels of each class, [n, classes], without ignored pixels.
+
+        ``true`` counts by the targets, ``predicted`` by the outputs, and ``correct`` counts the pixels where both
+        agree.
+        """
         classes = self.outputs
         predicted = torch.where(targets == IGNORED, classes, logits_of(outputs).argmax(1))
         truth = torch.where(targets == IGNORED, classes, targets.long())
@@ -63,7 +69,10 @@ class Segmentation(Objective):
         }
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the mean IoU over the classes that occur in truth or predictions, and the share of correct pixels."""
+        """Return the mean IoU over the classes that occur in truth or predictions, and the share of correct pixels.
+
+        Pixels of all samples count together. Without counted pixels, both are NaN.
+        """
         defined = intersection_over_union(columns)
         defined = defined[~defined.isnan()]
         pixels = columns["true"].sum().item()
@@ -71,7 +80,10 @@ class Segmentation(Objective):
         return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
 
     def loss_of_best_constant(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares of all pixels, or None with class weights."""
+        """Return the entropy of the classes' shares of all pixels.
+
+        Returns None with class weights, or if a subclass overrides the loss.
+        """
         if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
         shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
@@ -103,7 +115,10 @@ class Segmentation(Objective):
         return dict(zip(names, self.measure_shares(masks).T.tolist(), strict=True))
 
     def top_share_columns(self, prefix: str, masks: Tensor, number: int) -> TableColumns:
-        """Return columns of the ``number`` classes with the most pixels, empty where fewer classes have pixels."""
+        """Return columns of the ``number`` classes with the most pixels in each mask.
+
+        The columns' names begin with ``prefix``. Where fewer classes have pixels, the name is "" and the share is NaN.
+        """
         shares, none = self.measure_shares(masks).nan_to_num(nan=0.0), self.outputs
         shown = shares.topk(min(number, none))
         ranks = shown.indices.where(shown.values > 0, none)
@@ -115,6 +130,7 @@ class Segmentation(Objective):
         return counts / counts.sum(1, keepdim=True)
 
     def sections(self, columns: Columns) -> list[Section]:
+        """Return a table of the classes' IoU and pixels, and the pictures with the largest losses."""
         correct, predicted, true = (columns[name].sum(0).long().tolist() for name in ("correct", "predicted", "true"))
         found = intersection_over_union(columns).tolist()
         counts = zip(true, predicted, correct, strict=True)
@@ -132,6 +148,7 @@ class Segmentation(Objective):
 
 
 def logits_of(outputs: Any) -> Any:
+    """Return the logits in a model's outputs: ``out`` of a dict, or the outputs. A dict without ``out`` gives None."""
     return outputs.get("out") if isinstance(outputs, Mapping) else outputs
 
 
@@ -145,5 +162,6 @@ def count_pixels(masks: Tensor, classes: int) -> Tensor:
 
 
 def intersection_over_union(columns: Columns) -> Tensor:
+    """Return the IoU of each class, [classes], over all samples. NaN for a class that occurs nowhere."""
     correct, predicted, true = (columns[name].sum(0) for name in ("correct", "predicted", "true"))
     return correct / (predicted + true - correct)

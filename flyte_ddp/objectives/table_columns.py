@@ -24,7 +24,7 @@ TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the
 def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
     """Return a unique column name, ``<prefix>_<name>``, for each name.
 
-    If names repeat, "'" is appended.
+    If a column name repeats, "'" is appended until the name is unique.
     """
     found = dict[str, None]()  # in order, and quick to search
     for name in names:
@@ -38,7 +38,8 @@ def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
 def number_columns(name: str, values: Any) -> TableColumns:
     """Return the numbers of n samples as columns ``name``, or ``name_0``, ``name_1`` and so on.
 
-    Returns no columns ({}) if a sample has no numbers or more than 1,000.
+    Numbers of several tensors follow each other. Returns no columns ({}) if a sample has no numbers or more than 1,000,
+    or if the tensors have different lengths.
     """
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
@@ -74,8 +75,10 @@ def top_columns(prefix: str, value: str, names: Sequence[str], values: Tensor, r
 def list_inputs(inputs: Leaves, columns: Mapping[str, Sequence[str]], rows: Mapping[str, NDArray[Any]]) -> TableColumns:
     """Return up to 6 named columns of the inputs of n samples.
 
-    Columns come from ``rows``, the table rows as read, if given. Otherwise columns come from inputs with names: the
-    keys of a dict, or ``columns``, the names of a frame's columns by leaf.
+    Args:
+        inputs: Inputs of the samples. The keys of a dict name leaves [n].
+        columns: By leaf, the names of a table's columns, for leaves [n, columns].
+        rows: Columns of the table's rows as read. If given, only these are returned.
     """
     found: TableColumns = {name: values.tolist() for name, values in rows.items()}
     for leaf, values in ({} if rows else name_leaves(inputs)).items():
@@ -95,7 +98,7 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
     """Return a table's columns in order: ``prediction``, the truths, the other answers.
 
     Raises:
-        UserError: An answer has the name of another column.
+        UserError: An answer has the name of a truth, or is called id, image or mask.
     """
     for name in answers:
         if name in ("id", "image", "mask") or name in truths:
@@ -109,7 +112,8 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
 def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: int) -> list[str]:
     """Return a short text for each sample, from the column ``name`` or else the columns ``name_...``.
 
-    Without either, texts are empty.
+    A text has up to 6 values and about 100 characters. Without these columns, texts are empty. ``samples`` is the
+    number of samples.
     """
     chosen = [columns[name]] if name in columns else [
         values for column, values in columns.items() if column.startswith(f"{name}_")
@@ -121,4 +125,5 @@ def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: i
 
 
 def format_page_cell(value: Any) -> str:
+    """Return a text unchanged, and a number as a short text. NaN becomes "unknown"."""
     return value if isinstance(value, str) else "unknown" if math.isnan(value) else format_value(value)

@@ -17,7 +17,10 @@ AnyObjective = TypeVar("AnyObjective", bound=Objective)
 
 
 def with_threshold(objective: AnyObjective, threshold: float | None) -> AnyObjective:
-    """Return a copy of an objective with another threshold, or the objective itself if the threshold is equal."""
+    """Return a copy of an objective with another threshold. If the threshold is equal, returns the objective itself.
+
+    A threshold of None predicts the likelier class.
+    """
     if objective.facts.threshold == threshold:
         return objective
     copied = copy.copy(objective)
@@ -31,7 +34,7 @@ def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
     Without a rule, returns the objective itself.
 
     Raises:
-        UserError: The split has no positive sample.
+        UserError: The split has no positive sample, and the rule does not give a fixed threshold.
     """
     text, classes = objective.facts.threshold_rule, objective.facts.classes
     if not text:
@@ -43,10 +46,16 @@ def fit_objective(objective: AnyObjective, validation: Columns) -> AnyObjective:
 
 
 def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
-    """Return the best threshold by the rule ``text``. At least one sample must be positive.
+    """Return the best threshold by the rule ``text``: f1, recall=R, cost=C, or a fixed probability.
 
     Compares all divisions of the samples, including the division without a predicted positive. A threshold is halfway
-    between neighbouring scores, or between a score and 0 or 1. Returns the highest of equally good thresholds.
+    between neighbouring scores, or between a score and 0 or 1. Returns the highest of equally good thresholds. At least
+    one sample must be positive, unless the threshold is fixed.
+
+    Args:
+        text: The hyperparameter ``threshold``.
+        truth: True for samples of the positive class.
+        scores: Probability of the positive class.
     """
     rule, number = parse_threshold(text)
     if rule == "fixed":
@@ -68,10 +77,15 @@ def fit_threshold(text: str, truth: Bools, scores: Floats) -> float:
 
 
 def predict_classes(objective: Objective, logits: Tensor) -> Tensor:
-    """Return the predicted classes [n] of logits [n, classes]: by the threshold if set, else the likeliest."""
+    """Return the predicted classes [n] of logits [n, classes].
+
+    If the objective has a threshold, class 1 is predicted from this probability on, else class 0. Without a threshold,
+    the likeliest class is predicted.
+    """
     threshold = objective.facts.threshold
     return logits.argmax(1) if threshold is None else decide(logits.double().softmax(1)[:, 1], threshold)
 
 
 def decide(probabilities: Tensor, threshold: float) -> Tensor:
+    """Return 1 where the probability is at least ``threshold``, else 0, int64."""
     return (probabilities >= threshold).to(torch.int64)

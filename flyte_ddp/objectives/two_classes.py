@@ -23,7 +23,8 @@ RULES = {
 def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
     """Return sections about the second class: threshold, highest scores and calibration.
 
-    If all samples are of one class, returns the threshold's section only.
+    ``columns`` are ``truth``, ``probability`` and ``prediction``. If all samples are of one class, returns the
+    threshold's section only.
     """
     truth, scores, name = columns["truth"].numpy() == 1, columns["probability"].numpy(), facts.classes[1]
     decision = tabulate_decision(facts, truth, scores, columns["prediction"].numpy() == 1)
@@ -33,7 +34,10 @@ def list_class_sections(facts: Facts, columns: Columns) -> list[Section]:
 
 
 def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -> Table:
-    """Return a table of the model's decisions ``used`` [N], and of the decisions by a threshold of 0.5."""
+    """Return a table that compares the model's decisions ``used`` [N] with the decisions by a threshold of 0.5.
+
+    Without a fitted threshold, the table has one row.
+    """
     name, fitted = facts.classes[1], facts.threshold
     rule, number = parse_threshold(facts.threshold_rule) if facts.threshold_rule else ("", 0.0)
     limit = f"above {HALF}" if fitted is None else f"of at least {format_value(fitted)}"
@@ -54,9 +58,10 @@ def tabulate_decision(facts: Facts, truth: Bools, scores: Floats, used: Bools) -
 
 
 def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
-    """Return a table of precision, lift and recall of the samples with the highest scores.
+    """Return a table of precision, lift and recall among the 1, 5 and 10 % of samples with the highest scores.
 
-    If scores are equal, the mean over all orders of these samples counts.
+    ``name`` is the name of the positive class, which must occur. If scores are equal, the mean over all orders of these
+    samples counts.
     """
     _, hits, alarms = count_above(truth, scores)
     samples, positives = len(truth), int(hits[-1])
@@ -74,6 +79,10 @@ def tabulate_top(name: str, truth: Bools, scores: Floats) -> Table:
 
 
 def draw_calibration(name: str, truth: Bools, scores: Floats) -> Curve:
+    """Return the calibration curve of the class ``name``.
+
+    In each tenth of the range of scores, the curve has the mean score, and the share of samples that are of the class.
+    """
     bins = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], scores)
     counts = np.bincount(bins, minlength=BINS)
     filled = counts > 0

@@ -29,7 +29,7 @@ def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
 
 
 def bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
-    """Return the bits of :func:`sample_bits` for a single sample, without the time of NumPy's calls."""
+    """Return 64 random bits for a single sample, the same as :func:`sample_bits`, without the time of NumPy's calls."""
     x = sample
     for word in (seed, epoch):
         x = (x + (word + 1) * INCREMENT) & WORD
@@ -40,7 +40,10 @@ def bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
 
 
 def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
-    """Return ``draws`` random numbers in 0 <= x < 1 for each sample, [N, draws]: a hash of sample, seed and epoch."""
+    """Return ``draws`` random numbers in 0 <= x < 1 for each sample, [N, draws].
+
+    The numbers depend only on ``seed``, ``epoch`` and the number of the sample.
+    """
     steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(INCREMENT)
     bits = mix_bits(sample_bits(seed, epoch, samples)[:, None] + steps)
     return np.asarray((bits >> np.uint64(11)) * 2.0**-53)
@@ -50,11 +53,9 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
     """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides.
 
     Args:
-        images: The images.
-        kind: "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` unchanged.
-        seed: Seed of the random numbers.
-        epoch: Epoch of training.
-        samples: Positions in the training set, [N].
+        images: The images. If ``kind`` is "none", the same tensor is returned.
+        kind: "crop" shifts, "crop_flip" also mirrors half of the images, and "none" changes nothing.
+        samples: Numbers of the samples [N]. The shift of an image depends on ``seed``, ``epoch`` and this number.
         fill: Value of the uncovered part.
     """
     if kind == "none":
@@ -78,13 +79,19 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
 
 
 def choose_partners(batch: Indices, seed: int, step: int) -> Indices:
-    """Return the samples with which the samples of a global batch [B] are mixed: the batch in random order."""
+    """Return the samples with which the samples of a global batch [B] are mixed, [B].
+
+    The partners are the batch itself in random order, so a sample's partner may be the sample itself.
+    """
     # Zhang et al., "mixup", ICLR 2018, permute each process's part instead, and use one share for the whole batch.
     return make_generator(MIXING, seed, step).permutation(batch)
 
 
 def draw_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
-    """Return the share of each sample in its mixture, [n], drawn from the distribution Beta(alpha, alpha)."""
+    """Return the share of each sample in its mixture, [n], drawn from the distribution Beta(alpha, alpha).
+
+    A share depends only on ``alpha``, ``seed``, ``step`` and the number of the sample. The partner has the rest.
+    """
     from scipy import special  # late, because this takes as long as all other imports of a rank
 
     uniform = uniform_draws(seed + MIXUP_SEED, step, samples, 1)[:, 0]

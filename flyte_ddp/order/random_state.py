@@ -9,7 +9,10 @@ import numpy as np
 
 @contextmanager
 def keep_random_state() -> Iterator[None]:
-    """Restore the state of the generators of Python, NumPy and torch (CPU) after the block. Imports torch."""
+    """Restore the state of the global generators of Python, NumPy and torch (CPU) after the block. Imports torch.
+
+    The generators of GPUs are not restored.
+    """
     import torch
 
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002

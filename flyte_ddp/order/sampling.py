@@ -17,15 +17,23 @@ SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN, DRAWS, MIXING = range(8)
 
 
 def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
-    """Return a counter-based random generator. The numbers depend only on the arguments, on all machines."""
+    """Return a random generator whose numbers depend only on the arguments, on all machines.
+
+    Args:
+        purpose: One of the constants above, such as ORDER, which makes generators independent of each other.
+        first: A number such as the epoch.
+        second: A number such as the shard.
+    """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
     """Divide the numbers 0..samples-1 at random into two parts.
 
+    ``fraction`` of the numbers, rounded, is held out. The division depends only on the arguments.
+
     Returns:
-        The rest, and the held-out ``fraction``, both ascending.
+        The rest, and the held-out numbers, both ascending.
     """
     count = round(samples * fraction)
     order = make_generator(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
@@ -46,13 +54,13 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def samples(self, place: slice) -> Indices:
-        """Return the samples in a slice of the order of evaluations."""
+        """Return the samples in a slice of the order of evaluations. The slice has no step."""
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
+        """Yield the global batches of an epoch of training, from batch ``first`` on. The last batch may be smaller."""
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:  # noqa: ARG002
-        """Return the number of batches for which files are fetched ahead.
+        """Return the number of batches for which files are fetched ahead, 0 if nothing is fetched.
 
         ``mixed`` is True in an epoch of training, and False in an evaluation.
         """

@@ -28,18 +28,21 @@ TEST_FRACTION = 0.1  # of the samples, held out for testing if there is no test 
 def count_rank_streams(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
     """Return the largest number of streams that a rank's slices of one batch overlap.
 
-    ``parts`` is the number of micro-batches.
+    ``shuffle_streams`` is the number of all streams, and ``parts`` is the number of micro-batches.
     """
     return min(shuffle_streams, parts * (-(-shuffle_streams // (parts * ranks)) + 1))
 
 
 def slice_lengths(length: int, parts: int) -> NDArray[np.int64]:
-    """Return the lengths, [parts], of all slices that :func:`flyte_ddp.order.sampling.take_slice` cuts."""
+    """Return the lengths, [parts], of the slices into which ``length`` items are cut. Longer slices come first."""
     return length // parts + (np.arange(parts) < length % parts).astype(np.int64)
 
 
 def scale_counts(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``fraction * counts`` rounded to whole numbers whose cumulative sums are off by at most one half."""
+    """Return ``fraction`` of each count, as whole numbers whose sum is ``fraction`` of the sum, rounded.
+
+    Each cumulative sum is off by at most one half.
+    """
     ends: NDArray[np.int64] = np.floor(np.cumsum(counts) * fraction + 0.5).astype(np.int64)
     return np.diff(ends, prepend=0)
 
@@ -60,7 +63,10 @@ class ShardSplits:
         return {"training": self.counts - test - validation, "validation": validation, "test": test}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
-        """Return the samples of ``split`` in a shard, ascending, as numbers within the shard."""
+        """Return the samples of ``split`` in a shard, ascending, as numbers within the shard.
+
+        ``split`` is "training", "validation" or "test".
+        """
         tests, held_out = (int(self.sizes[name][shard]) for name in ("test", "validation"))
         numbers = np.arange(self.counts[shard])
         if tests:
@@ -79,6 +85,7 @@ class WholeShardSplits(ShardSplits):
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
+        """The samples of each split in each shard, [shards]. A shard has all of its samples in a single split."""
         every = np.arange(len(self.counts))
         rest, shards = every, {}
         for split, fraction, seed, purpose in (
@@ -138,13 +145,15 @@ class ShardOrder(sampling.Order):
     def samples(self, place: slice) -> Indices:
         """Return the samples in a slice of the order of evaluations.
 
-        The order goes shard by shard, with each sample once, whatever the weight of the shard.
+        The order goes shard by shard, with each sample once, whatever the weight of the shard. The slice must have a
+        start and an end.
         """
         slices = slices_by_shard(self.ends, place.start, place.stop)
         parts = [self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def substitutes(self, sample: int) -> Indices:
+        """Return the samples that may replace a damaged sample: this split's samples in its shard, ascending."""
         shard = int(np.searchsorted(self.firsts, sample, side="right")) - 1
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
@@ -180,11 +189,16 @@ class ShardOrder(sampling.Order):
         return np.cumsum(lengths) - lengths, each
 
     def _shuffle_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return an epoch's shards in random order, and the cumulative numbers of their samples."""
         used = np.flatnonzero(self.taken)
         shards = sampling.make_generator(sampling.ORDER, self.splits.seed, epoch).permutation(used)
         return shards, np.cumsum(self.taken[shards])
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
+        """Return the samples of a shard in an epoch, in random order.
+
+        The shard's weight decides which samples are repeated or missing.
+        """
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
             # With a weight other than 1, continue in a fixed cycle of the samples where the previous epoch stopped.
@@ -195,7 +209,7 @@ class ShardOrder(sampling.Order):
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice within the shard) for the positions ``start`` to ``end`` - 1.
+    """Yield (shard, slice within the shard) for the positions ``start`` to ``end`` - 1, shard by shard.
 
     ``ends`` are the cumulative numbers of the shards' samples.
     """

@@ -25,6 +25,7 @@ class WeightedOrder(ListedOrder):
     ends: NDArray[np.float64]  # running sums of the weights of ``listed``
 
     def epoch_order(self, epoch: int) -> Indices:
+        """Return as many drawn samples for an epoch as the split has. Samples may be repeated or missing."""
         # A draw is below 1, and so below the last end. A draw chooses the first sample whose end is above the draw. A
         # sample with weight 0 has the end of the sample before, and is never chosen.
         draws = make_generator(DRAWS, self.seed, epoch).random(len(self.listed)) * self.ends[-1]
@@ -44,6 +45,11 @@ class CustomOrder(ListedOrder):
         return self.length
 
     def epoch_order(self, epoch: int) -> Indices:
+        """Call the user's function, and return the samples of an epoch.
+
+        Raises:
+            UserError: The function returns something unfit, or another number of samples than for epoch 0.
+        """
         chosen = self.call_function(epoch)
         if len(chosen) != self.length:
             raise UserError(
@@ -53,10 +59,12 @@ class CustomOrder(ListedOrder):
         return chosen
 
     def call_function(self, epoch: int) -> Indices:
-        """Return the samples that the user's function chooses for an epoch.
+        """Call the user's function, and return the samples that it chooses for an epoch.
+
+        The function's exceptions pass through.
 
         Raises:
-            UserError: The function returns no whole numbers [M], or samples of another split.
+            UserError: The function returns no whole numbers [M], no number at all, or samples of another split.
         """
         chosen = np.asarray(self.choose_samples(self.listed.astype(np.int64), self.seed, epoch))
         if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
@@ -73,6 +81,13 @@ class CustomOrder(ListedOrder):
 
 
 def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
+    """Return an order that draws the samples of ``order`` by ``weights``.
+
+    ``weights`` has a number for each sample of ``order``, in ascending order of the samples.
+
+    Raises:
+        UserError: All weights are 0.
+    """
     ends = np.cumsum(weights, dtype=np.float64)
     if not len(ends) or ends[-1] == 0:
         raise UserError(
@@ -82,16 +97,22 @@ def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
 
 
 def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the weight of each sample: 1 divided by the number of samples in its class."""
     _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights: NDArray[np.float64] = 1.0 / counts[classes]
     return weights
 
 
 def make_custom_order(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> CustomOrder:
-    """Return the order that a user's function makes. Calls the function twice.
+    """Return the order that a user's function makes. Calls the function twice for epoch 0.
+
+    Args:
+        order: The samples of the split, and the seed.
+        spec: The function's name, for errors.
+        choose_samples: The function, which is called with samples, seed and epoch. Its exceptions pass through.
 
     Raises:
-        UserError: The two calls return different samples, or samples that are not in the split.
+        UserError: The two calls return different samples, or something else than samples of the split.
     """
     own = CustomOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples)
     first, again = own.call_function(0), own.call_function(0)

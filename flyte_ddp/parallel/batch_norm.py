@@ -36,7 +36,8 @@ class Exchange(NamedTuple):
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
         """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. Collective.
 
-        On GPUs, ranks at different layers hang.
+        ``backward`` tells calls of the backward pass from calls of the forward pass. If ranks are at different layers,
+        ranks on GPUs hang.
 
         Raises:
             UserError: Ranks on CPUs are at different layers.
@@ -53,9 +54,14 @@ class Exchange(NamedTuple):
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Give a model's BatchNorm layers a ``forward`` that uses the statistics of all ranks.
+    """Give a model's BatchNorm layers a ``forward`` that uses the statistics of all ranks. Changes ``model``.
 
-    This function and each forward pass are collective.
+    A SyncBatchNorm becomes a RankedBatchNorm. Layers whose ``forward`` was set by the user, and scripted layers, stay
+    as before. This function and each forward pass in training mode are collective.
+
+    Args:
+        this_pass: Says whether this rank's samples count in a pass.
+        on_one_machine: Whether the ranks exchange numbers by shared memory. Only for CPU ranks of one machine.
     """
     # The forward of a scripted module, or a forward that a user has set, is no method of these classes, and stays.
     norms = [
@@ -77,7 +83,11 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
 
 
 def can_be_synchronised(layer: nn.Module) -> bool:
-    """Return whether a layer's forward is torch's BatchNorm forward, or calls ``batch_norm`` or torch's forward."""
+    """Return whether a layer normalises by torch's BatchNorm, by the code of its class.
+
+    Accepts torch's own ``forward``. Also accepts a subclass of BatchNorm whose ``forward`` mentions ``batch_norm``, or
+    both ``super`` and ``forward``.
+    """
     forward = type(layer).forward
     if forward in KNOWN_FORWARDS:
         return True
@@ -104,14 +114,20 @@ class Statistics(NamedTuple):
 
 
 def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
-    """Return a ``forward`` for BatchNorm layers that normalises over all ranks' samples.
+    """Return a ``forward`` for BatchNorm layers that normalises over all ranks' samples in training mode.
 
-    The function's attribute ``over_ranks`` becomes False if a user-defined layer does not normalise over all ranks.
+    ``exchange`` gathers the numbers of all ranks. If a user-defined layer does not call ``functional.batch_norm`` on
+    all samples, the function's attribute ``over_ranks`` becomes False. Then only the forward of the layer's class is
+    called.
     """
 
     # A pickled model has torch's layers, because pickle saves a bound method as its object and its name.
     def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
-        """Return the values [N, C, ...] normalised for each channel. N may differ between ranks."""
+        """Return the values [N, C, ...] normalised for each channel. N may differ between ranks.
+
+        Collective in training mode, where running statistics are updated. In evaluation mode, calls the forward of the
+        layer's class.
+        """
         own = type(layer).forward
         if not layer.training or not forward.over_ranks:  # type: ignore[attr-defined]
             normalised: Tensor = own(layer, values)
@@ -134,7 +150,11 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
 
 
 class NormaliseOverRanks(TorchFunctionMode):
-    """Makes ``functional.batch_norm`` of all samples of a layer's input use the statistics of all ranks."""
+    """Makes ``functional.batch_norm`` use the statistics of all ranks in the block.
+
+    Only calls in training mode count, on as many samples as the layer's input has. Afterwards ``has_normalised`` tells
+    whether there was a call.
+    """
 
     def __init__(self, samples: int, exchange: Exchange) -> None:
         super().__init__()
@@ -155,6 +175,7 @@ class NormaliseOverRanks(TorchFunctionMode):
 
 
 def is_synchronised(layer: nn.Module) -> bool:
+    """Return whether a layer's ``forward`` normalises over all ranks, as set by :func:`synchronise_batch_norm`."""
     return getattr(getattr(layer, "forward", None), "over_ranks", False)
 
 
@@ -170,6 +191,16 @@ class GlobalNormalisation(torch.autograd.Function):
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Statistics, exchange: Exchange
     ) -> Tensor:
         """Normalise by all ranks' statistics, and update the layer's running statistics. Collective.
+
+        A rank whose samples do not count, or without values, adds nothing to the statistics. The values are normalised
+        all the same.
+
+        Args:
+            values: This rank's values [N, C, ...].
+            weight: The layer's scale [C], or None.
+            bias: The layer's shift [C], or None.
+            kept: The running statistics, which are changed in place, and the settings.
+            exchange: Gathers the numbers of all ranks.
 
         Raises:
             ValueError: A channel has a single value on all ranks together.
@@ -198,6 +229,11 @@ class GlobalNormalisation(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        """Return the gradients of values, weight and bias. Collective.
+
+        The gradient of the values takes account of the statistics, which depend on all ranks' values. The gradients of
+        weight and bias are of this rank's values alone.
+        """
         values, weight, mean, variance, count = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
         if ctx.has_values:
@@ -224,7 +260,10 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count (a scalar) of all ranks' values [N, C, ...], as fp64."""
+    """Return mean [C], biased variance [C] and count (a scalar) of all ranks' values [N, C, ...], as fp64. Collective.
+
+    If ``has_values`` is False, this rank's values do not count. ``gather`` is called once.
+    """
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.
@@ -244,13 +283,19 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
 
 
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers in training mode that use the statistics of a single rank's samples."""
+    """Return the BatchNorm layers in training mode that use the statistics of a single rank's samples.
+
+    On one rank, returns all BatchNorm layers in training mode.
+    """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return [norm for norm in norms if not is_synchronised(norm)]
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether, on several ranks, a BatchNorm layer normalises by a single rank's samples."""
+    """Return whether, on several ranks, a BatchNorm layer in training mode normalises by a single rank's samples.
+
+    ``synchronised`` is the hyperparameter ``sync_batchnorm``. May be called on one rank, to learn about several.
+    """
     layers = per_rank_norm_layers(model)  # on one rank no layer is replaced, so all are here
     return any(not synchronised or "forward" in vars(layer) or not can_be_synchronised(layer) for layer in layers)
 
@@ -272,7 +317,10 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
     """Return each running statistic of per-rank BatchNorm layers with the mean over the ranks. Collective.
 
-    The mean is weighted by ``samples``, the rank's number of samples.
+    The mean is weighted by ``samples``, the rank's number of samples. The model is not changed.
+
+    Returns:
+        Pairs of a layer's buffer and its mean, in fp64. Empty if there is no such layer.
     """
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]

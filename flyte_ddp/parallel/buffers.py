@@ -23,6 +23,10 @@ class Buffers:
     """The registered buffers of a model in training, by all names, except sparse and expanded buffers."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Copy the model's buffers, and prepare their exchange between ranks.
+
+        Keeps the names, shapes and types, which must not change later.
+        """
         self.model = model
         values = copyable_buffers(model)
         self.layout = buffer_layout(values)
@@ -48,7 +52,7 @@ class Buffers:
         """Return the buffers, by name, of the model or of the moving average.
 
         Raises:
-            UserError: Names, shapes or types of buffers have changed.
+            UserError: A buffer was added or removed since this object was made, or its shape or type has changed.
         """
         values = copyable_buffers(model)
         if (layout := buffer_layout(values)) != self.layout:
@@ -65,6 +69,10 @@ class Buffers:
         """Copy the shared buffers for the next broadcast. Return whether any bit has changed since the last broadcast.
 
         On one rank returns False. On a GPU returns True, because the host would have to wait for a comparison.
+        BatchNorm's buffers are not shared.
+
+        Raises:
+            UserError: A buffer was added, removed or resized.
         """
         values = self.require_same_buffers(self.model)
         if not self.views:
@@ -78,7 +86,8 @@ class Buffers:
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
         """Broadcast the buffers that :meth:`differ_from_last_broadcast` copied on rank 0. Collective.
 
-        On CPUs, does nothing if ``ranks_with_changes`` is 0.
+        The other ranks' models get these values. ``ranks_with_changes`` is the sum of the results of
+        :meth:`differ_from_last_broadcast` over all ranks. On CPUs, does nothing if the sum is 0.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
@@ -91,7 +100,11 @@ class Buffers:
 
     @torch.no_grad()
     def copy_after_step(self) -> None:
-        """Copy the model's buffers to ``after_last_step``, from which checkpoints are made."""
+        """Copy the model's buffers to ``after_last_step``, from which checkpoints are made.
+
+        Raises:
+            UserError: A buffer was added, removed or resized.
+        """
         if not self.after_last_step:
             return
         found = dict(self.model.named_buffers(remove_duplicate=False))
@@ -103,26 +116,33 @@ class Buffers:
         torch._foreach_copy_([*self.after_last_step.values()], [found[name] for name in self.after_last_step])
 
     def state_dict_after_step(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a shallow copy of the model's ``state_dict`` with the buffers after the last step."""
+        """Return a shallow copy of the model's ``state_dict``, with the buffers as they were after the last step."""
         result = copy.copy(state_dict)
         result.update({name: self.after_last_step[name] for name in state_dict if name in self.after_last_step})
         return result
 
     def changed_names(self) -> list[str]:
-        """Return the sorted names of the buffers that forward passes have changed in this run."""
+        """Return the sorted names of the shared buffers that forward passes have changed in this run.
+
+        Counts also changes before a resume. BatchNorm's buffers are not shared.
+        """
         pairs = {name: (self.after_last_step[name], self.initial[name]) for name in self.shared_names}
         now = {name for name, (new, old) in pairs.items() if not ((new == old) | new.isnan() & old.isnan()).all()}
         return sorted(self.changed_before_resume | now)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the buffers that the model's ``state_dict`` omits, and the names of changed buffers."""
         unsaved = {name: self.after_last_step[name] for name in self.unsaved_names}
         return {"unsaved": unsaved, "changed": self.changed_names()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, also in the model.
+        """Restore the result of :meth:`state_dict`. Changes the model's buffers that its ``state_dict`` omits.
 
         Call the model's ``load_state_dict`` first.
+
+        Raises:
+            UserError: A buffer was added, removed or resized.
         """
         values = self.require_same_buffers(self.model)
         for name in self.shared_names:
@@ -136,9 +156,14 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` the buffers of a saved and loaded model for the block.
+        """Give ``model`` the buffers of a model that is loaded from a file, for the block.
 
-        After the block, all buffers except BatchNorm's are restored.
+        The buffers that ``state_dict`` omits get their initial values. After the block, all shared buffers are as
+        before. Changes to BatchNorm's buffers stay. If a buffer was added, removed or resized in the block, nothing is
+        restored.
+
+        Raises:
+            UserError: A buffer was added, removed or resized, before or in the block.
         """
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}

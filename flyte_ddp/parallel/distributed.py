@@ -51,6 +51,7 @@ def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
 
 
 def wait_for_all_ranks() -> None:
+    """Wait until all ranks call this function. Collective. Returns at once without a process group."""
     if dist.is_initialized():
         with in_collective():
             dist.barrier()
@@ -59,7 +60,7 @@ def wait_for_all_ranks() -> None:
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Add up a tensor over all ranks, in place, and return the tensor. Collective.
 
-    The tensor must be on the CPU for gloo, and on the GPU for NCCL.
+    The tensor must be on the CPU for gloo, and on the GPU for NCCL. Without a process group, the tensor is unchanged.
     """
     if dist.is_initialized():
         with in_collective():
@@ -68,14 +69,18 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_numbers(numbers: Tensor) -> Tensor:
-    """Return all ranks' ``numbers``, [n], as [ranks, n]. Collective, with the same n on all ranks."""
+    """Return all ranks' ``numbers``, [n], as [ranks, n], by rank. Collective, with the same n on all ranks."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite all ranks' tensors with rank 0's values, except sparse and expanded tensors. Collective."""
+    """Overwrite all ranks' tensors with rank 0's values. Collective.
+
+    All ranks must give equal numbers, shapes and types of tensors. Sparse and expanded tensors are skipped. Must not be
+    called without a process group.
+    """
     for tensor in filter(has_own_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -88,7 +93,7 @@ def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 def has_own_elements(tensor: Tensor) -> bool:
     """Return whether each element of the tensor has a separate place in memory.
 
-    Returns False for sparse and expanded tensors.
+    Only sparse layouts and dimensions with stride 0 (expanded) give False. Other views that overlap are not detected.
     """
     return tensor.layout == torch.strided and all(
         stride > 0 or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -98,12 +103,13 @@ def has_own_elements(tensor: Tensor) -> bool:
 def broadcast_object(value: Value) -> Value:
     """Return rank 0's value. Collective.
 
-    All ranks' values are pickled and sent, so values should be small.
+    All ranks' values are pickled and sent, so values should be small. Without a process group, returns ``value``.
     """
     return gather_objects(value)[0]
 
 
 def gather_objects(value: Value) -> list[Value]:
+    """Return all ranks' values, by rank. Collective. Values are pickled, and a process without a group is alone."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
@@ -114,9 +120,9 @@ def gather_objects(value: Value) -> list[Value]:
 
 @contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Make torch.distributed look uninitialised in the block.
+    """Make torch.distributed look uninitialised in the block, in all threads of this process.
 
-    torchmetrics on one rank then does not wait for other ranks.
+    The block must call no collective. For example, torchmetrics on one rank then does not wait for other ranks.
     """
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
@@ -126,10 +132,10 @@ def hide_process_group() -> Iterator[None]:
 
 
 def patch_collective_wait() -> None:
-    """Make ``torch.distributed.Work.wait`` in this process raise CollectiveError in place of RuntimeError.
+    """Make ``torch.distributed.Work.wait`` in this process raise CollectiveError in place of RuntimeError, from now on.
 
-    Blocking functions of torch call this method, also in user code. Waits in C++, as in DistributedDataParallel, are
-    not changed.
+    If the wait lasted as long as the time limit, the error is a CollectiveTimeoutError. Blocking functions of torch
+    call this method, also in user code. Waits in C++, as in DistributedDataParallel, are not changed.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
@@ -144,7 +150,8 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the block into a CollectiveError. The block must only wait for other ranks.
 
     If 90 % of ``timeout_seconds`` have passed since ``since``, the error is a CollectiveTimeoutError. ``since`` is a
-    monotonic time, and None means now.
+    time of ``time.monotonic()``, and None means the start of the block. Errors of this rank's device pass:
+    torch.AcceleratorError and torch.OutOfMemoryError.
     """
     begin = time.monotonic() if since is None else since
     try:
@@ -161,7 +168,10 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def explain_failed_device(device: str) -> Iterator[None]:
-    """Turn a RuntimeError of the block about a failed device into a MachineError that names device and host."""
+    """Turn a RuntimeError of the block about a failed device into a MachineError. Other errors pass.
+
+    The error names ``device`` and the host. A failure is known by CUDA's messages.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -176,7 +186,7 @@ def explain_failed_device(device: str) -> Iterator[None]:
 
 @contextmanager
 def explain_full_device(fix: str) -> Iterator[None]:
-    """Replace torch's advice by ``fix`` in the block's errors about full device memory."""
+    """Replace torch's advice by ``fix`` in the block's torch.OutOfMemoryError. Other errors pass."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -27,7 +27,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
 
     Changes Dropout, Dropout1d, 2d and 3d, and torchvision's StochasticDepth in mode "row". Does not change other
     layers, layers with another ``forward``, and scripted modules. Sets ``has_dropout`` of ``this_pass`` if a layer was
-    changed. Devices of the type ``fused_on`` draw and drop in one kernel.
+    changed. On devices of the type ``fused_on``, one compiled kernel draws and drops.
     """
 
     # A pickled model has torch's layers, because pickle saves a bound method as its object and its name.
@@ -57,7 +57,14 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
 
 
 def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Tensor, *, fused: bool) -> Tensor:
-    """Return the values [N, ...] with the layer's dropout, drawn from the samples' ``states``, int64 [N]."""
+    """Return the values [N, ...] with the layer's dropout. If the layer is ``inplace``, changes and returns ``values``.
+
+    Args:
+        layer: The dropout layer, whose class decides what drops together, and with which probability.
+        states: Random states of the samples, int64 [N], which decide what is dropped.
+        increment: SplitMix64's increment, an int64 scalar on the device.
+        fused: Whether a compiled kernel draws and drops, where the compiler works.
+    """
     p: float = layer.p  # type: ignore[assignment]
     inplace = getattr(layer, "inplace", False)
     if p == 1.0:
@@ -76,14 +83,18 @@ def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Ten
 
 
 def apply_mask(values: Tensor, kept: Tensor, scale: float, *, inplace: bool = False) -> Tensor:
+    """Return the values times ``scale`` where ``kept`` is True, else 0.
+
+    ``kept`` [N, ...] has the leading dimensions of ``values``. With ``inplace``, changes and returns ``values``.
+    """
     kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
     return (values.mul_(kept) if inplace else values * kept).mul_(scale)
 
 
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """Return a mask, bool [N, *shape], that is False with probability p (to 2**-40).
+    """Return a mask, bool [N, *shape], that is False with probability ``p`` (to 2**-40).
 
-    ``states``, int64 [N], are the random states of N samples.
+    ``states``, int64 [N], are the random states of N samples. The mask of a sample depends on its state alone.
     """
     # Each 64-bit word of SplitMix64 gives four values 16 bits each.
     threshold = round_probability(states, round(p * 2**40))
@@ -108,9 +119,15 @@ def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
 
 
 def draw_mask_compiled(states: Tensor, increment: Tensor, shape: torch.Size, probability: int | Tensor) -> Tensor:
-    """Return the mask of :func:`draw_mask`, by operations that compile to one kernel.
+    """Return a mask, bool [N, *shape], by operations that compile to one kernel.
 
-    ``probability`` is in units of 2**-40.
+    The mask has the same bits as the mask of :func:`draw_mask`.
+
+    Args:
+        states: Random states of N samples, int64 [N].
+        increment: SplitMix64's increment, an int64 scalar on the device.
+        shape: The shape of a sample's mask.
+        probability: Probability of False, in units of 2**-40.
     """
     # Uses shifts, because compiled code that views int64 as int16 writes beyond the tensor's end (torch 2.15, CPU).
     positions = torch.arange(math.prod(shape), device=states.device)
@@ -137,10 +154,15 @@ class Redrawn(torch.autograd.Function):
 
 
 def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int, p: float) -> Tensor:
-    """Return the values with dropout, by a compiled kernel.
+    """Return the values with dropout, by a compiled kernel. Compiles at the first call with a layout.
 
-    If compiling fails, warns, and uses no compiled kernels on this type of device from then on. Each index of the first
-    ``drawn`` dimensions after N has a separate random number.
+    If compiling fails, warns, and uses no compiled kernels on this type of device from then on.
+
+    Args:
+        states: Random states of the samples, int64 [N].
+        increment: SplitMix64's increment, an int64 scalar on the device.
+        drawn: Each index of the first ``drawn`` dimensions after N has a separate random number.
+        p: Probability that a value is dropped.
     """
     scale, shape, device = 1.0 / (1.0 - p), values.shape, values.device
     if torch.compiler.is_compiling():
@@ -176,16 +198,20 @@ def draw_and_drop(values: Tensor, states: Tensor, increment: Tensor, drawn: int,
 def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a compiled copy of the function.
 
-    A copy has a new code object, because torch rejects more than 8 variants of one code object.
+    A copy has a separate code object, because torch rejects more than 8 variants of one code object.
     """
     copied = FunctionType(function.__code__.replace(), globals())
     return torch.compile(copied, fullgraph=True, dynamic=True, options=OPTIONS)
 
 
 def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any]) -> Tensor:
-    """Return the result of :func:`apply_mask` for the mask of :func:`draw_mask`.
+    """Return the values with dropout, computed in one kernel when compiled.
 
-    ``numbers`` are the probability, in units of 2**-40, and the scale.
+    Args:
+        states: Random states of the samples, int64 [N].
+        increment: SplitMix64's increment, an int64 scalar on the device.
+        drawn: Each index of the first ``drawn`` dimensions after N has a separate random number.
+        numbers: The probability of dropping, in units of 2**-40, and the factor of the values that stay.
     """
     probability, scale = numbers
     kept = draw_mask_compiled(states, increment, values.shape[1 : 1 + drawn], probability)
@@ -196,4 +222,5 @@ def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, nu
 
 @functools.lru_cache(1024)
 def put_number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the number as a tensor on the device. Later calls return the same tensor, which must not be changed."""
     return torch.tensor(number, dtype=dtype, device=device)

@@ -30,7 +30,7 @@ class RankExchange:
 
     @contextmanager
     def during_losses(self, *, has_samples: bool) -> Iterator[None]:
-        """Let :func:`across_ranks` exchange values in the block.
+        """Let :func:`across_ranks` exchange values in the block. Blocks cannot be nested.
 
         If ``has_samples`` is False, this rank adds no row.
         """
@@ -44,7 +44,8 @@ class RankExchange:
     def open_group(self, *, on_gpu: bool) -> Any:
         """Return a process group of all ranks for these exchanges alone.
 
-        The first call creates the group, and is collective.
+        The first call creates the group, and is collective. ``on_gpu`` tells whether the values are on a GPU, which
+        decides the time limit.
         """
         if self.group is None:
             limit = distributed.group_timeout(distributed.timeout_seconds, on_gpu=on_gpu)
@@ -126,9 +127,9 @@ class GatheredRows(torch.autograd.Function):
 
 
 def gather_equal(values: Tensor, group: Any) -> list[Tensor]:
-    """Return the tensors of all ranks of a group, by rank. Collective.
+    """Return the tensors of all ranks of ``group``, by rank. Collective.
 
-    Shapes must be equal on all ranks.
+    Shapes and types must be equal on all ranks.
     """
     gathered = [*values.new_empty(world_size(), *values.shape)]
     with in_collective():

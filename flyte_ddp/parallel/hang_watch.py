@@ -25,7 +25,13 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` once, if a collective of this library takes over ``limit`` seconds.
 
-    Call this function in the rank's main thread, whose stack is reported. ``new_event`` makes a ``torch.cuda.Event``.
+    Call this function in the rank's main thread, whose stack is reported. A second call replaces the watch. If the
+    device fails, the thread ends without a report.
+
+    Args:
+        limit: Seconds that a collective may take.
+        report: Called in the daemon thread with a CollectiveTimeoutError.
+        new_event: Makes a ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -33,15 +39,15 @@ def watch_collectives(limit: float, report: Callable[[BaseException], object], n
 
 
 def in_collective() -> AbstractContextManager[None]:
-    """Return a context manager for code that calls collectives.
+    """Return a context manager that records its block as a collective, for the hang watch.
 
-    The context manager does nothing if the process has no hang watch.
+    Use a context manager once. Without a hang watch in this process, nothing is recorded.
     """
     return nullcontext() if _watch is None else _watch.in_collective()
 
 
 def watch_async_collective(work: Any) -> None:
-    """Add a ``torch.distributed.Work`` to the hang watch, if any.
+    """Let the hang watch, if any, watch a ``torch.distributed.Work`` until the work is completed.
 
     The work's tensors live up to 0.25 s longer.
     """
@@ -65,7 +71,7 @@ class HangWatch:
     def in_collective(self) -> Iterator[None]:
         """Record the block as a collective.
 
-        The collective ends when host and device have finished the block, or on an exception.
+        The collective ends when host and device have finished the block, or at once if the block raises an exception.
         """
         event: Any = None
         left = False
@@ -78,11 +84,16 @@ class HangWatch:
             left = True
 
     def has_overdue_collective(self) -> bool:
+        """Return whether the oldest unfinished collective is overdue. Forgets finished collectives."""
         while self.entered and self.entered[0][1]():
             self.entered.popleft()
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
     def watch_until_overdue(self) -> None:
+        """Wait until a collective is overdue, and then call ``report`` with an error that has the main thread's stack.
+
+        Returns without a report if the device has failed.
+        """
         try:
             while not self.has_overdue_collective():
                 time.sleep(POLL_SECONDS)

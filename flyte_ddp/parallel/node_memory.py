@@ -43,6 +43,11 @@ class NodeMemory:
         os.close(file)
 
     def _create_and_send_memory(self, size: int) -> int:
+        """Create the memory on rank 0, and send it to all other ranks. Waits for all ranks, and keeps a socket to each.
+
+        Returns:
+            The file descriptor of the memory.
+        """
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
         file = os.memfd_create("flyte-ddp")
@@ -59,6 +64,7 @@ class NodeMemory:
         return file
 
     def _receive_memory(self) -> int:
+        """Connect to rank 0, keep the socket, and return the file descriptor of the memory that rank 0 sends."""
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())
@@ -71,6 +77,10 @@ class NodeMemory:
         """Wait until all ranks call this method, and switch ``turn`` to the other half.
 
         Afterwards each rank sees the writes of all ranks.
+
+        Raises:
+            CollectiveTimeoutError: A rank did not come within ``distributed.timeout_seconds``.
+            PeerGoneError: A rank has ended.
         """
         # Every rank sends rank 0 a message and gets a message back: two wake-ups. The backend's barrier takes more.
         steps = [receive_message, send_message] if rank() == 0 else [send_message, receive_message]
@@ -90,7 +100,7 @@ class NodeGather:
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]. Collective, with the same n on all ranks."""
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n], by rank. Collective, with the same n on all ranks."""
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
         self.memory.wait_at_barrier()
@@ -106,7 +116,7 @@ def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
 
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return a flat view of the uint8 ``memory`` for each piece.
+    """Return a flat view of the uint8 ``memory`` for each of ``pieces``, in the type of the piece.
 
     Pieces lie one after another, each at a multiple of 64 bytes.
     """
@@ -125,6 +135,7 @@ def send_message(peer: socket.socket) -> None:
 
 
 def receive_message(peer: socket.socket) -> bytes:
+    """Return a message of another rank. Raises ConnectionResetError if the rank has ended."""
     if not (message := peer.recv(LONGEST_MESSAGE)):
         raise ConnectionResetError
     return message
@@ -132,7 +143,7 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Turn socket errors of the block into errors about ``peer``.
+    """Turn socket errors of the block into errors about ``peer``, the name of a rank.
 
     Raises:
         CollectiveTimeoutError: ``peer`` did not respond within ``limit`` seconds.

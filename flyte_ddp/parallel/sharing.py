@@ -26,7 +26,10 @@ class RankBatches(Sampler[list[int]]):
     """A ``batch_sampler`` for torch's DataLoader: a rank's samples of each global batch left in an epoch."""
 
     def __init__(self, order: ListedOrder, batch_size: int, epoch: int, first: int, place: tuple[int, int]) -> None:
-        """Begin with global batch ``first``, from 0. ``place`` is the rank and the number of ranks."""
+        """Begin with global batch ``first`` (from 0) of an epoch.
+
+        ``order`` has the samples and the seed, and ``place`` is the rank and the number of ranks.
+        """
         self.order, self.batch_size, self.epoch, self.first, self.place = order, batch_size, epoch, first, place
 
     def __len__(self) -> int:
@@ -43,11 +46,11 @@ class RankBatches(Sampler[list[int]]):
             yield (own if len(own) else batch[:1]).tolist()  # DDP needs a backward pass on each rank
 
     def loss_factors(self) -> Iterator[float]:
-        """Yield, for each batch, the factor for the mean loss of this rank's samples.
+        """Yield, for each global batch left in the epoch, the factor for the mean loss of this rank's samples.
 
-        The factor is the rank's number of samples, times the number of ranks, divided by the batch's size. With the
-        factor, the average over ranks of loss and gradients is the mean over the global batch. A rank whose sample does
-        not count gets 0.0.
+        The factor is this rank's number of samples, times the number of ranks, divided by the samples of the global
+        batch. With the factor, the average over ranks of loss and gradients is the mean over the global batch. If this
+        rank has no samples in a batch, the factor is 0.0.
         """
         rank, num_ranks = self.place
         for start in range(self.first * self.batch_size, len(self.order), self.batch_size):
@@ -80,10 +83,10 @@ def batches(
         epoch: Number of the epoch, from 0.
         first: Batches of this epoch that are done, for a resume.
         rank: This rank. By default of torch's process group, else of torchrun's variables, else 0.
-        num_ranks: Number of ranks. The default is found as for ``rank``, else 1.
+        num_ranks: Number of ranks. The default is found as for ``rank``, else 1. Give both or none.
 
     Raises:
-        UserError: A number is out of range.
+        UserError: A number is out of range, or only one of ``rank`` and ``num_ranks`` is given.
     """
     require_at_least(1, n=n, batch_size=batch_size)
     require_at_least(0, seed=seed, epoch=epoch, first=first)
@@ -102,11 +105,16 @@ def evaluation_batches(
 
     All ranks together get each of 0..n-1 once. Each batch of ``batch_size`` samples is whole on one rank, so a sample's
     result has the same bits for any number of ranks. Ranks get different numbers of batches, or none. Therefore
-    exchange results after the loop, for example by :func:`sum_over_ranks`, and evaluate ``ddp.module``. ``rank`` and
-    ``num_ranks`` are as in :func:`batches`.
+    exchange results after the loop, for example by :func:`sum_over_ranks`, and evaluate ``ddp.module``.
+
+    Args:
+        n: Number of samples.
+        batch_size: Samples in a batch. The last batch may be smaller.
+        rank: This rank. By default of torch's process group, else of torchrun's variables, else 0.
+        num_ranks: Number of ranks. The default is found as for ``rank``, else 1. Give both or none.
 
     Raises:
-        UserError: A number is out of range.
+        UserError: A number is out of range, or only one of ``rank`` and ``num_ranks`` is given.
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
@@ -118,7 +126,7 @@ def evaluation_batches(
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Add up a tensor over all ranks, in place, and return the tensor. All ranks must call this function.
 
-    The tensor must be on the CPU for gloo, and on the GPU for NCCL.
+    The tensor must be on the CPU for gloo, and on the GPU for NCCL. In a single process, the tensor is unchanged.
 
     Raises:
         UserError: torchrun's WORLD_SIZE is above 1, and this process has no process group.
@@ -134,7 +142,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def find_place(rank: int | None = None, num_ranks: int | None = None) -> tuple[int, int]:
     """Return this rank and the number of ranks.
 
-    Uses the arguments if given, else the process group, else RANK and WORLD_SIZE, else 0 and 1.
+    Uses the arguments if given, else torch's process group, else torchrun's RANK and WORLD_SIZE, else 0 and 1.
 
     Raises:
         UserError: Only one argument is given, or ``rank`` is out of range.

@@ -49,19 +49,20 @@ class GradientSync:
         """
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager for the passes of a micro-batch of this step.
+        """Return a context manager for the forward and backward pass of a micro-batch of this step.
 
-        ``last`` is True for the last micro-batch of the step.
+        ``last`` is True for the last micro-batch of the step, in which gradients may be exchanged.
         """
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place, and add up ``sums`` over the ranks. Collective.
 
-        Call this method after the step's last backward pass. ``sums`` may be overwritten.
+        Call this method after the step's last backward pass. If no rank has a gradient for a parameter, the parameter
+        gets none.
 
         Args:
-            sums: fp64 [1 or 2].
+            sums: Numbers, fp64 [1 or 2]. May be overwritten.
 
         Returns:
             The sums over all ranks, in the shape of ``sums``.
@@ -85,6 +86,10 @@ class SharedMemorySync(GradientSync):
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Give all ranks rank 0's weights and buffers, and map the shared memory. Collective.
+
+        A bucket has gradients of at most ``bucket_bytes`` of a rank, or of a single larger parameter.
+        """
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
@@ -94,6 +99,10 @@ class SharedMemorySync(GradientSync):
 
     @torch.no_grad()
     def average_gradients(self, sums: Tensor) -> Tensor:
+        """Average the gradients over the ranks in place, and return ``sums`` added up over the ranks. Collective.
+
+        A parameter without a gradient on some ranks counts as 0 there.
+        """
         own = rank()
         for number, parameters in enumerate(self.groups):
             bucket = self.buckets[self.memory.turn][number]
@@ -116,6 +125,7 @@ class SharedMemorySync(GradientSync):
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
+    """Return views of ``memory`` for the gradients of ``parameters``, with the parameters' memory order."""
     ranks = world_size()
     sums, has_gradient, *flats = split_memory(memory, bucket_layout(parameters))
     gradients = [
@@ -127,6 +137,7 @@ def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedB
 
 
 def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    """Return the pieces of a bucket in the shared memory, in the order of a SharedBucket's fields."""
     ranks = world_size()
     gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
     return [(2 * ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
@@ -152,6 +163,11 @@ class DDPSync(GradientSync):
     """Averages gradients by torch's DistributedDataParallel, on any backend and over machines."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
+        """Wrap the model in DistributedDataParallel, which gives all ranks rank 0's weights. Collective.
+
+        Registers the hook that averages gradients. Ignores three of torch's warnings in this process from now on. Waits
+        are added to ``clock``.
+        """
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
@@ -176,7 +192,9 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Exchange gradients in the block if ``last`` is True.
+        """Exchange gradients in the block if ``last`` is True, else only accumulate gradients.
+
+        After the block, adds the wait for the last exchange to the clock.
 
         Raises:
             CollectiveError: An all-reduce has failed.
@@ -193,16 +211,19 @@ class DDPSync(GradientSync):
             self.clock.add_since(WAITED, self.last_bucket_started)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
+        """Let DDP expect only the gradients on which ``loss`` depends. Call between forward and backward pass."""
         # DDP expects gradients for all outputs, and would wait in vain for a head that the loss does not use.
         if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:
             self.parallel.reducer.prepare_for_backward([loss])
 
 
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Start the all-reduce of a bucket of gradients, as DDP's communication hook.
+    """Start the all-reduce of a bucket of gradients in place, as DDP's communication hook.
+
+    Records the start in ``sync.last_bucket_started``. If the all-reduce fails, the error is set as ``sync.failure``.
 
     Returns:
-        The future of the gradients' mean over the ranks.
+        The future of the gradients' mean over the ranks, in the memory of the bucket.
     """
     sync.last_bucket_started = sync.clock.start_timing(WAITED)
     begin = time.monotonic()
@@ -211,6 +232,7 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
     watch_async_collective(work)
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
+        """Return the mean of the gradients. If the all-reduce has failed, sets ``sync.failure`` and raises it."""
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
@@ -231,6 +253,7 @@ class HooksSync(GradientSync):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Give all ranks rank 0's weights and buffers, and register a hook at each trainable parameter. Collective."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
@@ -243,8 +266,10 @@ class HooksSync(GradientSync):
     def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
         """Record that the gradient of ``order[place]`` is complete, and start the all-reduces that are next in order.
 
+        Does nothing unless the micro-batch is the last of the step.
+
         Raises:
-            UserError: The gradient was complete before.
+            UserError: The all-reduce of this gradient was started before.
         """
         if self.last:
             if place < len(self.started):
@@ -257,20 +282,28 @@ class HooksSync(GradientSync):
                 self.start_next_all_reduce()
 
     def start_next_all_reduce(self) -> None:
+        """Start the all-reduce of the next gradient in order. A missing gradient becomes zeros."""
         parameter = self.order[len(self.started)]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Let hooks start all-reduces from now on if ``last`` is True.
+        """Switch the hooks' all-reduces on if ``last`` is True, else off.
 
-        The returned context manager does nothing.
+        Takes effect at the call. The returned context manager does nothing.
         """
         self.last = last
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
+        """Start the remaining all-reduces, wait for all, and average the gradients in place. Collective.
+
+        A parameter that no rank has used gets no gradient.
+
+        Returns:
+            ``sums``, added up over the ranks in place.
+        """
         # Read before missing gradients become zeros: a parameter that no rank has used must not be updated.
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
         has_gradient = copy_to_device(has_gradient, sums.device)
@@ -291,10 +324,10 @@ class HooksSync(GradientSync):
 
 
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model in a GradientSync of a strategy: ddp, shared_memory or hooks. Collective.
+    """Return the model in a GradientSync of ``strategy``: "ddp", "shared_memory" or "hooks". Collective.
 
-    All models get rank 0's weights. On one rank, returns a plain GradientSync. ``ddp`` adds the waits for other ranks
-    to ``clock``.
+    All models get rank 0's weights and buffers. On one rank, returns a plain GradientSync. The strategy "ddp" adds the
+    waits for other ranks to ``clock``, and the other strategies do not use ``clock``.
     """
     if world_size() == 1:
         return GradientSync(model)
@@ -304,9 +337,9 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile.
+    """Return the model wrapped by torch.compile. Compiling begins at the first call.
 
-    BatchNorm layers that exchange numbers between ranks are not compiled.
+    BatchNorm layers that exchange numbers between ranks are not compiled. Their ``forward`` is replaced in ``model``.
     """
     for layer in filter(is_synchronised, model.modules()):
         function = cast("MethodType", layer.forward).__func__

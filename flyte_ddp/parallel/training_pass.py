@@ -47,9 +47,9 @@ class TrainingPass:
     ) -> None:
         """Set the samples [N] of the next pass, and seed the global random generators.
 
-        Seeds torch (CPU and GPU), Python and NumPy. The seed depends on ``seed``, ``epoch`` and the first sample, so a
-        resumed run draws the same numbers. ``has_samples`` is False if this rank runs another rank's sample, which must
-        not count.
+        Seeds torch (CPU and GPU), Python and NumPy, by ``seed``, ``epoch`` and the first sample. Thus a resumed run
+        draws the same numbers. If ``may_draw`` is False, nothing is seeded. ``has_samples`` is False if this rank runs
+        another rank's sample, which must not count.
         """
         self.has_samples = has_samples
         if not self.may_draw:
@@ -77,9 +77,10 @@ class TrainingPass:
         self.forward_done = True
 
     def finish_pass(self) -> None:
-        """Set ``model_draws`` if the model has drawn from a global generator in this pass.
+        """Count the pass. Sets ``model_draws`` if the model has drawn from a global generator in this pass.
 
-        Does not detect a model that restores the random state (``fork_rng``), nor a model that draws late and seldom.
+        Checks the first 100 passes, and then every tenth. Draws from the global generators. Does not detect a model
+        that restores the random state (``fork_rng``), nor a model that draws late and seldom.
         """
         self.passes += 1
         if not self.is_watched:
@@ -89,6 +90,9 @@ class TrainingPass:
 
     def begin_call(self) -> Tensor:
         """Return the states, int64 [N], for a call of a dropout layer, and advance the states of the pass.
+
+        If torch.utils.checkpoint runs a layer again in the backward pass, returns the states of the first run. Outside
+        compiled code, draws a number from torch's global generator.
 
         Raises:
             UserError: The backward pass runs compiled code with dropout again.
@@ -147,5 +151,5 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, places: int) -> Tensor:
-    """Return x >> places for the unsigned numbers with the bits of the int64 x."""
+    """Return x >> places, where the bits of the int64 x are read as unsigned numbers."""
     return (x >> places).bitwise_and_((1 << (64 - places)) - 1)

@@ -17,13 +17,17 @@ class LossWatch:
     """Checks every step's loss before the step's gradients change the weights.
 
     With ``a_step_later``, the host reads each loss one step later if the optimiser is fused. Until then, torch's fused
-    optimisers skip all updates on the device after a loss that is not finite. With other optimisers, the host waits in
-    every step.
+    optimisers skip all updates on the device after a loss that is not finite. In all other cases the host waits for the
+    loss in every step.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, *, a_step_later: bool
     ) -> None:
+        """Watch the losses of ``model``, which ``optimizer`` trains. ``learning_rate`` is for the error.
+
+        ``a_step_later`` has an effect only if the optimiser is fused.
+        """
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
         self.a_step_later = a_step_later and bool(optimizer.defaults.get("fused"))
         device = next(model.parameters()).device
@@ -32,18 +36,19 @@ class LossWatch:
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Check the loss of this step or, with ``a_step_later``, of the step before. Collective.
+        """Check the loss of this step or, with ``a_step_later``, of the step before.
 
-        Call this method before the optimiser's step.
+        Call this method on all ranks, before the optimiser's step. With ``a_step_later``, sets the optimiser's
+        ``found_inf``, and keeps the check of this step for the next call.
 
         Args:
             epoch: Number of the epoch, from 0.
             step: Number of the step, from 1.
             loss_sum: Sum of the losses over all ranks.
-            forward: Repeats this step's forward passes.
+            forward: Repeats this step's forward passes. Called on all ranks, only if the loss is not finite.
 
         Raises:
-            UserError: The loss is not finite.
+            UserError: The loss is not finite. The error names where this began.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -52,6 +57,7 @@ class LossWatch:
             arrived.record()
 
         def raise_if_not_finite() -> None:
+            """Wait for the loss. If the loss is not finite, repeat the forward passes and raise UserError."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):
@@ -69,6 +75,11 @@ class LossWatch:
             raise_if_not_finite()
 
     def check_pending_loss(self) -> None:
+        """Check the loss that the last :meth:`check_loss` has kept, if any.
+
+        Raises:
+            UserError: The loss is not finite.
+        """
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()
@@ -76,6 +87,8 @@ class LossWatch:
 
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
     """Run ``forward`` without gradients, and find the first module whose output is not finite. Collective.
+
+    Only outputs that are tensors are checked. ``forward`` must run ``model`` in this process.
 
     Returns:
         The module's name and the rank, as a phrase, or "" if all outputs are finite.
@@ -102,9 +115,11 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 def non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
-    """Return the error for a loss that is not finite.
+    """Return the error for a loss that is not finite at ``epoch`` and ``step``.
 
-    The error names a weight that the update of ``update_step`` made non-finite, or else ``activation``.
+    If trained weights are not finite either, the error names the weight that is nearest to the output, and
+    ``update_step``, whose update is to blame. Otherwise the error names ``activation``, the result of
+    :func:`find_non_finite_activation`.
     """
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)

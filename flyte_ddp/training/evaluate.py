@@ -43,11 +43,18 @@ def gather_columns(
 ) -> dict[str, Tensor]:
     """Return a split's columns, equal on all ranks and for any number of ranks. Collective.
 
-    ``predict`` maps a batch's inputs, targets and number of samples to outputs. A damaged image counts as the sample
-    that replaces the image.
+    A damaged image counts as the sample that replaces the image. An empty split gives {}.
+
+    Args:
+        predict: Maps a batch's inputs, targets and number of samples to outputs.
+        batch_size: Samples of a batch, which is whole on one rank.
+
+    Returns:
+        Columns on the CPU in fp64 by name, with one row for each sample in the split's order.
 
     Raises:
-        UserError: Shapes of the columns differ between batches.
+        UserError: Shapes of the columns differ between batches, or a column, loss or weight does not fit the batch.
+        RuntimeError: The ranks together did not count each sample exactly once.
     """
     # Columns of this rank's batches, which are whole. On the CPU in buffers that grow: kept tensors would lie between
     # the large tensors of the batches, and prevent the allocator from using memory again.
@@ -86,9 +93,10 @@ def gather_columns(
 
 
 def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> Iterator[tuple[Any, Leaves, int]]:
-    """Yield a batch in parts of few logits, which limits the memory for columns in fp64.
+    """Yield a batch in parts of few logits, each as outputs, targets and number of samples.
 
-    If a sample's columns may depend on the rest of the batch, yields the batch whole.
+    Small parts limit the memory for columns in fp64. If the objective is not a classification, or overrides the methods
+    that compute columns, yields the batch whole.
     """
     own = not isinstance(objective, Classification) or overrides(
         objective, Classification, "losses", "weights", "columns"
@@ -103,7 +111,14 @@ def split_batch(objective: Objective, outputs: Any, targets: Leaves, samples: in
 
 
 def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluation:
-    """Return the evaluation of a split from its columns, with the objective's threshold. Collective."""
+    """Return the evaluation of a split from its columns, with the objective's threshold. Collective.
+
+    Rank 0 computes the measures, and all ranks get them. If the loss is not finite, all measures are NaN. Without
+    columns, there are no measures.
+
+    Raises:
+        UserError: The objective returns other measures than its ``measures`` names.
+    """
     threshold = objective.facts.threshold
     if threshold is not None and columns:
         columns = {**columns, "prediction": decide(columns["probability"], threshold).double()}
@@ -121,7 +136,14 @@ def measure_split(objective: Objective, columns: dict[str, Tensor]) -> Evaluatio
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
-    """Return the objective's columns of a batch in fp64, with the columns of :func:`loss_columns`."""
+    """Return the objective's columns of a batch, computed in fp64, with ``loss`` and ``weight``.
+
+    With weights, ``loss`` is the weighted sum of a sample's losses, and ``weight`` the sum of a sample's weights.
+    Without weights, there is no column ``weight``.
+
+    Raises:
+        UserError: A column, the losses or the weights have no row for each of the ``samples``.
+    """
     outputs, compared = (convert_outputs(values, torch.float64) for values in (outputs, targets))
     columns = loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
     for name, column in objective.columns(outputs, compared).items():
@@ -135,7 +157,11 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
 
 
 def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Return the objective's measures of at least one sample, the main measure first and the loss last."""
+    """Return the objective's measures of at least one sample, the main measure first and the loss last.
+
+    Raises:
+        UserError: The objective returns other measures than its ``measures`` names.
+    """
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
@@ -155,6 +181,14 @@ class Selection:
     """The weights to keep and their evaluation, chosen by the validation split alone. Equal on all ranks."""
 
     def __init__(self, keep: str, patience: int, measure: str = "loss", *, higher_is_better: bool = False) -> None:
+        """Start without selected weights.
+
+        Args:
+            keep: The hyperparameter. "best" keeps the best weights, and other values keep the newest.
+            patience: Evaluations without a better measure after which training stops. 0 means never.
+            measure: Name of the validation measure that decides.
+            higher_is_better: Whether a higher value of the measure is better.
+        """
         self.keep, self.patience, self.measure = keep, patience, measure
         self.sign = -1.0 if higher_is_better else 1.0
         self.best = math.inf  # the measure of the best evaluation, times the sign
@@ -165,9 +199,16 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and ``test``. With ``keep`` "best", keep a copy of the best weights by ``validation``.
+        """Keep ``weights`` and ``test``. If ``keep`` is "best", do so only if ``validation`` is the best so far.
 
+        With "best", the weights are copied. Otherwise later steps change the kept weights. The first call always keeps.
         Sets ``stopped`` after ``patience`` evaluations without a better measure.
+
+        Args:
+            epoch: Number of epochs that are done.
+            validation: Evaluation of the validation split.
+            test: Evaluation of the test split.
+            weights: The state_dict of the evaluated model.
         """
         self.evaluations_since_best += 1
         found = self.sign * validation.measures.get(self.measure, math.inf)
@@ -182,7 +223,10 @@ class Selection:
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
     def kept_measure(self, validation: Evaluation) -> float:
-        """Return the measure, on the validation split, of the weights that would be kept after this evaluation."""
+        """Return the measure, on the validation split, of the weights that would be kept after this evaluation.
+
+        Nothing is changed. If the measure was never defined, the result is not finite.
+        """
         found = validation.measures.get(self.measure, math.nan)
         return found if self.keep != "best" or self.sign * found < self.best else self.sign * self.best
 
@@ -190,6 +234,7 @@ class Selection:
         return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 
     def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Restore the result of :meth:`state_dict`. If weights were kept, ``weights`` are these weights."""
         for name in SAVED:
             setattr(self, name, saved[name])
         if self.epoch:

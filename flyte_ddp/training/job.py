@@ -29,11 +29,16 @@ class TrainingJob:
 def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
     """Return the work with a folder of the prepared data that this host can read.
 
-    Uses the launcher's folder if visible here, else a folder in this host's cache. If the cache lacks the data, fetches
-    the data by ``fetch_into`` or from the source, in one process at a time.
+    If the launcher's folder is visible here with the same data, returns ``work`` unchanged. Otherwise uses a folder in
+    this host's cache. If this folder lacks the data, deletes the folder, and fetches the data again. One process of the
+    host fetches at a time, and others wait without a limit.
+
+    Args:
+        work: The work of the launcher, whose arguments are a TrainingJob.
+        fetch_into: Writes the prepared data into a folder. By default fetches from the data's source.
 
     Raises:
-        UserError: The data differ from the launcher's data.
+        UserError: The fetched data differ from the launcher's data, or cannot be fetched.
     """
     given: TrainingJob = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:
@@ -61,7 +66,7 @@ def find_data_on_host(work: Work, fetch_into: Callable[[Path], object] | None = 
 
 
 def read_prepared_digest(folder: Path) -> str:
-    """Return the digest stored with prepared data, or "" without a digest."""
+    """Return the digest stored with prepared data, or "" if no digest can be read."""
     try:
         return str(read_description(folder).get("digest", ""))
     except (UserError, OSError):

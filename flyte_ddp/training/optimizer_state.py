@@ -15,7 +15,10 @@ from flyte_ddp.models.zoo import find_refused_value
 
 
 def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
-    """Raise UserError if a checkpoint cannot hold all of an optimiser's state, or cannot be loaded again."""
+    """Raise UserError if a checkpoint cannot hold all of an optimiser's state, or if the state could not be loaded.
+
+    Call this function after a step, when the state exists. ``spec`` names the optimiser in errors.
+    """
     try:
         saved = optimizer.state_dict()
     except (NotImplementedError, RuntimeError) as error:  # of optimisers that distribute state over the ranks
@@ -46,7 +49,10 @@ def check_optimizer_state(optimizer: Optimizer, spec: str) -> None:
 
 
 def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimisers in an optimiser's attributes, also nested, each once and with the attribute's path."""
+    """Yield the optimisers in an optimiser's attributes, also nested, each once and with the attribute's path.
+
+    The optimiser itself is not yielded.
+    """
     seen = {id(optimizer)}
     waiting = [("", optimizer)]
     while waiting:
@@ -65,7 +71,8 @@ def list_inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Optimizer]]:
 def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the attributes of an optimiser, and of inner optimisers, that are numbers, truth values or tensors.
 
-    A ``state_dict`` does not have these attributes. An optimiser may count steps in an attribute.
+    Returns a dict for the optimiser, and then a dict for each inner optimiser. A ``state_dict`` does not have these
+    attributes. An optimiser may count steps in an attribute. Tensors are not copied.
     """
     kinds = (bool, int, float, Tensor)
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
@@ -73,10 +80,10 @@ def read_attributes(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def changed_attributes(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the attributes of an optimiser that differ from ``before``, a copy of read_attributes' result.
+    """Return the attributes of an optimiser that differ from ``before``, an earlier result of :func:`read_attributes`.
 
-    Attributes that no step changes may be specific to this rank, such as the rank's number, and must not be in a
-    checkpoint.
+    ``before`` must be a copy on the CPU. Attributes that no step changes may be specific to this rank, such as the
+    rank's number. They must not be in a checkpoint.
     """
     pairs = zip(read_attributes(optimizer), before, strict=True)
     return [
@@ -86,13 +93,17 @@ def changed_attributes(optimizer: Optimizer, before: list[dict[str, Any]]) -> li
 
 
 def same_value(value: Any, other: Any) -> bool:
+    """Return whether two attributes have the same type and value. ``other`` must be on the CPU."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.equal(value.cpu(), other)
     return type(value) is type(other) and bool(value == other)
 
 
 def load_attributes(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Set the attributes that :func:`changed_attributes` returned. Tensors stay on the optimiser's devices."""
+    """Set the attributes of an optimiser, and of inner optimisers, that :func:`changed_attributes` returned.
+
+    Tensors stay on the optimiser's devices.
+    """
     holders = [optimizer, *(inner for _, inner in list_inner_optimizers(optimizer))]
     for holder, values in zip(holders, saved, strict=True):
         for name, value in values.items():
@@ -122,9 +133,11 @@ class TypeRestorer:
     saved: dict[str, Any]
 
     def keep(self, _: Optimizer, saved: dict[str, Any]) -> None:
+        """Keep the ``state_dict`` that is about to be loaded."""
         self.saved = saved
 
     def restore(self, optimizer: Optimizer) -> None:
+        """Replace the loaded state of each parameter by the saved values, on the devices of the loaded values."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in self.saved["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -134,9 +147,9 @@ class TypeRestorer:
 
 
 def restore_value(saved: Any, loaded: Any) -> Any:
-    """Return a saved value with tensors on the devices of the tensors in ``loaded``.
+    """Return a copy of a saved value, with tensors on the devices of the tensors in ``loaded``.
 
-    ``loaded`` is the value that torch has made of the saved value.
+    ``loaded`` is the value that torch has made of the saved value. The types are the saved types.
     """
     if isinstance(saved, Tensor):
         return saved.to(loaded.device, copy=True)  # the checkpoint is mapped from its file

@@ -99,10 +99,11 @@ def write_start_record(state: TrainingState, recorder: Recorder, *, resumed_from
 def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
     """Write model, sidecar, predictions, and finally the end record. Collective.
 
-    Loads the kept weights into the trained model of rank 0.
+    Rank 0 writes, and other ranks return when rank 0 begins. On rank 0, loads the kept weights into the trained model.
+    Builds another model on all ranks, which draws random numbers. If the disk is full, deletes the older checkpoint.
 
     Raises:
-        UserError: The saved model gives other outputs than the trained model.
+        UserError: The saved model gives other outputs than the trained model, or a file cannot be written.
     """
     bad = state.splits.gather_bad_samples()
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -157,7 +158,7 @@ def write_outputs(work: Work, state: TrainingState, recorder: Recorder) -> None:
 
 
 def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> None:
-    """Write rung.json: the measure of the weights to keep if training ended now. On rank 0 only."""
+    """Write rung.json with the step, and the measure of the weights to keep if training ended now. On rank 0 only."""
     if rank() == 0:
         found = {"step": state.step, "value": state.selection.kept_measure(validation)}
         with replace_file(folder / RUNG) as file:
@@ -165,9 +166,9 @@ def write_rung(folder: Path, state: TrainingState, validation: Evaluation) -> No
 
 
 def make_sidecar(state: TrainingState, identity: Identity, history: list[float]) -> dict[str, Any]:
-    """Return the sidecar of the kept weights.
+    """Return the sidecar of the kept weights: how to build the model, the measures, and where the model comes from.
 
-    ``history`` has the main measure after each evaluation.
+    ``identity`` has the digests of code and files. ``history`` has the main measure after each evaluation.
     """
     hp, data, main = state.hp, state.data, state.objective.main_measure
     digests = {"data": data.digest, "code": library_digest()}
@@ -213,10 +214,17 @@ def test_measures(test: Evaluation) -> dict[str, float]:
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Load the saved weights into ``fresh``, and compare its outputs for 64 test samples with the trained model.
+    """Load the saved weights into ``fresh``, and compare its outputs for up to 64 test samples with the trained model.
+
+    Moves ``fresh`` to the device, and replaces the forward of its dropout layers. Outputs may differ by a thousandth of
+    the largest output.
+
+    Args:
+        fresh: A new model, with any weights.
+        state: Has the trained model with the kept weights, and the test split.
 
     Raises:
-        UserError: The outputs differ.
+        UserError: The outputs differ, or the weights do not fit the new model.
     """
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
@@ -246,7 +254,10 @@ def tensors_of(outputs: Any) -> Tensor:
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return the report's sentences about the number of ranks and about a resume. Call on rank 0 only."""
+    """Return the report's sentences about the number of ranks and about a resume. Call on rank 0 only.
+
+    ``arithmetic`` has the facts that decide this run's rounding. ``resumed_from`` is None if the run did not resume.
+    """
     hp, other = state.hp, "another number of ranks would give another result."
     by_rank_0 = "and rank 0's values were used: another number of ranks may give another result."
     changed = sorted(state.buffers.changed_names())
@@ -270,7 +281,7 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
 
 
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
-    """Return the arrays of the predictions file by name.
+    """Return the arrays of the predictions file by name. Runs the kept model on these samples again.
 
     Arrays hold the first ``rows`` test samples, then the samples that sections of the report show. Only the first
     ``rows`` samples have ``texts`` and ``numbers``, [rows, columns]. Only the shown samples have ``masks``,
@@ -302,7 +313,7 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
 def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
     """Return the names of the columns of texts, and the names of the columns of numbers.
 
-    If there are too many columns of numbers, the second list has only ``score``.
+    If there are more than 1,001 columns of numbers, the second list has only ``score``, if that exists.
     """
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
@@ -310,6 +321,10 @@ def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
 
 
 def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the parts of all batches as one: arrays are concatenated, and lists are joined, by name.
+
+    Names that some batch lacks are dropped. Without batches, returns {}.
+    """
     return {
         name: np.concatenate([part[name] for part in parts])
         if isinstance(first, np.ndarray)
@@ -320,6 +335,10 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
+    """Yield the arrays and columns of a batch of test samples, by name, until all of ``index`` are done.
+
+    ``index`` has the positions of the samples in the order of the test split. Runs the kept model in evaluation mode.
+    """
     data = state.data if isinstance(state.data, SampleArrays) else None
     columns: Any = data.preprocessing.get("columns", {}) if data else {}
     rows = {} if data is None or not data.rows else describe_columns(data.load_rows("test"))
@@ -341,6 +360,11 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
 
 
 def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Any]:
+    """Return the columns of answers and truths of ``samples`` samples, and for each sample a score and short texts.
+
+    For objectives with masks, the texts are empty, and the masks of predictions and truths are added. The score is NaN
+    if the objective gives none.
+    """
     answers = objective.answers(objective.hide_padding(outputs, targets))
     truths, masks = objective.truths(targets), objective.masks(outputs)
     found: dict[str, Any] = {"columns": merge_columns(answers, truths)}

@@ -28,6 +28,7 @@ class RankSlice(NamedTuple):
     step: int = 0  # the optimiser step, by which mixup draws
 
     def list_loads(self) -> list[sampling.Indices]:
+        """Return the arrays of samples to load: this slice's samples, and with mixup their partners."""
         return [self.samples] if self.partners is None else [self.samples, self.partners]
 
 
@@ -42,6 +43,7 @@ class LoadedPart(NamedTuple):
     targets: Sequence[tuple[Leaves, Tensor | None]]
 
     def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
+        """Return the slice's inputs, each converted by ``prepare``. With mixup, returns the mixtures."""
         if not self.shares:
             return prepare(self.inputs[0])
 
@@ -60,6 +62,10 @@ def split_for_rank(
     """Return this rank's slice of each of ``parts`` micro-batches.
 
     A batch with fewer samples than ``parts`` has a micro-batch for each sample.
+
+    Args:
+        partners: With mixup, the sample with which each sample of the batch is mixed.
+        step: Number of the optimiser step, which each slice keeps.
     """
     if parts == world_size() == 1 and partners is None:
         return [RankSlice(batch, has_samples=True)]
@@ -76,12 +82,17 @@ def split_for_rank(
 
 
 def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
+    """Return this rank's slice of each micro-batch of a global batch. With mixup, slices have partners."""
     hp = state.hp
     partners = choose_partners(batch, hp.seed, step) if hp.mixup else None
     return split_for_rank(batch, hp.accumulation_steps, partners, step)
 
 
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
+    """Load a slice of the global batch, and return inputs, targets and weights on the device.
+
+    With mixup, also loads the partners. The weights of losses then contain the shares of samples and partners.
+    """
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
@@ -102,8 +113,12 @@ def load_parts(
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
     """Return an iterator that loads a step's slices, and the sum of the losses' weights over all ranks.
 
-    If the objective has weights, loads the slices at once, and all ranks must call this function. ``samples`` is the
-    size of the global batch.
+    If the objective has weights, loads all slices in this call, which is then collective. Without weights, slices are
+    loaded by the iterator, and the sum is ``samples``.
+
+    Args:
+        parts: This rank's slices of the micro-batches.
+        samples: Samples of the global batch.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:

@@ -39,6 +39,7 @@ class Recorder:
     """Adds up the losses of steps. On rank 0, writes metrics.jsonl and prints progress. Creation is collective."""
 
     def __init__(self, output_folder: Path, state: TrainingState) -> None:
+        """Open metrics.jsonl in ``output_folder`` on rank 0, and start to count time. Collective."""
         self.settings, self.log_interval = state.settings, state.hp.log_interval
         self.clock, self.device, self.total_steps = state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
@@ -68,6 +69,7 @@ class Recorder:
             self.own.append({"time": time.time(), **record})
 
     def size(self) -> int:
+        """Return the length of metrics.jsonl in bytes, 0 on other ranks than 0."""
         return self.log.size() if self.writes else 0
 
     def close(self) -> None:
@@ -79,6 +81,11 @@ class Recorder:
         return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`.
+
+        Warnings that were added before the call are kept, after the saved warnings. Sets ``since`` back by the seconds
+        since the last record before the checkpoint.
+        """
         new = self.warnings
         for name in SAVED:
             setattr(self, name, saved[name])
@@ -97,7 +104,15 @@ class Recorder:
     ) -> None:
         """Add a step to the sums.
 
-        Every ``log_interval`` steps, and after the last step, waits for the GPU and writes a record.
+        Every ``log_interval`` steps, and after the last step, waits for the GPU, writes a record, and sets the sums to
+        0. In other steps, may only print progress.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            step: Number of steps that are done.
+            sums: Sums over the global batch.
+            learning_rate: The rate of the step.
+            gradient_norm: Norm of the gradients before clipping, if they are clipped.
         """
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
@@ -127,7 +142,10 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Keep the test split's main measure. On rank 0, write and print the measures of both splits."""
+        """Keep the test split's main measure. On rank 0, write and print the measures of both splits.
+
+        With ``wandb_watch``, also writes histograms of the parameters of ``model``.
+        """
         self.epoch_accuracies.append(test.measures[self.main_measure])
         record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
         for split, evaluation in (("validation", validation), ("test", test)):
@@ -139,7 +157,10 @@ class Recorder:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
     def add_warning(self, warning: str) -> None:
-        """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning."""
+        """Keep a warning for the report, and print the warning on rank 0. Ignores an empty warning.
+
+        A repeated warning is kept again.
+        """
         if warning:
             self.warnings.append(warning)
             if self.writes:
@@ -163,10 +184,13 @@ class Recorder:
 
 
 def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: int, step: int) -> bytes:
-    """Return the metrics of a lost rank 0 up to the state of another rank.
+    """Return the metrics of a lost rank 0 up to the state of another rank, as lines of JSON.
 
-    Drops records after ``epoch`` and ``step``, which are done in that state. Adds missing records from ``own``, the
-    other rank's records.
+    Args:
+        metrics: The content of rank 0's metrics.jsonl. Lines that cannot be read are dropped.
+        own: The other rank's last records, of which missing records are added.
+        epoch: Epochs that are done in the other rank's state. Evaluations after this epoch are dropped.
+        step: Steps that are done in the other rank's state. Records after this step are dropped.
     """
     lines: list[bytes] = []
     found: set[tuple[Any, Any]] = set()
@@ -185,7 +209,15 @@ def complete_metrics(metrics: bytes, own: Iterable[Mapping[str, Any]], epoch: in
 
 
 def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: int, *, pictures: bool) -> str:
-    """Return advice if the GPU waited for data in more than a fifth of the steps' time, else ""."""
+    """Return advice if the GPU waited for data in more than a fifth of the steps' time, else "".
+
+    On a CPU, returns "", because steps are not timed.
+
+    Args:
+        seconds: Seconds by activity, from the clock.
+        loaders: Processes or threads that load for this rank, or 0.
+        pictures: Whether the inputs are images, which decides the advice.
+    """
     steps = seconds.get(STEPS, 0.0)
     share = sum(seconds.get(name, 0.0) for name in DATA) / steps if steps else 0.0
     if share <= LONG_WAIT:
@@ -202,7 +234,7 @@ def describe_waiting(seconds: Mapping[str, float], hardware: Hardware, loaders: 
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return the facts that decide this run's rounding. Collective."""
+    """Return the facts that decide this run's rounding, such as ranks, devices and precision. Collective."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(
@@ -216,6 +248,7 @@ def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
 
 
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
+    """Return counts and edges of 64 bins of each parameter's finite values. Copies all parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().double().cpu().numpy()  # NumPy rejects fp32 values that differ by a few last bits

@@ -44,12 +44,13 @@ OPTIMIZER_SEEDS = 2**34  # added to the seed for a user-defined optimiser's rand
 def train(rank: Rank) -> None:
     """Train and evaluate on this rank, and write all files into the output folder. Collective.
 
-    This is the function of a training's Work. Resumes from the work's checkpoint, if any. Seeds the global random
-    generators. If the job is a part of a run, stops after the part's last step. In place of the files, a part writes a
-    checkpoint and rung.json.
+    This is the function of a training's Work. Joins the process group, and resumes from the work's checkpoint, if any.
+    Seeds the global random generators. If the job is a part of a run, stops after the part's last step. In place of the
+    files, a part writes a checkpoint and rung.json.
 
     Raises:
         UserError: The user can fix the cause, for example a non-finite loss, bad samples or a full disk.
+        CollectiveError: Another rank has failed.
     """
     rank.join()
     work, job = rank.work, cast("TrainingJob", rank.work.arguments)
@@ -94,7 +95,10 @@ def train(rank: Rank) -> None:
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the indices of each global batch left in the epoch, while threads or processes load later batches."""
+    """Yield the samples of each global batch left in the epoch, while threads or processes load later batches.
+
+    The first batch is the batch after ``state.step``. Ends early where this attempt stops.
+    """
     epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, hp.batch_size, first=done)
@@ -112,8 +116,10 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do one optimiser step on a global batch [B], and record the step. Collective.
 
+    Changes weights, optimiser state and buffers, and sets ``state.step``. Snapshots wait for the update.
+
     Raises:
-        UserError: The loss is not finite.
+        UserError: The loss of this step, or on a GPU of the step before, is not finite.
     """
     sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint is good, and the error can name the first bad value.
@@ -126,7 +132,14 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
-    """Compute the gradients of a global batch [B], and return the sums over all samples. Collective."""
+    """Compute the gradients of a global batch [B], and return the sums over all samples. Collective.
+
+    Loads the batch in micro-batches. The gradients are averaged over the ranks, and stay in the parameters. Seeds the
+    global random generators.
+
+    Raises:
+        UserError: The model fails on the inputs, outputs or losses are unfit, or a parameter would never be trained.
+    """
     state.set_optimizer_mode(training=True)
     part_sums = []
     parts = list_parts(state, batch, state.step)
@@ -174,18 +187,21 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
 
 @lru_cache(maxsize=8)  # each tensor that a step makes costs microseconds
 def make_loss_factor(divisor: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return num_ranks / divisor.
+    """Return num_ranks / divisor, as a scalar. ``divisor`` is the number of samples in the global batch.
 
-    Gradients are averaged over the ranks, so num_ranks cancels out.
+    Gradients are averaged over the ranks, so num_ranks cancels out. Later calls return the same tensor.
     """
     return torch.full((), 1 / divisor, dtype=dtype, device=device) * num_ranks
 
 
 def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
-    """Average the gradients over the ranks, and copy rank 0's buffers if any changed. Collective.
+    """Average the gradients over the ranks. If any rank's buffers changed, copy rank 0's buffers to all. Collective.
 
     Returns:
         The sum of ``loss_sum`` over the ranks, a scalar.
+
+    Raises:
+        UserError: A buffer was added, removed or resized.
     """
     numbers = loss_sum.view(1)
     if state.buffers.shared_names:  # on all ranks or on none
@@ -203,10 +219,16 @@ def compute_outputs(
 ) -> Any:
     """Begin a training pass on ``part``, and return the model's outputs.
 
-    Seeds the random generators. A call of ``finish_pass`` must follow.
+    Seeds the global random generators. Call ``finish_pass`` of the pass afterwards.
+
+    Args:
+        model: Called with the inputs. May be ``state.sync``.
+        inputs: Prepared inputs of the slice.
+        targets: Targets of the slice, whose shape the outputs must fit.
 
     Raises:
-        UserError: The model fails on the inputs, or outputs do not fit the targets.
+        UserError: The model fails on the inputs, BatchNorm has a single value for a channel, or outputs do not fit the
+            targets.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
@@ -231,10 +253,10 @@ def compute_outputs(
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Run a step's forward passes again, to find values that are not finite.
+    """Run a step's forward passes again, to find values that are not finite. Loads the batch again.
 
     Raises:
-        UserError: A sample is not finite.
+        UserError: A sample is not finite. The error names the sample.
     """
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
@@ -244,10 +266,16 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip the gradients, update the weights, and count the step.
+    """Clip the gradients, update the weights, and count the step. Afterwards no parameter has a gradient.
+
+    Sets the learning rate of each parameter group, and updates the moving average. With a user-defined optimiser, seeds
+    the global random generators, and checks the optimiser in the first step.
 
     Returns:
         The norm of the gradients before clipping (a scalar), or None without a limit.
+
+    Raises:
+        UserError: The user-defined optimiser or schedule is unfit.
     """
     hp = state.hp
     largest = gradient_clip_norm(hp)
@@ -273,7 +301,15 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, ...]:
     """Average BatchNorm's running statistics over the ranks, and evaluate the kept weights. Collective.
 
-    The first split must be the validation split, on which a threshold for all splits is fitted.
+    The averages are written into the kept model. The first split must be the validation split, on which a threshold for
+    all splits is fitted. Optimisers stay in evaluation mode.
+
+    Returns:
+        The evaluation of each split, in order, equal on all ranks.
+
+    Raises:
+        UserError: The model fails or has changed its buffers' layout, or the validation split has no positive sample
+            for a threshold.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -294,6 +330,8 @@ def evaluate_splits(state: TrainingState, *splits: Split) -> tuple[Evaluation, .
 
 def finish_epoch(state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, ...]) -> None:
     """Count the epoch, record ``evaluations``, and select the weights to keep.
+
+    ``evaluations`` are of the validation and the test split, or empty if the epoch has no evaluation.
 
     Raises:
         UserError: A loss is not finite, or the model or its optimiser fails a check.

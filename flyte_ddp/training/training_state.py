@@ -60,7 +60,18 @@ class TrainingState:
         initial_weights: Path | None,
         settings: Settings | None = None,
     ) -> None:
-        """Seed torch, Python and NumPy, apply ``hp.deterministic``, open the data, and build the rest. Collective."""
+        """Seed torch, Python and NumPy, apply ``hp.deterministic``, open the data, and build the rest. Collective.
+
+        Starts threads or processes that load samples, which ``splits.close()`` ends. Imports and runs user code. With
+        ``hp.deterministic``, sets an environment variable and torch's global setting.
+
+        Args:
+            initial_weights: File of the weights to start from, or None.
+            settings: The settings, by default those without any variable set.
+
+        Raises:
+            UserError: Hyperparameters, data, model, objective or optimiser do not fit together.
+        """
         self.hp, self.hardware, self.data, self.settings = hp, hardware, data, settings or Settings()
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
@@ -134,7 +145,7 @@ class TrainingState:
             self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
 
     def stop_after_fraction(self, steps_divisor: int) -> None:
-        """Let training stop after 1 / ``steps_divisor`` of the steps, rounded up.
+        """Let training stop after 1 / ``steps_divisor`` of the steps, rounded up, by ``last_step`` and ``last_epoch``.
 
         Raises:
             UserError: The run has fewer than ``steps_divisor`` steps.
@@ -163,7 +174,7 @@ class TrainingState:
 
     @contextmanager
     def exclude_snapshots(self) -> Iterator[None]:
-        """Hold the state's lock for the block, so no checkpoint copies the state meanwhile.
+        """Hold the state's lock for the block, so no checkpoint copies the state meanwhile. Blocks cannot be nested.
 
         After an exception in the block, no checkpoint copies the state any more.
         """
@@ -178,8 +189,9 @@ class TrainingState:
     def set_optimizer_mode(self, *, training: bool) -> None:
         """Call ``train()`` or ``eval()`` of the optimisers that have these methods.
 
-        Schedule-free optimisers then change the weights. Each change of mode rounds, so the methods are called only if
-        the mode changes. For the same reason, training mode is set by the next step, not at the end of an evaluation.
+        Must not be called in a block of :meth:`exclude_snapshots`. Schedule-free optimisers then change the weights.
+        Each change of mode rounds, so the methods are called only if the mode changes. For the same reason, training
+        mode is set by the next step, not at the end of an evaluation.
         """
         if training != self.optimizers_train:
             with self.exclude_snapshots():
@@ -188,13 +200,18 @@ class TrainingState:
                 self.optimizers_train = training
 
     def prepare_inputs(self, inputs: Leaves) -> Leaves:
+        """Return a batch's inputs as the model accepts them: converted, and images also resized and normalised."""
         return prepare_inputs(inputs, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model.
 
-        Optimisers stay in evaluation mode after the block.
+        After the block, training mode and the shared buffers are restored. Optimisers stay in evaluation mode after the
+        block.
+
+        Raises:
+            UserError: A buffer of the model was added, removed or resized.
         """
         self.set_optimizer_mode(training=False)
         modules = [self.model, *([self.average.module] if self.average else [])]
@@ -214,7 +231,10 @@ class TrainingState:
         self.refuse_late_parameters(self.model.named_parameters())
 
     def refuse_late_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise UserError if a trainable parameter was frozen or missing when the optimiser was made."""
+        """Raise UserError if a trainable parameter was frozen or missing when the optimiser was made.
+
+        ``named`` are the parameters to check, with names.
+        """
         for name, parameter in named:
             if parameter.requires_grad and parameter not in self.optimised_parameters:
                 raise UserError(
@@ -224,7 +244,17 @@ class TrainingState:
                 )
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the checked outputs of ``model``, by default of :meth:`kept_model`. Seeds the random generators."""
+        """Return the checked outputs of ``model``, by default of :meth:`kept_model`, for a batch.
+
+        Seeds the global random generators. Gradients and evaluation mode are left to the caller.
+
+        Args:
+            inputs: Inputs as loaded, which are prepared here.
+            targets: Targets, whose shape the outputs must fit.
+
+        Raises:
+            UserError: The model does not accept the inputs, or its outputs do not fit the targets.
+        """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):
@@ -245,7 +275,11 @@ TRIED_TOKENS = 10_000  # first tokens of the texts, on which a user-defined obje
 
 
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
-    """Return the objective for these data. A user-defined objective's weights are tried on stored targets.
+    """Return the objective for these data, and check the stored targets. Weights of a user-defined objective are tried.
+
+    Args:
+        training: Order of the training samples, whose classes are counted for balanced class weights.
+        targets: Properties that all targets share, or None if targets have several leaves, or none.
 
     Raises:
         UserError: Objective, data and hyperparameters do not fit together.
@@ -300,7 +334,7 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
 def collect_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
     """Return the stored targets of "train" and "test", by side, if they are a single array.
 
-    Ragged targets are returned as a single row.
+    Ragged targets are returned as a single row. Returns {} if user code or files hold the targets.
     """
     sides = ("train", "test") if isinstance(data, SampleArrays) else ()
     stored = {side: getattr(data, f"{side}_targets") for side in sides}
@@ -309,7 +343,7 @@ def collect_stored_targets(data: PreparedSet) -> dict[str, NDArray[Any]]:
 
 
 def check_stored_targets(objective: Objective, data: PreparedSet, side: str, stored: NDArray[Any]) -> None:
-    """Raise UserError if the objective does not accept ``stored`` targets.
+    """Raise UserError if the objective does not accept the ``stored`` targets of a side, "train" or "test".
 
     The error names the split, and for ragged targets also the sample.
     """

@@ -29,10 +29,16 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState) -> str:
-    """Try a user-defined model or objective on a few samples.
+    """Try a user-defined model or objective on up to 8 test samples, and on samples known to be not finite.
+
+    With built-in model and objective, does nothing. Calls a copy of the model. The global random generators (CPU) are
+    restored.
 
     Returns:
         A warning if the model cannot be copied or a language model's targets are shifted wrongly, else "".
+
+    Raises:
+        UserError: The model or the objective is unfit, or a loss and its sample are not finite.
     """
     hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
@@ -97,10 +103,14 @@ def try_samples(
 ) -> dict[str, Tensor]:
     """Run ``model`` on samples of a split, and return the objective's columns, fp64 on the CPU.
 
-    Samples are augmented for an ``epoch`` of training, and not for None.
+    Args:
+        model: The model, in the mode and with the gradients that the caller has set.
+        split_name: "training", "validation" or "test".
+        epoch: Epoch of training for which samples are augmented. None means without augmentation.
 
     Raises:
-        UserError: A loss and its sample are not finite, or a loss compares each output with each target.
+        UserError: The model or objective is unfit, a loss and its sample are not finite, or a loss compares each output
+            with each target.
     """
     inputs, targets, _ = getattr(state, split_name).load_batch(samples, epoch)
     outputs = state.predict(inputs, targets, len(samples), model)
@@ -114,9 +124,10 @@ def try_samples(
 
 
 def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tensor) -> None:
-    """Raise UserError if the first sample with a non-finite loss has a non-finite input.
+    """Raise UserError if the first sample with a non-finite loss has a non-finite input. Loads this sample again.
 
-    If the objective is user-defined, a non-finite target also raises the error.
+    ``losses`` [N] are of all samples, in the split's order. ``split_name`` is "training", "validation" or "test". If
+    the objective is user-defined, a non-finite target also raises the error.
     """
     split: Split = getattr(state, split_name)
     for place in (~losses.isfinite()).nonzero()[:1, 0].tolist():
@@ -126,7 +137,10 @@ def refuse_non_finite_sample(state: TrainingState, split_name: str, losses: Tens
 
 
 def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
-    """Raise UserError if a reduced loss compares each output with each target, for outputs [n, 1] and targets [n]."""
+    """Raise UserError if a reduced loss compares each output with each target, for outputs [n, 1] and targets [n].
+
+    Also for outputs [n] and targets [n, 1]. Needs three samples or more. Calls the objective's losses up to four times.
+    """
     if objective.compares_samples or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     samples = len(targets)
@@ -152,7 +166,12 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
     """Raise UserError, which names the sample, if an input is not finite.
 
-    If the objective is user-defined, a non-finite target also raises the error.
+    If the objective is user-defined, a non-finite target also raises the error. Leaves without a row for each sample
+    are not checked.
+
+    Args:
+        samples: Numbers of the samples, in the order of the rows.
+        split: "training", "validation" or "test".
     """
     named = [("input", name, leaf) for name, leaf in name_leaves(inputs).items()]
     if ":" in state.hp.objective:  # for built-in objectives, NaN is an unknown target
@@ -171,7 +190,10 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
 
 
 def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
-    """Raise UserError if the loss depends on a parameter outside the model, such as an objective's parameter."""
+    """Raise UserError if the loss depends on a parameter outside the model, such as an objective's parameter.
+
+    ``loss`` must have its graph, so call this function before the backward pass.
+    """
     known, waiting, seen = {*model.parameters()}, [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
