@@ -7,14 +7,14 @@ usage() {
 Usage: deploy/register.sh --config FILE --image IMAGE --profile PROFILE [--project NAME] [--domain NAME]
                           [--service-account NAME] [--sources-in-image] [--activate] [--dry-run]
 
-  --config FILE        which cluster: deploy/sandbox.yaml, deploy/production.yaml or your own
-  --image IMAGE        what pods run in, built from Dockerfile, with its tag
+  --config FILE        cluster to register on: deploy/sandbox.yaml, deploy/production.yaml or your own
+  --image IMAGE        image of the pods, built from Dockerfile, with a tag
   --profile PROFILE    resources of the training pod: a name in flyte_ddp/pods/profiles.py (gpu, gpu-a100, sandbox, local)
-  --project, --domain  where in Flyte (flytesnacks, development)
+  --project, --domain  project and domain in Flyte (flytesnacks, development)
   --service-account    the Kubernetes service account of pods that launch plans start (the namespace's default one)
   --sources-in-image   send no sources: the image was built from this commit with --target with-sources
-  --activate           make this version's launch plans the active ones: schedules start, those of other versions stop
-  --dry-run            contact no cluster; make the package under build/, and list what would train when, or is left out
+  --activate           activate this version's launch plans: their schedules start, those of other versions stop
+  --dry-run            contact no cluster; write the package to build/, and list the launch plans, also skipped ones
 
 Read from the environment: FLYTE_DDP_NOTIFY, FLYTE_DDP_WANDB_SECRET, WANDB_PROJECT and others (docs/configuration.md).
 TEXT
@@ -44,7 +44,7 @@ done
 for name in config image profile; do
     [ -n "${!name}" ] || fail "--$name is missing: it has no default, so that nothing is registered by mistake; add --$name"
 done
-[ -f "$config" ] || fail "--config $config: there is no such file; choose deploy/sandbox.yaml or deploy/production.yaml"
+[ -f "$config" ] || fail "--config $config: file does not exist; choose deploy/sandbox.yaml or deploy/production.yaml"
 if placeholder=$(grep -oE '^[^#]*endpoint:.*example\.(com|org|net)' "$config"); then
     placeholder=${placeholder%%$'\n'*}
     fail "--config $config: '${placeholder#"${placeholder%%[! ]*}"}' is an example: put your cluster's address there"
@@ -57,13 +57,13 @@ cd "$(dirname "$0")/.."
 changes=$(git status --porcelain --untracked-files=all) ||
     fail "$PWD is not a git clone: the version registered is the commit's; clone the repository"
 [ -z "$changes" ] ||
-    fail "the working tree differs from its commit: what is registered must be found again by its version;" \
+    fail "the working tree differs from its commit: a registered version must match a commit;" \
         "commit, stash or remove"$'\n'"$changes"
 
 export FLYTE_DDP_PROFILE=$profile
 pyflyte=pyflyte
 [ ! -x .venv/bin/pyflyte ] || pyflyte=.venv/bin/pyflyte
-command -v "$pyflyte" >/dev/null || fail "pyflyte is not installed here: it does the registering; run make install"
+command -v "$pyflyte" >/dev/null || fail "pyflyte, which registers workflows, is not installed; run make install"
 python=$(dirname "$(command -v "$pyflyte")")/python
 
 # Flyte silently ignores a registration under an existing version. Therefore the version contains everything that is
@@ -78,8 +78,8 @@ register=("$pyflyte" --config "$config" register --project "$project" --domain "
 package=("$pyflyte" --pkgs workflows package --image "$image" --copy "$copy" --force
     --output "build/flyte-package-$version.tgz")
 
-schedules="Schedules are left as they are: add --activate to start those of this version, in place of any older one's."
-[ -z "$activate" ] || schedules="With --activate the schedules of this version start, in place of any older one's."
+schedules="Schedules are unchanged: add --activate to start those of this version, and to stop those of older versions."
+[ -z "$activate" ] || schedules="With --activate the schedules of this version start, and those of older versions stop."
 
 printf 'commit   %s\nversion  %s\nprofile  %s\nimage    %s\ncluster  %s (%s, %s)\n' \
     "$(git log -1 --format='%h %s')" "$version" "$profile" "$image" "$config" "$project" "$domain"

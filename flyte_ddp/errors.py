@@ -67,7 +67,7 @@ class RankError(click.ClickException, RuntimeError):
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [message]
         if self.file is not None:
-            lines.append(f"the whole error is in {shorten_path(self.file)}")
+            lines.append(f"the full error is in {shorten_path(self.file)}")
         if self.recoverable:
             lines.append(describe_resumption(self.step))
         return "\n".join(lines)
@@ -129,7 +129,7 @@ def describe_resumption(step: int | None) -> str:
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
-        return "the same run will restart from scratch, as there is no checkpoint yet"
+        return "the same run will restart from scratch, as no checkpoint exists yet"
     return f"the same run will go on after step {step:,}, which is saved"
 
 

@@ -40,7 +40,7 @@ def submit(name: str, content: bytes) -> None:
     """
     require_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
-        raise UserError(f"result {name!r}: content is of type {type(content).__name__}, and must be bytes; encode it")
+        raise UserError(f"result {name!r}: content is of type {type(content).__name__}; must be bytes; encode it")
     if _delivery is not None and _delivery[0] == os.getpid():
         _delivery[2]("result", name=name, content=bytes(content))
 
@@ -56,7 +56,7 @@ def event(**values: Any) -> None:
         UserError: A value cannot be written as JSON, or is named ``rank`` or ``time``.
     """
     if taken := [name for name in ("rank", "time") if name in values]:
-        raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")
+        raise UserError(f"event: {' and '.join(taken)} is reserved in each event; choose another name")
     record = replace_non_finite(values)
     try:
         json.dumps(record)
@@ -145,7 +145,7 @@ class ResultWriter:
         require_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")
+            raise UserError(f"result {name!r}: leads out of {self.folder} through a link; remove the link")
         if offset == 0 and is_last:
             with replace_file(path, durable=False) as file:
                 file.write(content)

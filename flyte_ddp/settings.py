@@ -121,10 +121,10 @@ def nameable_modules() -> tuple[str, ...] | None:
     names = [name for part in text.split(",") if (name := part.strip()) not in ("", ".")]
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise UserError(f"{MODULES}={text!r}: {name!r} is no module's name; separate names by commas")
+            raise UserError(f"{MODULES}={text!r}: {name!r} is not a module name; separate names by commas")
         if name.partition(".")[0] in sys.stdlib_module_names:
-            why = "is Python's own, and would let hyperparameters run any command"
-            raise UserError(f"{MODULES}={text!r}: {name!r} {why}; name a function of your own that calls it")
+            why = "is in Python's standard library, and would let hyperparameters run any command"
+            raise UserError(f"{MODULES}={text!r}: {name!r} {why}; name a module of yours that calls it")
     return tuple(names)
 
 

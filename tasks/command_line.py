@@ -89,7 +89,7 @@ def print_fields(context: click.Context) -> None:
         if option in [parameter.name for parameter in command.params]:
             text = click.HelpFormatter(width=shutil.get_terminal_size().columns)
             fields = dataclasses.fields(form)
-            with text.section(f"What the JSON of --{option} may have"):
+            with text.section(f"Fields of the JSON of --{option}"):
                 text.write_dl([(each.name, f"{each.metadata['doc']} [{json.dumps(each.default)}]") for each in fields])
             click.echo(text.getvalue())
 
@@ -125,7 +125,7 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
-        again = "stopped by Ctrl-C; the same run begins again, after its last checkpoint if there is one"
+        again = "stopped by Ctrl-C; the same run will resume from its last checkpoint, if any"
         text = str(error) or again if isinstance(error, KeyboardInterrupt) else error.format_message()
         # The user knows the run by the command.
         raise click.ClickException(text.replace("the same run ", "the same command ")) from None
@@ -153,7 +153,7 @@ def unfit_path_error(error: Exception) -> UserError | None:
     """Return the error for an option whose path flytekit cannot accept, or None for any other cause."""
     found = re.match(r"Failed argument '(\w+)'", str(error)) if isinstance(error, TypeTransformerFailedError) else None
     words = [word for option, word in list_options() if found and option == f"--{found[1]}"]
-    return UserError(f"--{found[1]} {words[0]!r}: is no such file or folder; see --help") if found and words else None
+    return UserError(f"--{found[1]} {words[0]!r}: no such file or folder; see --help") if found and words else None
 
 
 def list_options() -> Iterator[tuple[str, str]]:
@@ -193,7 +193,7 @@ def input_file_error(error: Exception) -> UserError | None:
             try:
                 yaml.safe_load(Path(word).read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
-                return UserError(f"{option} {word}: {unreadable_reason(reason)}; give a file of JSON or YAML")
+                return UserError(f"{option} {word}: {unreadable_reason(reason)}; give a JSON or YAML file")
     return None
 
 
@@ -210,7 +210,7 @@ def cluster_call_error(error: BaseException | None, config: str) -> UserError | 
     if error is None:
         return None
     endpoint = PlatformConfig.auto(config or None).endpoint
-    said = f"{error.code().name}: {' '.join((error.details() or '').split())}; see admin in {config}"
+    said = f"{error.code().name}: {' '.join((error.details() or '').split())}"
     if error.code() in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED):
-        return UnreachableError(f"{endpoint} does not answer ({said}, or try again later)")
-    return UserError(f"{endpoint} refuses a call ({said})")
+        return UnreachableError(f"{endpoint} does not answer ({said}); check admin in {config}, or try again later")
+    return UserError(f"{endpoint} rejected a call ({said}); check admin in {config}")

@@ -38,7 +38,7 @@ def load_finished_run(run: str, data: FlyteDirectory) -> LoadedRun:
         with paths.make_dated_folder("loaded") as folder:
             finished.download(folder)
     if not is_in_pod():
-        print(f"{run}: is a finished run, whose model is judged as it is; nothing is trained", flush=True)
+        print(f"{run} is a finished run; its model is judged without training", flush=True)
     result = read_result(folder)
     return LoadedRun(
         epoch_accuracies=result.epoch_accuracies,

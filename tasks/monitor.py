@@ -58,12 +58,12 @@ def watch_champion(model_name: str, window: WindowSource, kickoff_time: datetime
         course = read_windows(registry, entry)
         page = write_page(found, watched, course, model_name, folder / "window.html")
         files = {
-            page: "what has moved, to open in a browser",
+            page: "the columns that have moved, to open in a browser",
             write_table(folder / "window.csv", watched.columns, watched.ids): "the window's columns",
-            write_table(folder / "reference.csv", watched.reference): "those of the held-out samples",
+            write_table(folder / "reference.csv", watched.reference): "the held-out samples' columns",
         }
     Deck("Window", page.read_text(encoding="ascii"))
-    paths.print_local_files(f"window {found.number}, {found.describe()}; made in", files)
+    paths.print_local_files(f"window {found.number}, {found.describe()}; written to", files)
     return Monitored(found, output_folder(folder))
 
 
@@ -75,7 +75,7 @@ def fetch_samples(source: WindowSource) -> Path:
     try:
         return Path((FlyteDirectory if source.images else FlyteFile).from_source(address).download())
     except FlyteDataNotFoundException:
-        raise UserError(f"{address}: there is nothing; check the address, and the time that is filled in") from None
+        raise UserError(f"{address}: does not exist; check the address and its time placeholders") from None
 
 
 @flyte_task(**pods.registry_pod())

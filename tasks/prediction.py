@@ -69,9 +69,9 @@ def predict_images(
         )
     page = written.with_suffix(".html")
     Deck("First predictions", page.read_text(encoding="ascii"))
-    files = {written: "one row for each sample", page: "the first ones, to open in a browser"}
+    files = {written: "one row for each sample", page: "the first predictions, to open in a browser"}
     masks = mask_folder(written)
     if masks.is_dir():
         files[masks] = "the predicted masks, PNG files of class numbers"
-    paths.print_local_files("predictions made in", files)
+    paths.print_local_files("predictions written to", files)
     return Predictions(table=output_file(FlyteFile, written), masks=output_folder(masks) if masks.is_dir() else None)

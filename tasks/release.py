@@ -142,7 +142,7 @@ def judge_files(
                 if judgement.whole.described:
                     write_reference(folder / promotion.REFERENCE, judgement.whole.described, judgement.whole.columns)
     Deck("Verdict", page.read_text(encoding="ascii"))
-    paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
+    paths.print_local_files(f"{judgement.verdict.describe()}; written to", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 

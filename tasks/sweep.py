@@ -31,7 +31,7 @@ from tasks.input_form import KnownTransformer
 
 TypeEngine.register(KnownTransformer(TrialResult))
 SOME = 0.0001  # share of a rung's trials that must not be lost: at least one
-LOST = "its pods were lost in all attempts, perhaps as memory ran out; the console says why"
+LOST = "its pods were lost in all attempts, perhaps because memory ran out; the console shows why"
 
 
 class Planned(NamedTuple):
@@ -105,5 +105,5 @@ def report_sweep(done: List[TrialResult], sweep: Sweep, sidecar: FlyteFile) -> F
     with paths.make_dated_folder("sweep") as folder:
         page = write_page(sweep, done, Path(sidecar.download()), folder)
     Deck("Sweep", page.read_text(encoding="ascii"))
-    paths.print_local_files("sweep done; made in", {folder / name: what for name, what in PAGES.items()})
+    paths.print_local_files("sweep done; written to", {folder / name: what for name, what in PAGES.items()})
     return output_file(FlyteFile, page)

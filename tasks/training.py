@@ -56,7 +56,7 @@ def train_in_run_folder(
     folder = paths.resolve_folder(run_version)
     # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.
     if is_finished(folder) and not is_in_pod() and not PLATFORM.is_retraining_requested():
-        print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
+        print(f"{shorten_path(folder)} is already finished; --overwrite-cache trains again", flush=True)
         return read_result(folder)
     with (  # outside pods all three do nothing
         publish_report_while_training(PLATFORM, folder),
@@ -72,13 +72,13 @@ def training_outputs(result: "Result") -> TrainingOutputs:
     """Return a result as a training task's outputs. A local run also prints the paths of the files."""
     files = {
         result.model: "the weights, a bare state_dict",
-        result.sidecar: "what makes them usable: classes, normalisation, metrics",
+        result.sidecar: "what is needed to use the weights: classes, normalisation, metrics",
         result.report: "the report, to open in a browser",
         result.metrics: "all metrics, one JSON object a line",
     }
     name, value = next(iter(result.measures.items()))
     figure = format_measure(name, value).replace("\N{NO-BREAK SPACE}", "")
-    paths.print_local_files(f"test {name_measure(name)} {figure}; made in", files)
+    paths.print_local_files(f"test {name_measure(name)} {figure}; written to", files)
     return TrainingOutputs(
         epoch_accuracies=result.epoch_accuracies,
         model_state=output_file(PythonPickledFile, result.model),

@@ -20,8 +20,8 @@ from tasks import pods
 from tasks.flyte import download_from_folder, flyte_task
 
 HELD_OUT = (
-    "test_dataset is not set: the tenth that is held out for testing is another one when the data grow, and the "
-    "champion was trained on most of it; give a test set of its own"
+    "test_dataset is not set: the tenth that is held out for testing changes when the data grow, and the "
+    "champion was trained on most of the new tenth; set test_dataset to a separate test set"
 )
 
 
@@ -70,7 +70,7 @@ def validate_dataset(
     except UnreachableError:
         raise
     except UserError as error:  # the champion's profile is damaged or missing, so no data are compared
-        warnings.append(f"the champion's data are not known: {error}")
+        warnings.append(f"the data are not compared with the champion's: {error}")
     warnings += [each.text for each in found]
     for warning in warnings:
         print_to_stderr(f"warning: {warning}")

@@ -21,7 +21,7 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
         texts = [key.value if isinstance(key, yaml.ScalarNode) else key for key in keys]
         if (place := find_doubled(texts)) is not None:
             where = describe_place(keys[place].start_mark)
-            raise MisreadError(f"the key {keys[place].value!r} is there twice, {where}; leave one of the two out")
+            raise MisreadError(f"duplicate key {keys[place].value!r}, {where}; remove one of the two")
         return node
 
     def compose_scalar_node(self, anchor: Any) -> Any:
@@ -30,8 +30,8 @@ class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # which PyYAML leave
         if node.style is None and (number or node.tag == f"{TAG}timestamp"):
             read = repr(self.construct_object(node)) if number else "a date"
             raise MisreadError(
-                f"{node.value} is {read} in YAML, {describe_place(node.start_mark)}; put it in quotes if it is a "
-                "text; a number has no colon, and no 0 before it"
+                f"{node.value} is {read} in YAML, {describe_place(node.start_mark)}; put it in quotes if it is "
+                "text; a number must have no colon and no leading 0"
             )
         return node
 
@@ -59,7 +59,7 @@ def load_strictly(text: str) -> Any:
     except (ValueError, TypeError, OverflowError) as error:  # for numbers and keys that Python cannot represent
         if isinstance(error, MisreadError):
             raise
-        raise MisreadError(f"it has a value that cannot be read ({error}); put it in quotes") from None
+        raise MisreadError(f"a value cannot be read ({error}); put the value in quotes") from None
 
 
 def measure_node(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def measure_node(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int
         parts, levels = zip((1, 0), *measured, strict=True)
         known[id(node)] = sum(parts), 1 + max(levels)
     if known[id(node)][0] > MOST_PARTS:
-        raise MisreadError(f"its aliases (*NAME) stand for more than {MOST_PARTS:,} parts; write what they stand for")
+        raise MisreadError(f"aliases (*NAME) expand to more than {MOST_PARTS:,} parts; write their values instead")
     if known[id(node)][1] > DEEPEST:
         raise MisreadError(TOO_DEEP)
     return known[id(node)]

@@ -76,7 +76,7 @@ def test_a_registration_takes_over_what_is_set_but_no_secret_no_folder_of_here_a
     assert said == left.keys()
     ended = registration(FLYTE_DDP_MODULES="timm,subprocess")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("Error: FLYTE_DDP_MODULES='timm,subprocess': 'subprocess' is Python's own")
+    assert ended.stderr.startswith("Error: FLYTE_DDP_MODULES='timm,subprocess': 'subprocess' is in Python's ")
     ended = registration(FLYTE_DDP_TIMOUT="5")
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: unknown variable 'FLYTE_DDP_TIMOUT': did you mean 'FLYTE_DDP_TIMEOUT'?")

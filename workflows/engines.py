@@ -17,7 +17,7 @@ Returns accuracies, weights, sidecar, report and metrics, as training_wf does. T
 nodes (FLYTE_DDP_NODES) and their size (FLYTE_DDP_PROFILE).
 
 Args:
-    hp: What to train, on which data, and how. Fields that are left out have their defaults.
+    hp: Model, data and training settings. Omitted fields have their defaults.
 """
 
 
@@ -30,7 +30,7 @@ def make_training_workflow(engine: str, place: str) -> dict[str, Any]:
     name, module = f"{engine}_training_wf", f"workflows.{engine}_training"
     if reason := reason_left_out(name):
         plans = [schedule.name for schedule in read_schedules() if schedule.workflow == name]
-        print_to_stderr(f"{' with '.join(filter(None, (name, ', '.join(plans))))} is left out, as {reason}")
+        print_to_stderr(f"{' with '.join(filter(None, (name, ', '.join(plans))))} is skipped: {reason}")
         return {}
     train = getattr(import_module(f"tasks.{engine}_training"), f"train_on_{engine}")
 

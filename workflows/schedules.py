@@ -72,21 +72,21 @@ class Schedule(CheckedFields, called="key"):
     name: str = setting("", "Name of the launch plan.")
     workflow: str = setting("", "Name of the workflow's function.", choices=WORKFLOWS)
     hyperparameters: str = setting("", "Hyperparameters, an object or a file of the repository.", json=True)
-    cron: str = setting("", "When, in UTC; without it only persons launch the plan.")
+    cron: str = setting("", "Times in UTC; without times, only users launch the plan.")
     model_name: str = setting("", f"Name in the registry, for {RELEASING} and {MONITORING}.")
     policy: str = setting("", f"Policy of the release, an object or a file, for {RELEASING}.", json=True)
     sweep: str = setting("", f"The sweep, an object or a file, for {SWEEPING}.", json=True)
-    window: str = setting("", f"Where the window is, an object or a file, for {MONITORING}.", json=True)
+    window: str = setting("", f"Location of the window's samples, an object or a file, for {MONITORING}.", json=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not NAME.fullmatch(self.name):
-            raise UserError(f"name={self.name!r}: must be letters, digits and '_' only, and begin with a letter")
+            raise UserError(f"name={self.name!r}: must have only letters, digits and '_', and begin with a letter")
         if self.cron:
             refuse_bad_cron(self.cron)
         for key in (*FORMS, "model_name"):
             if getattr(self, key) and key not in self.keys:
-                raise UserError(f"{key} is not for {self.workflow}: leave it out")
+                raise UserError(f"{key} is not an input of {self.workflow}; remove {key}")
         if "model_name" in self.keys:
             check_model_name(self.model_name)
         self.inputs()
@@ -102,7 +102,7 @@ class Schedule(CheckedFields, called="key"):
         If the plan is skipped, returns the reason instead.
         """
         if reason := reason_left_out(self.workflow):
-            return f"is left out, as {reason}"
+            return f"is skipped: {reason}"
         values = json.loads(self.json())
         forms = {key: FORMS[key][1] for key in FORMS if key in values}
         return json.dumps(
@@ -141,10 +141,10 @@ def make_launch_plans(*workflows: PythonFunctionWorkflow, taken: Container[str])
             continue
         if reason := reason_left_out(schedule.workflow):
             if context is not None and context.find_root().invoked_subcommand in ("register", "package"):
-                print_to_stderr(f"{schedule.name} is left out, as {reason}")
+                print_to_stderr(f"{schedule.name} is skipped: {reason}")
             continue
         if schedule.name in taken:
-            raise UserError(f"config/schedules.yaml, {schedule.name}: something else has this name; choose another")
+            raise UserError(f"config/schedules.yaml, {schedule.name}: the name is already used; choose another name")
         plans[schedule.name] = make_launch_plan(schedule, by_name[schedule.workflow])
     return plans
 
@@ -182,7 +182,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 def read_schedules(file: Path = FILE) -> list[Schedule]:
     """Return all checked entries of the file, or [] for an empty file. Cached for the process."""
     label = f"{file.parent.name}/{file.name}"
-    entries = read_yaml(file, label, "mend it (a cron stands in quotes); an empty file has no launch plans") or []
+    entries = read_yaml(file, label, "correct it (put a cron in quotes); an empty file has no launch plans") or []
     if not isinstance(entries, list):
         raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {short_repr(entries)}")
     schedules: list[Schedule] = []
@@ -195,7 +195,7 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
             where = name if isinstance(name, str) else f"entry {number}"
             raise UserError(f"{label}, {where}: {error.message}") from None
         if schedule.name in [each.name for each in schedules]:
-            raise UserError(f"{label}, {name}: an entry before has this name, too; launch plans need different names")
+            raise UserError(f"{label}, {name}: duplicate name; launch plans need different names")
         schedules.append(schedule)
     return schedules
 

@@ -21,8 +21,8 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
         printed = found
         if time.monotonic() > deadline:
             raise UnreachableError(
-                f"only {found} of {wanted} {hosts_name} joined within {seconds:g} s (FLYTE_DDP_TIMEOUT); see what the "
-                "others wait for (pods: kubectl describe pod), and whether they can reach these"
+                f"only {found} of {wanted} {hosts_name} joined within {seconds:g} s (FLYTE_DDP_TIMEOUT); check why the "
+                "rest did not start (pods: kubectl describe pod), and whether the rest can reach the cluster"
             )
         time.sleep(POLL_SECONDS)
     if printed != wanted:
@@ -38,12 +38,12 @@ def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int
         UserError: ``capacity`` is 0, or a reduction is necessary and ``exact`` is True.
     """
     if capacity < 1:
-        raise UserError(f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait for some")
+        raise UserError(f"{capacity_in_words}: too few for a single rank; add workers, or retry when workers join")
     if num_ranks > capacity:
         if exact:
             raise UserError(
                 f"num_ranks={num_ranks}: {capacity_in_words}, and each rank needs one; lower num_ranks, or use a "
                 "larger cluster (nodes= or resources of your task, FLYTE_DDP_NODES or a profile of our workflows)"
             )
-        print_to_stderr(f"num_ranks={num_ranks}: {capacity_in_words}, so there will be {capacity}")
+        print_to_stderr(f"num_ranks={num_ranks}: {capacity_in_words}; starting {capacity} ranks")
     return min(num_ranks or most, capacity)

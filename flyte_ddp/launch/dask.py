@@ -85,7 +85,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
         if future.status == "error":
             raise agent.agent_start_error("a Dask worker", future.exception())
         if worker not in living:
-            raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")
+            raise UnreachableError(f"Dask worker {worker} has left the cluster; run again when a new worker has joined")
 
 
 def find_world(request: Request, client: Any, seconds: float, awaited_hosts: int = 0) -> World:
@@ -135,7 +135,7 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
     ordered = sorted(candidates, key=lambda address: (-on_host[host[address]], host[address], address))
     if len(ordered) < num_ranks:
         raise UnreachableError(
-            f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each takes one rank; "
+            f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each worker runs one rank; "
             "add workers, or lower num_ranks"
         )
     return ordered[:num_ranks]
@@ -160,8 +160,8 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
         for worker in there.keys() & workers:
             other = there[worker]["packages"].get(name)
             if str(other).split(".")[:parts] != str(here.get(name)).split(".")[:parts]:
-                why = f"has {name} {other}, and this process {here.get(name)}"
-                raise UserError(f"Dask worker {worker} {why}; use one image for all")
+                why = f"has {name} {other}, but this process has {here.get(name)}"
+                raise UserError(f"Dask worker {worker} {why}; use the same image everywhere")
 
 
 def describe_workers(client: Any) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
     except Exception as error:
         if client.status == "running" and not isinstance(error, OSError):
             raise
-        raise UnreachableError(f"the Dask cluster does not answer ({error}); run again when it does") from None
+        raise UnreachableError(f"the Dask cluster does not answer ({error}); run again later") from None
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SEC
                 client = Client(address, timeout=seconds)
             except OSError as error:
                 raise UnreachableError(
-                    f"{SCHEDULER}={address}: no scheduler there ({error}); start one, or correct the address"
+                    f"{SCHEDULER}={address}: no scheduler answers ({error}); start a scheduler, or correct the address"
                 ) from None
         else:
             workers = num_ranks or resources.count_gpus() or min(resources.count_cores(), MOST_CPU_RANKS)

@@ -58,9 +58,9 @@ def find_world(request: Request) -> World:
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
         what = f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers"
-        print_to_stderr(f"{what}, so there will be {num_ranks}")
+        print_to_stderr(f"{what}; running {num_ranks} ranks")
     gpus = resources.count_gpus()  # assumes that all hosts have equally many
-    lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
+    lack = f"this host has {gpus} GPU(s) for {on_this_host} Elastic workers"
     device = resources.choose_device_type(request.backend, gpus >= on_this_host, lack)
     return World(num_ranks, device, max(1, resources.count_cores() // on_this_host))
 
@@ -218,7 +218,7 @@ def run_local_worker(work: Work, key: str, tickets: str) -> None:
     tickets = f"{tickets}-{restarts}"
 
     def lead() -> None:
-        why = "Elastic has started all ranks again"
+        why = "Elastic has restarted all ranks"
         run_as_rank_0(work if restarts == "0" else rendezvous.rewind_work(work, why), tickets)
 
     run_in_worker(lead, tickets=tickets)
@@ -278,8 +278,8 @@ def follow(prepare: Prepare = Work.prepare_on_host, tickets: str = "") -> None:
                     return
         time.sleep(POLL_SECONDS)
     raise UnreachableError(
-        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s; its host must be reachable from "
-        f"this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s; rank 0's host must be reachable "
+        f"from this host on any port, and {KEY_VARIABLE}, if set, must be the same on both hosts"
     )
 
 

@@ -135,8 +135,8 @@ def connected() -> Iterator[None]:
     address = os.environ.get(ADDRESS) or None
     if address and "://" in address:
         raise UserError(
-            f"{ADDRESS}={address}: ranks connect to this process, which must be on a host of the cluster; give the "
-            "cluster's head as host:port, such as 10.0.0.1:6379"
+            f"{ADDRESS}={address}: must be host:port of the cluster's head, such as 10.0.0.1:6379; run this process on "
+            "a host of the cluster, because ranks connect to this process"
         )
     what = f"{ADDRESS}={address}" if address else "Ray on this machine"
     try:
@@ -146,7 +146,7 @@ def connected() -> Iterator[None]:
                 ray.init(address, include_dashboard=None if address else False)
             except (OSError, ValueError) as error:
                 why = str(error).partition("\n")[0]
-                raise UnreachableError(f"{what}: no cluster there ({why}); start one, or correct the address") from None
+                raise UnreachableError(f"{what}: no cluster answers ({why}); start one, or fix the address") from None
         yield
     finally:
         ray.shutdown()

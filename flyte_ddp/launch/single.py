@@ -30,7 +30,7 @@ def launch(work: Work) -> None:
     work = work.choose_world(detect_world)
     num_ranks = work.world.num_ranks
     if num_ranks != 1:
-        raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
+        raise ValueError(f"num_ranks={num_ranks}: at most one rank can run in this process; use spawn.launch for more")
     work = replace(work, world=replace(work.world, hosts=(LOOPBACK,)))
     with restore_process_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(work) as offer_saving:
         try:

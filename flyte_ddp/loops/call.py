@@ -56,28 +56,28 @@ def pickle_call(
         UserError: The arguments do not fit the function, or cannot be sent to ranks.
     """
     if not callable(function):
-        raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")
+        raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; pass a function")
     called: Any = function
     while isinstance(called, partial):  # so that the arguments of a partial count, too
         called, args, kwargs = called.func, (*called.args, *args), {**called.keywords, **kwargs}
     function = called
     name = function_name(function)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        rule = "is an async function, and ranks call ordinary ones; call asyncio.run(...) in one"
+        rule = "is an async function; pass an ordinary function that calls asyncio.run(...)"
         raise UserError(f"{name}: {rule}")
     if inspect.isgeneratorfunction(function):
-        raise UserError(f"{name}: is a generator function, of which ranks would run nothing; return a list, or record")
+        raise UserError(f"{name}: is a generator function, and ranks would not run its body; return a list, or record")
     try:
         signature = inspect.signature(function)
         unfilled = signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments
         clashing = [key for key in taken if key in unfilled]
         arguments = {} if clashing else signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name}: {error}; give the arguments that it takes") from None
+        raise UserError(f"{name}: {error}; pass arguments that fit its signature") from None
     if clashing:
         raise UserError(
-            f"{name}: {clashing[0]}= goes to run_ranks, and the function has a parameter of that name, too; give the "
-            f"function its own by position, or run functools.partial(function, {clashing[0]}=...)"
+            f"{name}: {clashing[0]}= goes to run_ranks, but the function also has a parameter {clashing[0]}; pass the "
+            f"function's argument by position, or run functools.partial(function, {clashing[0]}=...)"
         )
     code, own_code = digest_code(function)
     payload = pickle_for_ranks(name, function, *args, **kwargs)
@@ -123,8 +123,8 @@ def pickle_for_ranks(name: str, function: Callable[..., Any], *args: Any, **kwar
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything
         raise UserError(
-            f"{name} or its arguments cannot be sent to ranks ({type(error).__name__}: {error}); make in the function "
-            "what cannot be pickled"
+            f"{name} or its arguments cannot be sent to ranks ({type(error).__name__}: {error}); create objects that "
+            "cannot be pickled inside the function"
         ) from error
 
 

@@ -63,8 +63,8 @@ class Checkpoints(CheckpointWriter):
         new_types = find_types(state) - self.checked_types
         if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
             raise UserError(
-                f"save: torch.load(weights_only=True) refuses state[{refused[0]!r}]; give tensors, Python's own "
-                "numbers, texts, and lists and dicts of them"
+                f"save: torch.load(weights_only=True) rejects state[{refused[0]!r}]; use only tensors, Python "
+                "numbers, strings, and lists and dicts of them"
             )
         self.checked_types |= new_types
         metrics = self.output_folder / METRICS
@@ -141,9 +141,9 @@ def empty_tensors(value: Any) -> Any:
 
 def refuse_earlier_step(what: str, step: int, last: int) -> None:
     if type(step) is not int or step < 0:
-        raise UserError(f"{what}: step={step!r} must be a whole number from 0 on: the steps that are done")
+        raise UserError(f"{what}: step={step!r}: must be the number of finished steps, a whole number of at least 0")
     if step < last:
         raise UserError(
-            f"{what}: step {step:,} comes after step {last:,}, and steps must not go back; count on from the step in "
+            f"{what}: step {step:,} comes after step {last:,}, but steps must not decrease; continue from the step in "
             "the state that load() returns"
         )

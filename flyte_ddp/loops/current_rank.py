@@ -62,7 +62,7 @@ class CurrentRank:
         if dist.is_initialized():
             if self._temporary is not None:  # without a launcher a function may be called twice in a process
                 return
-            raise UserError("join: this process has a process group; call join() or init_process_group(), and once")
+            raise UserError("join: a process group already exists; call either join() or init_process_group(), once")
         self._join()
 
     def load(self) -> dict[str, Any] | None:
@@ -75,7 +75,7 @@ class CurrentRank:
             UserError: This attempt has saved already, and the run has several ranks.
         """
         if self._has_saved and self.world_size > 1:
-            raise UserError("load: this attempt has saved already; load at its beginning, and keep the state")
+            raise UserError("load: this attempt has already saved; call load() before save(), and keep the state")
         state = self._checkpoints.load()
         if self._store is not None:
             self._loads += 1
@@ -102,7 +102,7 @@ class CurrentRank:
         if self.rank == 0:
             self._checkpoints.save(step, state)
         elif self.rank == 1 and not self._has_saved:
-            print_to_stderr("save: rank 0's state is saved, what other ranks give is ignored")
+            print_to_stderr("save: only rank 0's state is saved; the states of other ranks are ignored")
         self._has_saved = True
 
     def due(self) -> bool:

@@ -234,8 +234,8 @@ def write_returned(value: Any, path: Path) -> None:
         content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
     except Exception as error:  # an object's own code may raise anything
         raise UserError(
-            f"what rank 0 returns cannot be pickled ({type(error).__name__}: {error}); return numbers, texts, tensors, "
-            "and lists and dicts of them, or write files into current_rank().folder"
+            f"rank 0's return value cannot be pickled ({type(error).__name__}: {error}); return numbers, strings, "
+            "tensors, and lists and dicts of them, or write files into current_rank().folder"
         ) from error
     with replace_file(path, durable=False) as file:
         file.write(content)

@@ -34,7 +34,7 @@ class Records:
         numbers = {}
         for name, value in values.items():
             if name in RESERVED_KEYS:
-                raise UserError(f"record: {name!r} is a key of each record; choose another name")
+                raise UserError(f"record: {name!r} is a reserved key of each record; choose another name")
             try:
                 number = value.item() if hasattr(value, "item") else value  # of a tensor or an array
                 numbers[name] = number if type(number) is int and abs(number) < LARGEST_INT else float(number)
@@ -42,7 +42,7 @@ class Records:
                 numbers[name] = math.inf if number > 0 else -math.inf
             except (TypeError, ValueError, RuntimeError):
                 raise UserError(
-                    f"record: {name} is of type {type(value).__name__}, and must be a number, or a tensor of one "
+                    f"record: {name} is of type {type(value).__name__}; must be a number, or a tensor of one "
                     "element; use results.event for texts"
                 ) from None
         self.step = step

@@ -68,7 +68,7 @@ def run_ranks(
     """
     given_ranks, num_ranks = num_ranks, 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:
-        raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
+        raise UserError(f"num_ranks={num_ranks!r}: must be a whole number of ranks, or 0 for as many as fit")
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
         if not 0 < timeout < math.inf:
@@ -113,7 +113,9 @@ def run_call(
 
     launch = launch or choose_launcher(request)
     if checkpoint.is_named_to_go_on(folder) and checkpoint.newest_step(folder) == 0:
-        raise UserError(f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to go on from; unset it")
+        raise UserError(
+            f"{checkpoint.GO_ON}={folder.name}: {folder} has no save to resume from; unset {checkpoint.GO_ON}"
+        )
     with hold_run_folder(folder):
         prepare_run_folder(folder)
         identity = Identity({"the function": call.name, **call.shown}, user_code=call.code)
@@ -160,7 +162,9 @@ def prepare_run_folder(folder: Path) -> None:
         UserError: ``results/`` in the folder belongs to no run.
     """
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
-        raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
+        raise UserError(
+            f"run folder {folder}: its {results.FOLDER}/ belongs to no run; move it, or name another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name in (REPORT, TRACEBACK, RETURNED):
         (folder / name).unlink(missing_ok=True)
@@ -193,4 +197,4 @@ def write_page(folder: Path) -> None:
         write_html(folder / REPORT, render_function_page(folder, folder.name))
     except Exception as error:  # matplotlib may raise anything
         reason = f"{type(error).__name__}: {error}"
-        print_to_stderr(f"no {REPORT} could be made ({reason}); {METRICS} has what was recorded")
+        print_to_stderr(f"{REPORT} could not be written ({reason}); the records are in {METRICS}")

@@ -74,6 +74,6 @@ def check_wait(_: int, frame: FrameType | None) -> None:
 
 
 def late_error(what: str, stack: str) -> MachineError:
-    error = MachineError(f"{what} has not come within {limit_seconds:g} s (FLYTE_DDP_TIMEOUT)")
+    error = MachineError(f"{what} was not ready within {limit_seconds:g} s (FLYTE_DDP_TIMEOUT)")
     error.add_note(f"It is at:\n{stack}")
     return error

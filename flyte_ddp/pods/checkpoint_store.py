@@ -32,7 +32,7 @@ DONE_SECONDS = 3600.0  # until files of an execution with a result are deleted: 
 FUTILE_ATTEMPTS = 2  # limit of attempts in which a rank failed without progress
 LOST_ATTEMPTS = 5  # limit of attempts that were lost without progress, such as by running out of memory
 DELETE_BATCH = 1000  # files that one request deletes
-MORE_MEMORY = "give the pod more memory (another profile, or mem= of your task), or train with fewer ranks in it"
+MORE_MEMORY = "give the pod more memory (another profile, or mem= of your task), or run fewer ranks in the pod"
 Result = TypeVar("Result")
 
 
@@ -87,8 +87,8 @@ class CheckpointStore:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
         except UnavailableError as error:
             raise UserError(
-                f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
-                "write files there, or set FLYTE_DDP_CHECKPOINTS to where they may, and register again"
+                f"{self.folder}: {error}; cannot tell whether a checkpoint exists; allow pods to list, read and write "
+                "files there, or set FLYTE_DDP_CHECKPOINTS to an address where pods may, and register again"
             ) from error
         newest = self.download_newest_readable(files, path)
         self.refuse_futile_attempt(files, newest.step if newest else 0)
@@ -105,7 +105,7 @@ class CheckpointStore:
         except UnavailableError as error:
             if not error.transient:
                 raise
-            raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
+            raise UnreachableError(f"checkpoints in {address}: {error}; the next attempt will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
         """Return a run's files, highest step first.
@@ -159,13 +159,15 @@ class CheckpointStore:
         unusable = " and ".join(f"{address} ({reason})" for address, reason in reasons.items())
         if newest is not None:
             if unusable:
-                print(f"checkpoint {unusable} cannot be used; that of step {newest.step:,} is", flush=True)
+                print(f"checkpoint {unusable} cannot be used; using the checkpoint of step {newest.step:,}", flush=True)
             return newest
         if replaced:
-            raise UnreachableError(f"{self.folder}: checkpoints were replaced meanwhile; the same run will try again")
+            raise UnreachableError(
+                f"{self.folder}: other attempts replaced the checkpoints; the next attempt will try again"
+            )
         if unusable:
             raise UserError(
-                f"cannot read the run's checkpoints {unusable}: make one of them readable to go on from it, or launch "
+                f"cannot read the run's checkpoints {unusable}: make one readable to resume from it, or launch "
                 "with --overwrite-cache or delete them to restart from scratch"
             )
         return None
@@ -196,14 +198,14 @@ class CheckpointStore:
         if len(futile) >= FUTILE_ATTEMPTS:
             reason = self.retry_on_outage(futile[-1].address, storage.read_file).decode()
             raise UserError(
-                f"{len(futile)} attempts got no further than step {step:,}, where they began, so no other one is made; "
-                f"the last one: {reason}"
+                f"{len(futile)} attempts made no progress after step {step:,}, so no further attempt is made; the last "
+                f"error: {reason}"
             )
         if len(lost) >= LOST_ATTEMPTS:
             raise UserError(
-                f"{len(lost)} attempts were lost, or killed without a word, before they got further than step "
-                f"{step:,}, where they began, so no other one is made; Kubernetes says why (kubectl describe pod, or "
-                f"the console): if it is OOMKilled, {MORE_MEMORY}; else launch it again"
+                f"{len(lost)} attempts were lost, or killed without an error, before any progress after step {step:,}, "
+                "so no further attempt is made; Kubernetes has the reason (kubectl describe pod, or the console): if "
+                f"OOMKilled, {MORE_MEMORY}; else launch the run again"
             )
 
     def record_attempt_start(self, step: int) -> None:

@@ -54,13 +54,13 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
             yield
     except (ended_without_outputs, PodTerminated) as ended:
         if isinstance(ended, PodTerminated) or isinstance(ended.__context__, SignalException):
-            exit_for_replacement("this pod is to end", 128 + signal.SIGTERM)
+            exit_for_replacement("this pod must end", 128 + signal.SIGTERM)
         atexit.register(sleep_until_deleted)  # rank 0 has not uploaded its outputs yet
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
-            f"the pods that are needed did not all come to {store} within {read_whole_number(MEET_VARIABLE)} s: see "
-            "which of them is not running, and why; the same run will try again"
+            f"not all required pods reached {store} within {read_whole_number(MEET_VARIABLE)} s ({MEET_VARIABLE}); "
+            "check which pods are not running, and why; the next attempt will try again"
         ) from None
     except (RendezvousError, DistError) as lost:
         exit_for_replacement(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
@@ -94,7 +94,7 @@ def publish_address_each_time() -> Iterator[None]:
 
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
     """Print a reason to stderr and end this process at once. The operator then replaces this pod."""
-    print_to_stderr(f"{reason}; the operator starts another one in this one's place")
+    print_to_stderr(f"{reason}; the operator starts a replacement")
     os._exit(code)  # without an error, the platform continues this attempt of the task
 
 

@@ -143,7 +143,7 @@ def refuse_unregistered_code() -> None:
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):
         raise UserError(
-            f"this pod runs library sources {here} but {registered} were registered: the image holds another copy; "
+            f"this pod runs library sources {here} but {registered} were registered: the image has a different copy; "
             "register with deploy/register.sh, which sends all sources along, or rebuild the image"
         )
 

@@ -14,8 +14,8 @@ from flyte_ddp.runs.run_folder import REPORT, UNFINISHED
 PAGE_SECONDS = 30.0  # between two pages
 LAST_SECONDS = 10.0  # limit of the wait for the last page, and for a page before it that is being uploaded
 TITLE = "Training report"
-PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first steps.</p>"
-FUNCTION_PLACEHOLDER = "<p>The function has not begun yet; this page then shows what it records.</p>"
+PLACEHOLDER = "<p>Training has not started yet. The report will appear after the first steps.</p>"
+FUNCTION_PLACEHOLDER = "<p>The function has not started yet. This page will show the recorded values.</p>"
 
 Render = Callable[[str, bool], str]  # (reason of the failure or "", whether the page is the last) -> HTML
 

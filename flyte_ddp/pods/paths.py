@@ -37,8 +37,8 @@ def registry_address() -> str:
         return address or str(runs_folder() / "registry")
     if "://" not in address:
         raise UserError(
-            f"{REGISTRY_VARIABLE}={address!r}: must be an address that all pods reach, such as s3://bucket/models; set "
-            "it and register again"
+            f"{REGISTRY_VARIABLE}={address!r}: must be an address that all pods can reach, such as s3://bucket/models; "
+            "set it and register again"
         )
     return address
 

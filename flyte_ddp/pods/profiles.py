@@ -183,7 +183,8 @@ def parse_quantity(text: str) -> Decimal:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):
         raise UserError(
-            f"quantity {text!r} (flyte_ddp/pods/profiles.py): must be one of Kubernetes', such as 8, 3500m, 20Gi or 20G"
+            f"quantity {text!r} (flyte_ddp/pods/profiles.py): must be a Kubernetes quantity, such as 8, 3500m, 20Gi or "
+            "20G"
         )
     number, exponent, suffix = found.groups()
     return Decimal(f"{number}{exponent or ''}") * UNITS[suffix or ""]

@@ -91,7 +91,7 @@ def sync_checkpoints(
         try:
             store.record_attempt_start(newest.step if newest else 0)
         except ForbiddenError as error:
-            lost = "without checkpoints there, a lost pod loses all that it has done"
+            lost = "without checkpoints there, a lost pod loses all its progress"
             print(f"{store.folder}: {error}; {lost}", flush=True)
 
     thread = start_thread_in_context("uploader", uploader.upload_until_stopped)
@@ -181,5 +181,5 @@ class CheckpointUploader:
                 continue
             except Exception as error:
                 if not self.failure_printed:
-                    print(f"checkpoint {name} could not be sent: {error}; training continues", flush=True)
+                    print(f"checkpoint {name} could not be uploaded: {error}; training continues", flush=True)
                 self.failure_printed = True

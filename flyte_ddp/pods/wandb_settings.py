@@ -30,7 +30,7 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
         if variable in os.environ:
             os.environ["WANDB_API_KEY"] = os.environ[variable].strip()
         else:
-            print(f"no secret {'/'.join(secret)} in this pod: wandb logs offline", flush=True)
+            print(f"secret {'/'.join(secret)} is missing in this pod: wandb logs offline", flush=True)
     run_id = f"{execution_names()[2]}-{run}"[-128:]  # wandb accepts 128 characters
     return replace(read_settings(), wandb_run_id=run_id, wandb_kept_at=unsent_address(platform))
 
@@ -56,4 +56,4 @@ def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
             except FileNotFoundError:
                 continue
             except Exception as error:
-                print(f"wandb's folder {folder} could not be kept: {error}", flush=True)
+                print(f"wandb's folder {folder} could not be uploaded: {error}", flush=True)

@@ -208,7 +208,7 @@ def read_checkpoint(path: Path, *, most_bytes: float = math.inf) -> Checkpoint |
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableError("its header is another release's") from error
+        raise UnreadableError("its header is from another release") from error
 
 
 def verify_digest(file: BinaryIO) -> None:
@@ -325,12 +325,12 @@ def rewind_to_newest_checkpoint(output_folder: Path, identity: Identity) -> Chec
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
     if found is None and unreadable:
         raise UserError(
-            f"cannot read the run's checkpoints {reasons}: make one of them readable to go on from it, or delete them "
+            f"cannot read the run's checkpoints {reasons}: make one readable to resume from it, or delete them "
             "to restart from scratch; metrics and results are unchanged"
         )
     if found is not None:
         if unreadable:
-            print_to_stderr(f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}")
+            print_to_stderr(f"checkpoint {reasons} cannot be used; using {found.path.name} of step {found.step:,}")
         check_same_run(found, identity)
     with replace_file(output_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")
@@ -349,14 +349,14 @@ def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     reasons = [f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in changed]
-    words = {"code": "code of flyte_ddp", "user_code": "code of your own", "initial_weights": "initial weights"}
+    words = {"code": "code of flyte_ddp", "user_code": "user code", "initial_weights": "initial weights"}
     differing = [name for name in theirs if theirs[name] != ours[name]]
-    reasons += [f"other {words.get(name, name)} ({theirs[name]}, now {ours[name]})" for name in differing]
+    reasons += [f"different {words.get(name, name)} ({theirs[name]}, now {ours[name]})" for name in differing]
     fix = ""
     if not changed and differing == ["user_code"] and not identity.code:  # the run of a function, not a training
         folder = checkpoint.path.parents[1]
         if is_named_to_go_on(folder):
-            print_to_stderr(f"{checkpoint.path} was saved by other code of your own; {GO_ON} says to go on from it")
+            print_to_stderr(f"{checkpoint.path} was saved by different user code; resuming, as {GO_ON} names this run")
             return
         fix = f"{describe_going_on(folder)}; else "
     if reasons:
@@ -371,4 +371,4 @@ def is_named_to_go_on(run_folder: Path) -> bool:
 
 
 def describe_going_on(run_folder: Path) -> str:
-    return f"if only lines after the last save have changed, {GO_ON}={run_folder.name} goes on from there"
+    return f"if only lines after the last save have changed, set {GO_ON}={run_folder.name} to resume"

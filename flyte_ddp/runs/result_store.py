@@ -41,8 +41,8 @@ def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool)
         mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
-            f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow "
-            "writing"
+            f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct the "
+            "address, or allow writing"
         ) from None
     ended = threading.Event()
     thread = threading.Thread(target=mirror.copy_until_ended, args=(ended,), name="results", daemon=True)
@@ -57,7 +57,7 @@ def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool)
         ended.set()
         thread.join(last_seconds)
         if thread.is_alive() or mirror.failure:
-            print_to_stderr(f"results are in {mirror.folder}, but not all in {mirror.address}")
+            print_to_stderr(f"not all results were copied to {mirror.address}; all are in {mirror.folder}")
 
 
 class Mirror:
@@ -78,7 +78,7 @@ class Mirror:
         self.failure = ""  # of the last round of copies
         place = storage.local_path(address)
         if place is not None and folder.resolve().is_relative_to(place.resolve()):
-            raise UserError("the run's own folder is there")
+            raise UserError("the address contains the run folder")
         here, there = folder / EVENTS, storage.join(address, EVENTS)
         if resuming and not here.exists():
             try:
@@ -88,7 +88,7 @@ class Mirror:
             except storage.MissingError:
                 pass
             except storage.ForbiddenError as error:
-                print_to_stderr(f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})")
+                print_to_stderr(f"results: {there} of earlier attempts cannot be read ({error}) and is replaced")
         content = here.read_bytes() if here.exists() else b""
         storage.retry(there, lambda _: storage.write_file(there, content))
 

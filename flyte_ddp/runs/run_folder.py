@@ -42,7 +42,7 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
             lock.enter_context(hold_lock(folder.resolve().parent / ".locks", folder.name, wait=False))
         except BlockingIOError:
             raise BusyError(
-                f"run folder {folder}: another run is writing into it; wait for its end or name another folder"
+                f"run folder {folder}: another run is writing into it; wait for that run to end, or name another folder"
             ) from None
         except OSError as error:
             raise unwritable_folder_error(folder, error) from None
@@ -57,7 +57,7 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
 def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"run folder {folder}: {error.strerror}; it must be a writable folder: {suggest_fix(error, 'it')}, or name "
-        "another (FLYTE_DDP_RUNS, or folder= of run_ranks)"
+        "another folder (FLYTE_DDP_RUNS, or folder= of run_ranks)"
     )
 
 
@@ -162,4 +162,4 @@ def write_failure_details(error: BaseException, output_folder: Path) -> None:
             path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
             error.file = path
         except OSError as reason:
-            print_to_stderr(f"{path}: {reason.strerror}; the text of this file is:\n{text}")
+            print_to_stderr(f"{path} could not be written ({reason.strerror}); its text is:\n{text}")

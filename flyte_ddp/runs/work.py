@@ -28,7 +28,7 @@ class Restart:
 
         ``seconds`` is how long the restart took (None: not known yet).
         """
-        after = f"from step {self.step:,}" if self.step else "from scratch, as there is no checkpoint"
+        after = f"from step {self.step:,}" if self.step else "from scratch, as no checkpoint exists"
         took = "" if seconds is None else f", in {seconds:.1f} s"
         return f"{self.reason}; restarted {after}{took} ({self.number} of {self.most})"
 

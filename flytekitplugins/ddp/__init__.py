@@ -40,15 +40,15 @@ class DDP:
         if self.engine and self.engine not in ENGINES:
             raise unknown_name_error("engine", self.engine, ENGINES)
         if type(self.num_ranks) is not int or self.num_ranks < 0:
-            raise UserError(f"num_ranks={self.num_ranks!r}: must be the number of ranks, or 0 for one for each GPU")
+            raise UserError(f"num_ranks={self.num_ranks!r}: must be a number of ranks, or 0 for a rank on each GPU")
         if type(self.nodes) is not int or self.nodes < 1:
             raise UserError(f"nodes={self.nodes!r}: must be a number of pods, at least 1")
         if self.nodes > 1 and not self.engine:
-            raise UserError(f"nodes={self.nodes}: several pods need an engine: choose one of {', '.join(ENGINES)}")
+            raise UserError(f"nodes={self.nodes}: several pods need an engine; choose one of {', '.join(ENGINES)}")
         if self.num_ranks % self.nodes and self.engine == "elastic":
             raise UserError(
-                f"num_ranks={self.num_ranks} on nodes={self.nodes}: torch Elastic has equally many ranks on each node; "
-                "choose a multiple of nodes"
+                f"num_ranks={self.num_ranks} on nodes={self.nodes}: torch Elastic runs the same number of ranks on "
+                "each node; set num_ranks to a multiple of nodes"
             )
 
 

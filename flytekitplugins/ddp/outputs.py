@@ -27,7 +27,7 @@ def refuse_unwritable_types(types: Mapping[str, Any]) -> None:
             try:
                 _ = MessagePackEncoder(kind) if dataclasses.is_dataclass(kind) else None
             except Exception as error:  # mashumaro raises many classes
-                raise UserError(f"output {name}: {error}; declare that field with a type that Flyte has") from None
+                raise UserError(f"output {name}: {error}; declare the field with a type that Flyte supports") from None
 
 
 def list_kinds(kind: Any) -> Iterator[Any]:
@@ -50,7 +50,7 @@ def convert_outputs(value: Any, types: Mapping[str, Any], tuple_name: str | None
         [(name, kind)] = types.items()
         return convert_value(value, kind, name)
     if not isinstance(value, (tuple, list)) or len(value) != len(types):
-        raise UserError(f"the task declares {len(types)} outputs and returned {short_repr(value)}; return one for each")
+        raise UserError(f"the task declares {len(types)} outputs but returned {short_repr(value)}; return one for each")
     parts = [convert_value(part, kind, name) for part, (name, kind) in zip(value, types.items(), strict=True)]
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
@@ -92,7 +92,7 @@ def convert_plain(value: Any, kind: type, where: str) -> Any:
     if type(value) is not kind:
         raise misfit_error(value, kind, where)
     if isinstance(value, int) and not -LARGEST_INT <= value < LARGEST_INT:
-        raise UserError(f"output {where} is {value}: Flyte's int is below 2**63; declare float, or str")
+        raise UserError(f"output {where} is {value}: Flyte's int must be below 2**63; declare float or str")
     return value
 
 
@@ -154,8 +154,8 @@ def convert_to_member(value: Any, kind: Any, where: str) -> Any:
 def misfit_error(value: Any, kind: Any, where: str) -> UserError:
     declared = kind.__name__ if kind in PLAIN else str(kind)
     return UserError(
-        f"output {where} is {short_repr(value)}, of type {type(value).__name__}, and the task declares {declared}; "
-        "return that type, or declare the one that you return"
+        f"output {where} is {short_repr(value)}, of type {type(value).__name__}, but the task declares {declared}; "
+        "return the declared type, or declare the returned type"
     )
 
 
@@ -199,5 +199,7 @@ def require_file(value: Any, _: Any, where: str) -> Any:
     path = getattr(value, "path", value)
     is_local = isinstance(path, (str, os.PathLike)) and "://" not in os.fspath(path)
     if is_local and not getattr(value, "remote_source", None) and not Path(path).exists():
-        raise UserError(f"output {where}: there is no file or folder {os.fspath(path)!r}; write it before you return")
+        raise UserError(
+            f"output {where}: file or folder {os.fspath(path)!r} does not exist; write it before you return"
+        )
     return value

@@ -51,7 +51,7 @@ def name_run(task: str, call: Call) -> str:
     same, code = f"{task}-{digest([task, dict(call.shown)])[:12]}-", digest(call.code)[:8]
     named = Path(read_text(GO_ON)).name
     if named and not named.startswith(same):
-        print_to_stderr(f"{GO_ON}={named} is of another task or other inputs than this run, {same}{code}")
+        print_to_stderr(f"{GO_ON}={named} is ignored: this run, {same}{code}, has another task or other inputs")
     return named if named.startswith(same) else f"{same}{code}"
 
 
@@ -73,8 +73,8 @@ def print_saves_of_other_code(run: str, folder: Path) -> None:
         steps = {path.name: newest_step(path) or 0 for path in folder.parent.glob(f"{glob.escape(same)}*")}
     if steps and (step := max(steps.values())):
         other = max(steps, key=lambda name: steps[name])
-        found = f"{other}, with the same inputs and other code, has saved step {step:,}"
-        print_to_stderr(f"{run} begins anew; {found}: {describe_going_on(folder.with_name(other))}")
+        found = f"{other}, with the same inputs and different code, has saved step {step:,}"
+        print_to_stderr(f"{run} starts from scratch; {found}: {describe_going_on(folder.with_name(other))}")
 
 
 def engine_launcher(engine: str, hosts: int) -> Launch:
@@ -102,8 +102,8 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None)
         do_when_written(partial(remove_saves, folder))
     if (folder / REPORT).exists():
         files = {
-            folder / REPORT: "what it has recorded, to open in a browser",
-            folder / METRICS: "the same as JSON lines",
+            folder / REPORT: "the recorded values, to open in a browser",
+            folder / METRICS: "the recorded values as JSON lines",
         }
         print_local_files(f"{call.name} has run in", files)
     return returned

@@ -102,12 +102,12 @@ def make_task(config: DDP, function: Function, options: dict[str, Any]) -> Ranks
         UserError: The task is @dynamic, requests too few GPUs, or needs an extra that is not installed.
     """
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
-        raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
+        raise UserError("@dynamic cannot run on ranks; call a @task(task_config=DDP(...)) inside")
     gpus = config.nodes * count_requested_gpus(take_resources(dict(options)))
     if 0 < gpus < config.num_ranks:
         raise UserError(
             f"num_ranks={config.num_ranks}: the task requests {gpus} GPU(s), and each rank needs one; set num_ranks to "
-            "0, which is a rank for each GPU, or request more GPUs"
+            "0, for a rank on each GPU, or request more GPUs"
         )
     if options["shared_memory"] is None:
         options["shared_memory"] = True  # /dev/shm is limited by the pod's memory only

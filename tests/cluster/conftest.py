@@ -18,8 +18,8 @@ SECURITY_LEVEL = "pod-security.kubernetes.io/enforce"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that ``make cluster-test`` passes on."""
-    parser.addoption("--flyte-config", required=True, help="which cluster: deploy/sandbox.yaml or your own")
-    parser.addoption("--image", required=True, help="what pods run in, built from Dockerfile, with its tag")
+    parser.addoption("--flyte-config", required=True, help="cluster to register on: deploy/sandbox.yaml or your own")
+    parser.addoption("--image", required=True, help="image of the pods, built from Dockerfile, with a tag")
     parser.addoption("--profile", default="sandbox", help="a name in flyte_ddp/pods/profiles.py")
     parser.addoption("--project", default="flytesnacks")
     parser.addoption("--domain", default="staging")

@@ -189,7 +189,7 @@ def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained(clone: Path
     smoke = Hyperparameters.from_json((clone / "config/smoke.json").read_text())
     assert shown["hyperparameters"] == json.loads(smoke.json()), "the preset's content"
     assert shown["policy"] == {"rule": "not_worse"}
-    assert last.startswith("Schedules are left as they are: add --activate")
+    assert last.startswith("Schedules are unchanged: add --activate")
 
 
 def write_config(endpoint: str, file: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_tree_that_differs_from_its_commit_is_refused(faked: Path) -> None:
     ("arguments", "message"),
     [
         (["--profil", "gpu"], "unknown argument '--profil': see deploy/register.sh --help"),
-        ([*COMPLETE, "--config", "deploy/no.yaml"], "--config deploy/no.yaml: there is no such file; choose deploy/"),
+        ([*COMPLETE, "--config", "deploy/no.yaml"], "--config deploy/no.yaml: file does not exist; choose deploy/"),
         (
             [*COMPLETE, "--config", "deploy/production.yaml"],
             "--config deploy/production.yaml: 'endpoint: dns:///flyte.example.com' is an example: put your cluster's",

@@ -52,7 +52,7 @@ def test_stars_are_known_by_what_was_learnt_of_polygons(tmp_path: Path) -> None:
     words = "run", WORKFLOWS, "training_wf", "--hp", str(ROOT / hp)
     ended = pyflyte(*words, home=tmp_path / "home", directory=tmp_path)
     assert ended.exit_code == 0, ended.output
-    [accuracy] = re.findall(r"test accuracy ([\d.]+)%; made in", ended.output)
+    [accuracy] = re.findall(r"test accuracy ([\d.]+)%; written to", ended.output)
     assert float(accuracy) > 80  # 42 % without the weights
     [finetuned] = (tmp_path / "home/runs").glob("*/model.pt")
     base, found = (

@@ -87,7 +87,7 @@ def client(scheduler: subprocess.Popen[str]) -> Iterator[distributed.Client]:
 @pytest.mark.slow
 def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
-    words = r"the Dask cluster does not answer .*; run again when it does"
+    words = r"the Dask cluster does not answer .*; run again later"
     with distributed.Client(os.environ[dask.SCHEDULER], timeout=1) as client:
         scheduler.kill()
         with pytest.raises(UnreachableError, match=words):
@@ -142,6 +142,6 @@ def test_a_worker_of_another_version() -> None:
     found = {"client": ours, "workers": {"tcp://a:1": ours, "tcp://b:1": theirs}}
     cluster = SimpleNamespace(scheduler=None, get_versions=lambda **_: found)
     dask.refuse_version_mismatch(cluster, ["tcp://a:1"])
-    words = "Dask worker tcp://b:1 has python 3.11.9.*, and this process 3.12.1.*; use one image for all"
+    words = "Dask worker tcp://b:1 has python 3.11.9.*, but this process has 3.12.1"
     with pytest.raises(UserError, match=words):
         dask.refuse_version_mismatch(cluster, ["tcp://a:1", "tcp://b:1"])

@@ -110,7 +110,7 @@ def test_a_stop_while_torch_is_imported_does_not_wait_for_it(trial: Trial, tmp_p
 def test_an_import_of_torch_that_hangs_is_named_with_its_stack(trial: Trial, tmp_path: Path) -> None:
     in_spawned_processes(trial.patch, tmp_path, IMPORT_HANGS)
     trial.patch.setattr(supervisor, "START_SECONDS", 2.0)
-    words = r"(?s)rank 0 did not begin within 2 s.*its process is at:.* in find_spec"
+    words = r"(?s)rank 0 did not start within 2 s.*its process is at:.* in find_spec"
     with pytest.raises(RankError, match=words) as caught:
         trial.train()
     assert caught.value.recoverable

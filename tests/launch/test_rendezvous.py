@@ -246,7 +246,7 @@ def test_an_agent_of_another_build_is_told_to_be_like_this_one(meeting: Meeting)
         is_turned_away(pipe)
 
     came = start_thread(old_one_comes)
-    with pytest.raises(UserError, match="have the same flyte-ddp on all hosts"):
+    with pytest.raises(UserError, match=r"runs library sources .*install the same flyte-ddp"):
         meeting.gather(1)
     came.join()
 

@@ -98,5 +98,5 @@ def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, c
 
 
 def test_more_ranks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_ranks=2: one rank at most runs in this process"):
+    with pytest.raises(ValueError, match="num_ranks=2: at most one rank"):
         single.launch(Work("", None, Request(2), tmp_path, IDENTITY, Settings()))

@@ -248,13 +248,13 @@ def test_a_sample_that_never_comes_is_named_with_the_stack(name: str, what: str,
         for call in [pool.submit_call(loader.load_items, [1, 2], None) for _ in range(2)]:
             assert len(pool.take_result(call)[0]) == 2
         monkeypatch.setattr(loading_workers, "GRACE_SECONDS", 60.0 if name == "stuck" else 0.5)
-        with pytest.raises(MachineError, match=rf"^{what} has not come within 0.5 s \(FLYTE_DDP_TIMEOUT\)") as caught:
+        with pytest.raises(MachineError, match=rf"^{what} was not ready within 0.5 s \(FLYTE_DDP_TIMEOUT\)") as caught:
             pool.take_result(pool.submit_call(loader.load_items, [16, 17], None))
     [first, *_] = caught.value.__notes__
     assert "item_sets.py" in first
     assert "in __getitem__" in first
     if name == "stuck":  # in the rank itself
-        with pytest.raises(MachineError, match=rf"^{what} has not come within 0.5 s"):
+        with pytest.raises(MachineError, match=rf"^{what} was not ready within 0.5 s"):
             loader.load_items([17], None)
 
 

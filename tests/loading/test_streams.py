@@ -175,7 +175,7 @@ def test_a_batch_that_never_comes_is_an_error(shards: Path, monkeypatch: pytest.
     monkeypatch.setattr(waiting, "limit_seconds", 0.2)
     images = StreamImages(options_of(shards), torch.device("cpu"))
     images.samples = (threading.Event().wait() for _ in range(9))  # type: ignore[assignment]
-    with pytest.raises(MachineError, match=r"^a batch of the stream has not come within 0.2 s \(FLYTE_DDP_TIMEOUT\)"):
+    with pytest.raises(MachineError, match=r"^a batch of the stream was not ready within 0.2 s \(FLYTE_DDP_TIMEOUT\)"):
         images.load_batch(np.arange(3), 0)
 
 

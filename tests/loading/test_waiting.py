@@ -46,7 +46,7 @@ def test_the_innermost_block_is_named_with_the_stack() -> None:
             with limit_wait("sample 2"):
                 wait()
 
-    with pytest.raises(MachineError, match=r"^sample 2 has not come within 1 s") as caught:
+    with pytest.raises(MachineError, match=r"^sample 2 was not ready within 1 s") as caught:
         load()
     assert "in wait" in caught.value.__notes__[0]
 
@@ -66,7 +66,7 @@ def test_an_outer_block_is_limited_after_its_inner_blocks() -> None:
                 pass
             wait()
 
-    with pytest.raises(MachineError, match=r"^a batch has not come"):
+    with pytest.raises(MachineError, match=r"^a batch was not ready"):
         load()
 
 
@@ -81,7 +81,7 @@ def test_code_that_catches_the_error_is_interrupted_again() -> None:
                 caught.append(error)
             wait()
 
-    with pytest.raises(MachineError, match=r"^a sample has not come"):
+    with pytest.raises(MachineError, match=r"^a sample was not ready"):
         load()
     assert len(caught) == 1
 
@@ -118,7 +118,7 @@ def test_the_sample_after_one_that_uses_the_timer_is_limited() -> None:
             with limit_wait("sample 2"):
                 wait()
 
-    with pytest.raises(MachineError, match=r"^sample 2 has not come"):
+    with pytest.raises(MachineError, match=r"^sample 2 was not ready"):
         load()
 
 
@@ -128,7 +128,7 @@ def test_a_length_that_never_comes_is_an_error() -> None:
             wait()
             return 1
 
-    with pytest.raises(MachineError, match=r"^train: len\(\) of a Endless has not come"):
+    with pytest.raises(MachineError, match=r"^train: len\(\) of a Endless was not ready"):
         on_demand(Endless([1]), [1])
 
 
@@ -142,5 +142,5 @@ def test_a_function_that_never_returns_is_named(setting: str) -> None:
         0,
         augment=UserFunction("augment", spec) if setting == "augment" else None,
     )
-    with pytest.raises(MachineError, match=f"^{setting}='{spec}' on train sample 2.* has not come within 1 s"):
+    with pytest.raises(MachineError, match=f"^{setting}='{spec}' on train sample 2.* was not ready within 1 s"):
         loader.load_items([2, 3], 0)

@@ -18,12 +18,12 @@ from flyte_ddp.loops.call import pickle_call
 @pytest.mark.parametrize(
     ("function", "arguments", "options", "words"),
     [
-        (5, (), {}, "5 is of type int, not callable; give a function"),
-        (own_functions.train, (), {}, "own_functions:train: missing a required argument: 'steps'; give"),
-        (own_functions.fail, (3,), {}, "own_functions:fail: too many positional arguments; give the arguments that it"),
-        (own_functions.fail, (), {"lr": 1}, "own_functions:fail: got an unexpected keyword argument 'lr'; give the"),
+        (5, (), {}, "5 is of type int, not callable"),
+        (own_functions.train, (), {}, "own_functions:train: missing a required argument: 'steps'"),
+        (own_functions.fail, (3,), {}, "own_functions:fail: too many positional arguments; pass arguments"),
+        (own_functions.fail, (), {"lr": 1}, "own_functions:fail: got an unexpected keyword argument 'lr'; pass"),
         (own_functions.give_back, (threading.Lock(),), {}, "give_back or its arguments cannot be sent to ranks"),
-        (own_functions.fail, (), {"num_ranks": -1}, "num_ranks=-1: must be a number of ranks, or 0"),
+        (own_functions.fail, (), {"num_ranks": -1}, "num_ranks=-1: must be a whole number of ranks, or 0"),
         (own_functions.fail, (), {"timeout": 0}, "timeout=0: must be a number of seconds above 0"),
         (own_functions.fail, (), {"folder": Path("/proc/nowhere/run")}, "run folder /proc/nowhere/run: .*must be"),
     ],
@@ -41,7 +41,7 @@ def test_async_functions_are_refused(run: Run) -> None:
     async def train() -> None:
         pass
 
-    with pytest.raises(UserError, match=r"train: is an async function, and ranks call ordinary ones; call asyncio.run"):
+    with pytest.raises(UserError, match=r"train: is an async function; .*asyncio.run"):
         run(train)
 
 
@@ -49,13 +49,13 @@ def test_generator_functions_are_refused(run: Run) -> None:
     def train() -> Iterator[int]:
         yield 1
 
-    with pytest.raises(UserError, match=r"train: is a generator function, of which ranks would run nothing; return a "):
+    with pytest.raises(UserError, match=r"train: is a generator function, .*; return a "):
         run(train)
 
 
 def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
     """Which of the two a keyword is for cannot be known."""
-    with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, and the function has a parameter of th"):
+    with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, .*also has a parameter timeout"):
         run(wait_in, num_ranks=1, timeout=20)
     assert run(wait_in, num_ranks=1) == ("", 3.0)
     assert run(wait_in, "x", 5.0, num_ranks=1, timeout=20) == ("x", 5.0)
@@ -64,7 +64,7 @@ def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
 
 def test_a_second_run_in_the_folder(run: Run, tmp_path: Path) -> None:
     def again() -> None:
-        with pytest.raises(UserError, match=r"run folder .*/run: another run is writing into it; wait for its end or"):
+        with pytest.raises(UserError, match=r"run folder .*/run: another run is writing into it"):
             run(own_functions.fail, num_ranks=1)
 
     run(call_here, num_ranks=1, launch=lambda work: (again(), spawn.launch(work)))
@@ -75,9 +75,7 @@ def test_a_folder_that_is_no_runs(run: Run, tmp_path: Path) -> None:
     own = tmp_path / "run/results/mine.txt"
     own.parent.mkdir(parents=True)
     own.write_text("mine")
-    with pytest.raises(
-        UserError, match=r"run folder .*/run: its results/ is of no run; move it, or name another folder"
-    ):
+    with pytest.raises(UserError, match=r"run folder .*/run: its results/ belongs to no run; move it"):
         run(call_here, num_ranks=1)
     assert own.read_text() == "mine"
 
@@ -89,11 +87,11 @@ def call_here() -> None:
 @pytest.mark.parametrize(
     ("function", "argument", "words"),
     [
-        (own_functions.step_back, "save", "save: step 2 comes after step 3, and steps must not go back; count on"),
-        (own_functions.step_back, "record", "record: step 2 comes after step 3, and steps must not go back; count on"),
+        (own_functions.step_back, "save", "save: step 2 comes after step 3, .*must not decrease"),
+        (own_functions.step_back, "record", "record: step 2 comes after step 3, .*must not decrease"),
         (own_functions.save_wrong, "list", "save: the state is a list; give a dict, such as"),
-        (own_functions.save_wrong, "inner", r"torch.load\(weights_only=True\) refuses state\['model'\]; give tensors"),
-        (own_functions.save_wrong, "later", r"torch.load\(weights_only=True\) refuses state\['best'\]; give tensors"),
+        (own_functions.save_wrong, "inner", r"torch.load\(weights_only=True\) rejects state\['model'\]"),
+        (own_functions.save_wrong, "later", r"torch.load\(weights_only=True\) rejects state\['best'\]"),
     ],
 )
 def test_in_one_rank(run: Run, function: Any, argument: str, words: str) -> None:
@@ -106,8 +104,8 @@ def test_in_one_rank(run: Run, function: Any, argument: str, words: str) -> None
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"kind": 1}, "record: 'kind' is a key of each record; choose another name"),
-        ({"loss": "low"}, "record: loss is of type str, and must be a number, or a tensor of one element; use results"),
+        ({"kind": 1}, "record: 'kind' is a reserved key"),
+        ({"loss": "low"}, "record: loss is of type str; must be a number"),
     ],
 )
 def test_records_that_are_no_numbers(run: Run, values: Any, words: str) -> None:
@@ -116,12 +114,12 @@ def test_records_that_are_no_numbers(run: Run, values: Any, words: str) -> None:
 
 
 def test_a_checkpoint_of_other_arguments_or_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="steps must not go back"):
+    with pytest.raises(UserError, match="steps must not decrease"):
         run(own_functions.step_back, "save", num_ranks=1)
     with pytest.raises(UserError, match="belongs to another run: what='save', now 'record'; restore what has changed"):
         run(own_functions.step_back, "record", num_ranks=1)
     monkeypatch.setattr("flyte_ddp.user_code.source.user_source_digest", lambda _: "other")
-    with pytest.raises(UserError, match=r"belongs to another run: other code of .*; else restore what has changed, or"):
+    with pytest.raises(UserError, match=r"belongs to another run: different user code .*; else restore"):
         run(own_functions.step_back, "save", num_ranks=1)
 
 

@@ -39,7 +39,7 @@ def test_numbers_of_all_kinds(run: Run, tmp_path: Path, recwarn: pytest.Warnings
 def test_a_page_that_cannot_be_made_costs_the_function_nothing(run: Run, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr("flyte_ddp.report.function_page.draw_line_chart", None)
     run(own_functions.record_values, num_ranks=1)
-    assert "no report.html could be made (TypeError: 'NoneType' object" in capfd.readouterr().err
+    assert "report.html could not be written (TypeError: 'NoneType' object" in capfd.readouterr().err
     assert len(read_records(tmp_path / "run/metrics.jsonl")) == 5
     assert not (tmp_path / "run/report.html").exists()
 

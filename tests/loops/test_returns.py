@@ -144,15 +144,15 @@ def test_after_a_mistake_in_what_is_returned_mended_code_goes_on_if_it_is_told_t
         command = [sys.executable, str(script)]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    fix = "if only lines after the last save have changed, FLYTE_DDP_GO_ON=run goes on from there"
+    fix = "if only lines after the last save have changed, set FLYTE_DDP_GO_ON=run to resume"
     ended = run_script(saving)
-    assert "what rank 0 returns cannot be pickled (TypeError: cannot pickle 'generator' object); return" in ended.stderr
+    assert "rank 0's return value cannot be pickled (TypeError: cannot pickle 'generator' object)" in ended.stderr
     assert f"step 3 of {tmp_path}/run is saved; {fix}" in ended.stderr
     mended = saving.replace("(each for each in [done])", "done")
     refused = run_script(mended)
-    said = rf"[ab].ckpt belongs to another run: other code of your own .*; {fix}; else restore"
+    said = rf"[ab].ckpt belongs to another run: different user code .*; {fix}; else restore"
     assert re.search(said, refused.stderr), refused.stderr
     assert run_script(mended.replace('folder="run"', 'folder="other"'), FLYTE_DDP_GO_ON="run").stdout == "0\n"
     ended = run_script(mended, FLYTE_DDP_GO_ON="run")
     assert ended.stdout == "3\n", ended.stderr
-    assert "was saved by other code of your own; FLYTE_DDP_GO_ON says to go on from it" in ended.stderr
+    assert "was saved by different user code; resuming" in ended.stderr

@@ -39,9 +39,9 @@ NO_IDENTITY = Identity({})
 
 def test_what_other_ranks_save_is_ignored_and_said_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     """An attempt with several ranks that has saved cannot load: others than rank 0 do not have the state."""
-    with pytest.raises(UserError, match="load: this attempt has saved already"):
+    with pytest.raises(UserError, match="load: this attempt has already saved"):
         run(own_functions.save_on_all_ranks, num_ranks=2)
-    assert capfd.readouterr().err.count("save: rank 0's state is saved, what other ranks give is ignored\n") == 1
+    assert capfd.readouterr().err.count("save: only rank 0's state is saved; ") == 1
 
 
 def test_a_run_that_was_cut_off_goes_on(run: Run, tmp_path: Path) -> None:

@@ -113,21 +113,21 @@ def test_several_outputs_and_none() -> None:
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (None, float, "output o0 is None, of type NoneType, and the task declares float; return that type"),
-        (3.0, int, "output o0 is 3.0, of type float, and the task declares int"),
+        (None, float, "output o0 is None, of type NoneType, but the task declares float; return"),
+        (3.0, int, "output o0 is 3.0, of type float, but the task declares int"),
         (2**53 + 1, float, "output o0 is 9007199254740993, of type int"),
         (True, float, "output o0 is True, of type bool"),
-        (np.uint64(2**63), int, "output o0 is 9223372036854775808: Flyte's int is below 2[*][*]63"),
-        (NOON, date, "output o0 is datetime.datetime.*, and the task declares date"),
+        (np.uint64(2**63), int, "output o0 is 9223372036854775808: Flyte's int must be below 2[*][*]63"),
+        (NOON, date, "output o0 is datetime.datetime.*, but the task declares date"),
         (torch.ones(2), float, r"output o0 is tensor\(\[1., 1.\]\), of type Tensor"),
         ({"a": [1.0, None]}, dict[str, list[float]], r"output o0\['a'\]\[1\] is None"),
-        ({1: 1.0}, dict[str, float], "output o0, a key, is 1, of type int, and the task declares str"),
+        ({1: 1.0}, dict[str, float], "output o0, a key, is 1, of type int, but the task declares str"),
         (Inner({"a": ["x"]}), Inner, r"output o0.scores\['a'\]\[0\] is 'x'"),
-        (0.5, list[float], r"output o0 is 0.5, of type float, and the task declares list\[float\]"),
-        ("x", float | None, r"output o0 is 'x', of type str, and the task declares float \| None"),
-        ("none.pt", FlyteFile, "output o0: there is no file or folder 'none.pt'; write it before you return"),
-        ([FlyteFile("none.pt")], list[FlyteFile], r"output o0\[0\]: there is no file or folder 'none.pt'"),
-        (FlyteDirectory("none"), FlyteDirectory, "output o0: there is no file or folder 'none'"),
+        (0.5, list[float], r"output o0 is 0.5, of type float, but the task declares list\[float\]"),
+        ("x", float | None, r"output o0 is 'x', of type str, but the task declares float \| None"),
+        ("none.pt", FlyteFile, "output o0: file or folder 'none.pt' does not exist"),
+        ([FlyteFile("none.pt")], list[FlyteFile], r"output o0\[0\]: file or folder 'none.pt' does not exist"),
+        (FlyteDirectory("none"), FlyteDirectory, "output o0: file or folder 'none' does not exist"),
     ],
 )
 def test_what_has_no_equal_value_is_refused_with_its_place(value: Any, kind: Any, message: str) -> None:
@@ -137,7 +137,7 @@ def test_what_has_no_equal_value_is_refused_with_its_place(value: Any, kind: Any
 
 @pytest.mark.parametrize("value", [0.5, (0.5,), (1, 2, 3), None])
 def test_a_wrong_number_of_outputs(value: Any) -> None:
-    with pytest.raises(UserError, match=r"the task declares 2 outputs and returned .*; return one for each"):
+    with pytest.raises(UserError, match=r"the task declares 2 outputs but returned"):
         convert_outputs(value, {"o0": float, "o1": float})
 
 

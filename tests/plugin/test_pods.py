@@ -104,10 +104,10 @@ def test_saves_of_other_code_are_named_and_another_execution_goes_on_from_them_i
     assert first.error is not None, first.log
     [run] = {saved.parents[1] for saved in cluster.server.folder.rglob("own.learn-*/first/saved-*")}
     run = run.rename(run.with_name(f"{run.name.rpartition('-')[0]}-01234567"))  # as if the code had been another
-    fix = f"if only lines after the last save have changed, FLYTE_DDP_GO_ON={run.name} goes on from there"
+    fix = f"if only lines after the last save have changed, set FLYTE_DDP_GO_ON={run.name} to resume"
     anew = cluster.run("own.learn", inputs, execution="anew")
     assert anew.error is not None, anew.log
-    assert f"{run.name}, with the same inputs and other code, has saved step 3: {fix}" in anew.log
+    assert f"{run.name}, with the same inputs and different code, has saved step 3: {fix}" in anew.log
     told = {"FLYTE_DDP_GO_ON": run.name}
     ended = cluster.run("own.learn", inputs, attempt=1, execution="told", environment=told)
     assert ended.outputs is not None, ended.log

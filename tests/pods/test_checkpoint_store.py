@@ -100,7 +100,7 @@ def test_an_unreadable_checkpoint_is_reported_and_does_not_count_as_none(
     [newest], [older] = base.rglob("saved-0-5-*"), base.rglob("saved-0-3-*")
     damage(newest)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 3
-    assert f"{newest.name} ({reason}) cannot be used; that of step 3 is" in capsys.readouterr().out
+    assert f"{newest.name} ({reason}) cannot be used; using the checkpoint of step 3" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "1").iterdir()) == [SLOTS[0]]
     damage(older)
     with pytest.raises(UserError, match="launch with --overwrite-cache or delete them") as caught:
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_is_forbidden_or_replaced_meanwhile_does_not_count_as_
 
     for opened, error, words in (
         (refuse, UserError, r"saved-0-3-0-\d+ \(Access Denied\)"),
-        (replace_before, UnreachableError, "the same run will try again"),
+        (replace_before, UnreachableError, "replaced the checkpoints; the next attempt will try again"),
     ):
         monkeypatch.setattr(storage, "open_file", opened)
         with pytest.raises(error, match=words):

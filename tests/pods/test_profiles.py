@@ -22,7 +22,7 @@ from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, size_of_part
 )
 def test_kubernetes_quantities(text: str, number: float | None) -> None:
     if number is None:
-        with pytest.raises(UserError, match=r"quantity '.*must be one of Kubernetes', such as 8, 3500m"):
+        with pytest.raises(UserError, match=r"quantity '.*must be a Kubernetes quantity, such as 8, 3500m"):
             parse_quantity(text)
     else:
         assert parse_quantity(text) == number

@@ -78,7 +78,7 @@ def test_what_is_listed_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("listed", "said"),
-    [("subprocess", "'subprocess' is Python's own"), ("os.path", "Python's own"), ("my-package", "no module's name")],
+    [("subprocess", "'subprocess' is in Python's"), ("os.path", "standard"), ("my-package", "not a module name")],
 )
 def test_lists_that_cannot_be(listed: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_MODULES", f"torch,{listed}")

@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit": (rewriting(flip_a_bit), DAMAGED),
     "newer": (rewriting(lambda content: content.replace(b"/2 ", b"/12 ", 1)), OTHER_FORMAT),
     "of the first release": (lambda path: path.write_bytes(b"flyte-ddp-checkpoint/1 0\n"), FIRST_FORMAT),
-    "newer, of the same format": (add_a_field, "its header is another release's"),
+    "newer, of the same format": (add_a_field, "its header is from another release"),
     "on a bad disk": (put_on_a_bad_disk, "Input/output error"),
     "another user's": (lambda path: path.chmod(0), "Permission denied"),
 }
@@ -127,7 +127,7 @@ def test_without_any_the_run_begins_anew(work: Path) -> None:
     assert not (work / results.FOLDER).exists()
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
     write_failure_details(error, work)
-    assert "will restart from scratch, as there is no checkpoint yet" in error.format_message()
+    assert "will restart from scratch, as no checkpoint exists yet" in error.format_message()
 
 
 def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_ranks_again(work: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
         rewind_work(lost, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
     write_failure_details(error, work)
-    assert "no checkpoint yet" not in error.format_message()
+    assert "no checkpoint exists" not in error.format_message()
 
 
 def test_the_newest_step_is_that_which_the_next_run_goes_on_from(work: Path) -> None:

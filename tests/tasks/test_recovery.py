@@ -132,7 +132,7 @@ class TestInAPod:
         monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "wrong")
         with (
             pod_context(tmp_path),
-            pytest.raises(UserError, match="whether there is a checkpoint is not known: allow pods to list, read and"),
+            pytest.raises(UserError, match="whether a checkpoint exists; allow pods to list, read and"),
         ):
             self.attempt(tmp_path / "0", lambda _: pytest.fail("it began"))
 
@@ -147,8 +147,8 @@ class TestInAPod:
         self.attempt(tmp_path / "0", lambda folder: write(folder / SLOTS[0], 4))
         assert names(project / "run") == []
         said = capsys.readouterr().out
-        assert "without checkpoints there, a lost pod loses all that it has done" in said
-        assert "checkpoint a.ckpt could not be sent: Access Denied; training continues" in said
+        assert "without checkpoints there, a lost pod loses all its progress" in said
+        assert "checkpoint a.ckpt could not be uploaded: Access Denied; training continues" in said
 
 
 def test_what_flyte_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:

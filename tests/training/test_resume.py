@@ -163,9 +163,9 @@ def write(path: Path, step: int) -> None:
     ("change", "words"),
     [
         ({"hyperparameters": {"epochs": 2}}, "epochs=1, now 2"),
-        ({"data": "e"}, "other data (d, now e)"),
-        ({"user_code": "e"}, "other code of your own (, now e)"),
-        ({"releases": "torch 3"}, "other releases (torch 2, now torch 3)"),
+        ({"data": "e"}, "different data (d, now e)"),
+        ({"user_code": "e"}, "different user code (, now e)"),
+        ({"releases": "torch 3"}, "different releases (torch 2, now torch 3)"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -85,7 +85,7 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(
     assert f"epoch_accuracies=[{records[2]['test_accuracy']}]" in first.output
     table = first.output.rpartition("test accuracy")[2].partition("TrainingOutputs(")[0]
     headline, *rows = table.strip().splitlines()
-    assert headline.endswith(f"made in {folder}")  # whole, as it is not below ROOT
+    assert headline.endswith(f"written to {folder}")  # whole, as it is not below ROOT
     assert [row.split()[0] for row in rows] == [*OUTPUTS.values()]
     assert first.output.rindex(headline) > first.output.rindex("TrainingOutputs("), "what helps a person comes last"
     assert {re.match(r"  \S+ +", row).end() for row in rows} == {len("  metrics.jsonl  ")}  # type: ignore[union-attr]
@@ -118,11 +118,11 @@ def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[Files,
             shutil.rmtree(path)
     again = train(TINY, home=home)
     assert outputs(again) == files
-    assert "is finished already; --overwrite-cache trains it again" in again.output
+    assert "is already finished; --overwrite-cache" in again.output
     assert state(home / "runs") == before
     again = pyflyte("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY), home=home)
     assert outputs(again) == files
-    assert "is finished already" not in again.output
+    assert "is already finished" not in again.output
     assert not [path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]]
 
 

@@ -71,7 +71,7 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
     assert_refused(ended, tmp_path, "ArithmeticError: own words")
     assert re.match(r"rank [01]: ", ended.panel)
     [file] = (tmp_path / "home/runs").rglob("traceback.txt")
-    assert ended.panel.endswith(f"the whole error is in {os.path.relpath(file, tmp_path)}")
+    assert ended.panel.endswith(f"the full error is in {os.path.relpath(file, tmp_path)}")
     text = file.read_text()
     assert text.count('raise ArithmeticError("own words")') == 1
     assert 'mine.py", line 6, in forward' in text
@@ -83,9 +83,9 @@ def test_a_rank_that_raises_is_one_panel(tmp_path: Path) -> None:
     [
         (["--hp", "file.yaml"], "epoch: 3", "unknown hyperparameter 'epoch': did you mean 'epochs'?"),
         (["--hp", "file.yaml"], "learning_rate: [", "--hp file.yaml: is not valid YAML: .*, line 1, column 17"),
-        (["--hp", "."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
+        (["--hp", "."], "", r"--hp \.: Is a directory; give a JSON or YAML file"),
         (["--inputs-file", "nowhere.json"], "", "--inputs-file nowhere.json: No such file or directory; give"),
-        (["--hp=."], "", r"--hp \.: Is a directory; give a file of JSON or YAML"),
+        (["--hp=."], "", r"--hp \.: Is a directory; give a JSON or YAML file"),
         (["--hp", "file.yaml"], "options: {model: {eps: 1e-6}}", "'1e-6' is text, not a number"),
     ],
 )
@@ -100,8 +100,8 @@ def test_inputs_that_cannot_be_read(
     ("command", "words"),
     [
         ("training trainin_wf", "'trainin_wf' not found in module 'workflows.training'; choose one of "),
-        ("prediction predict_wf --images nothing-here", "--images 'nothing-here': is no such file or folder"),
-        ("prediction predict_wf --images=nothing-here", "--images 'nothing-here': is no such file or folder"),
+        ("prediction predict_wf --images nothing-here", "--images 'nothing-here': no such file or folder"),
+        ("prediction predict_wf --images=nothing-here", "--images 'nothing-here': no such file or folder"),
     ],
 )
 def test_a_name_or_a_path_that_is_not_there_is_one_sentence(
@@ -116,12 +116,12 @@ TWICE = "occurs twice; remove one of the two"
 @pytest.mark.parametrize(
     ("arguments", "content", "said"),
     [
-        (["--hp", "file.yaml"], "epochs: 3\nepochs: 50", "--hp file.yaml: the key 'epochs' is there twice, line 2, "),
+        (["--hp", "file.yaml"], "epochs: 3\nepochs: 50", "--hp file.yaml: duplicate key 'epochs', line 2, "),
         (["--hp", '{"epochs": 3, "epochs": 50}'], "", f"--hp: the key 'epochs' {TWICE}"),
         (
             ["--inputs-file", "file.yaml"],
             "hp: {seed: 1, seed: 2}",
-            "file.yaml: the key 'seed' is there twice, line 1, ",
+            "file.yaml: duplicate key 'seed', line 1, ",
         ),
     ],
 )
@@ -136,14 +136,14 @@ def test_what_flytekit_would_misread_is_refused(tmp_path: Path, arguments: list[
     [
         ("--policy", '{"margin": 0.1, "margin": 0.2}', f"the key 'margin' {TWICE}"),
         ("--sweep", '{"space": {"seed": [1], "seed": [2]}}', f"the key 'seed' {TWICE}"),
-        ("--window", "images: a\nimages: b", "the key 'images' is there twice, line 2, column 1; leave one of the two"),
+        ("--window", "images: a\nimages: b", "duplicate key 'images', line 2, column 1; remove one of the two"),
         ("--inputs-file", 'hp: \'{"seed": 1, "seed": 2}\'', f"--hp: the key 'seed' {TWICE}"),
         (
             "--hp",
             "epochs: 010",
-            "010 is 8 in YAML, line 1, column 9; put it in quotes if it is a text; a number has no",
+            "010 is 8 in YAML, line 1, column 9; put it in quotes if it is text; a number must have no",
         ),
-        ("--hp", "epochs: 1:30", "1:30 is 90 in YAML, line 1, column 9; put it in quotes if it is a text"),
+        ("--hp", "epochs: 1:30", "1:30 is 90 in YAML, line 1, column 9; put it in quotes if it is text"),
         ("--hp", "data_source: 2026-11-28", "2026-11-28 is a date in YAML, line 1, column 14; put it in quotes if"),
     ],
 )
@@ -190,8 +190,8 @@ class FailedCall(grpc.RpcError):
 @pytest.mark.parametrize(
     ("code", "kind", "said"),
     [
-        ("UNAVAILABLE", UnreachableError, "does not answer (UNAVAILABLE: in words; see admin in "),
-        ("PERMISSION_DENIED", UserError, "refuses a call (PERMISSION_DENIED: in words; see admin in "),
+        ("UNAVAILABLE", UnreachableError, "does not answer (UNAVAILABLE: in words); check admin in "),
+        ("PERMISSION_DENIED", UserError, "rejected a call (PERMISSION_DENIED: in words); check admin in "),
     ],
 )
 def test_a_failed_call_to_a_cluster_is_one_sentence(code: str, kind: type[UserError], said: str) -> None:

@@ -91,7 +91,7 @@ def test_a_finished_run_is_released_as_if_it_had_just_been_trained(trained: Trai
     before, digest = trained.weights(), file_digest(trained.run / "model.pt")
     ended = trained.release(trained.run.relative_to(trained.folder))
     assert ended.exit_code == 0, ended.output
-    assert "is a finished run, whose model is judged as it is; nothing is trained" in ended.output
+    assert "is a finished run; its model is judged without training" in ended.output
     assert f"Released(version='{digest}', champion='{digest}', outcome='promoted: there is no champion" in ended.output
     assert trained.weights() == before
     hp = ("--model_name", "anew", "--policy", PLAIN, "--hp", json.dumps(HP))

@@ -49,7 +49,7 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
         write_inverted(digits, server.folder / f"in/28/{number:02}", slice(number * 99, (number + 1) * 99))
     same = monitor(dataset="digits")
     assert same.exit_code == 0, same.output
-    assert "window 1, no alarm: no column has moved; made in " in same.output
+    assert "window 1, no alarm: no column has moved; written to " in same.output
     first = monitor(0, images=IMAGES)
     assert first.exit_code == 0, first.output
     assert "window 2, no alarm yet (an alarm needs 2 of 3 windows): " in first.output
@@ -67,7 +67,7 @@ def test_a_second_window_that_has_moved_is_an_alarm(tmp_path: Path, digits: Path
     assert again.exit_code == 1, "the same window is the same alarm"
     nothing = monitor(3, images=IMAGES)
     assert nothing.exit_code == 1
-    assert "s3://in/28/03: there is nothing; check the address" in nothing.panel
+    assert "s3://in/28/03: does not exist; check the address" in nothing.panel
     windows = sorted((tmp_path / "runs/registry/digits/monitor/00000001").glob("*.json"))
     assert [path.name for path in windows] == [f"0000000{number}.json" for number in (1, 2, 3, 4)]
     assert [json.loads(path.read_text())["alarm"] for path in windows] == [False, False, True, True]

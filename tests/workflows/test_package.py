@@ -70,7 +70,7 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
     # Each workflow has a plan of its own name, Flyte's default.
     assert set(default.launch_plans) == PLANS | workflows | {"nightly_release"}
     assert set(sandbox.launch_plans) == {"hourly"} | workflows
-    assert "best is left out, as FLYTE_DDP_REGISTRY is not set" in sandbox.output
+    assert "best is skipped: FLYTE_DDP_REGISTRY is not set" in sandbox.output
 
 
 @pytest.mark.parametrize(

@@ -55,5 +55,5 @@ def test_an_execution_goes_on_where_another_was_cut_off(cluster: Cluster, train_
     models = undisturbed.model, cluster.stored(second.outputs["model_state"].scalar.blob.uri)
     expected, found = (torch.load(path, weights_only=True) for path in models)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    for words in ("could not be sent", "enable_deck"):  # flytekit's warning of a page that it does not publish
+    for words in ("could not be uploaded", "enable_deck"):  # flytekit's warning of a page that it does not publish
         assert words not in first.log + second.log

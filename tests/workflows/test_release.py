@@ -34,7 +34,7 @@ def test_promoted_and_back(tmp_path: Path) -> None:
     second = released(better)
     gain = r"promoted: \+\d+\.\d+ points: \d+ samples gained and \d+ lost of 297 \(p = .*"
     assert re.fullmatch(gain, second["outcome"])
-    [page] = re.findall(r"made in (\S+verdicts\S+)", better.output)
+    [page] = re.findall(r"written to (\S+verdicts\S+)", better.output)
     assert "Only the challenger is right" in (ROOT / page / "verdict.html").read_text()
     back = released(run("rollback_wf", "--reason", "a test"))
     assert back["champion"] == first["version"]

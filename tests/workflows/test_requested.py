@@ -77,5 +77,5 @@ def test_a_pod_with_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_pod_without_a_registry_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
-    with pytest.raises(UserError, match="FLYTE_DDP_REGISTRY='': must be an address that all pods reach, such as s3://"):
+    with pytest.raises(UserError, match="FLYTE_DDP_REGISTRY='': must be an address that all pods can reach"):
         registry_address()

@@ -49,15 +49,15 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
     ("entries", "said"),
     [
         ("{name: a}", "schedules.yaml: must be a list of entries such as {name: weekly, "),
-        ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must be letters, digits and '_' only"),
-        ("- &x {name: a, workflow: training_wf}\n- *x", ", a: an entry before has this name, too"),
-        ("a: &x [*x]", "schedules.yaml: its aliases (*NAME) stand for more than 100,000 parts"),
+        ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must have only letters, digits and '_'"),
+        ("- &x {name: a, workflow: training_wf}\n- *x", ", a: duplicate name;"),
+        ("a: &x [*x]", "schedules.yaml: aliases (*NAME) expand to more than 100,000 parts"),
         (
             "".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]\n" for n in range(9)),
-            "schedules.yaml: its aliases (*NAME) stand for more than 100,000 parts; write what they stand for",
+            "schedules.yaml: aliases (*NAME) expand to more than 100,000 parts; write their values",
         ),
         ("[" * 20_000, "schedules.yaml: nested more than 64 levels deep"),
-        (f"- {'9' * 5000}", "schedules.yaml: it has a value that cannot be read (Exceeds the limit"),
+        (f"- {'9' * 5000}", "schedules.yaml: a value cannot be read (Exceeds the limit"),
         (
             '- {name: a, workflow: training_wf, hyperparameters: "a\\0b"}',
             ", a: hyperparameters='a\\x00b': must not contain the character NUL",
@@ -68,11 +68,11 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
         ),
         (
             "- {name: a, name: b, workflow: training_wf}",
-            "yaml: the key 'name' is there twice, line 1, column 13; leave one",
+            "yaml: duplicate key 'name', line 1, column 13; remove one",
         ),
         (
             "- {name: a, workflow: training_wf, cron: */5 * * * *}",
-            "line 1, column 43; mend it (a cron stands in quotes)",
+            "line 1, column 43; correct it (put a cron in quotes)",
         ),
         ("- {name: a", "yaml: is not valid YAML: expected ',' or '}', but got '<stream end>', line 1, column 11;"),
         *(
@@ -80,12 +80,12 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
             for rest, said in {
                 "train_wf": "unknown workflow 'train_wf': did you mean 'training_wf'? choose one of",
                 "training_wf, crom: x": "unknown key 'crom': did you mean",
-                "training_wf, model_name: x": "model_name is not for training_wf: leave it out",
+                "training_wf, model_name: x": "model_name is not an input of training_wf; remove",
                 "monitor_wf, model_name: x": "images='', dataset='', table='': give exactly one",
-                "monitor_wf, model_name: x, policy: {alpha: 0.1}": "policy is not for monitor_wf: leave it out",
+                "monitor_wf, model_name: x, policy: {alpha: 0.1}": "policy is not an input of monitor_wf; remove",
                 "release_wf, model_name: x, policy: {alpha: 2}": "alpha=2.0: must be below 0.5",
                 "sweep_wf": 'space="": must name a hyperparameter; for example',
-                "training_wf, sweep: {trials: 3}": "sweep is not for training_wf: leave it out",
+                "training_wf, sweep: {trials: 3}": "sweep is not an input of training_wf; remove",
                 "sweep_wf, sweep: {space: {momentum: [0.9, 1]}}": "space, momentum: momentum=1.0: must be below 1",
                 "training_wf, hyperparameters: {epoch: 3}": "unknown hyperparameter 'epoch': did you",
                 "training_wf, hyperparameters: config/fats.json": "hyperparameters='config/fats.json': No such file or "
@@ -149,7 +149,7 @@ def test_a_description_has_the_content_of_files(tmp_path: Path) -> None:
 def test_plans_that_cannot_be_made_are_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLYTE_DDP_REGISTRY", raising=False)
     [release] = read(tmp_path, "- {name: a, workflow: release_wf, model_name: x}")
-    assert release.describe() == "is left out, as FLYTE_DDP_REGISTRY is not set"
+    assert release.describe() == "is skipped: FLYTE_DDP_REGISTRY is not set"
     assert reason_left_out("training_wf") == reason_left_out("ray_training_wf") == ""
     assert reason_left_out("monitor_wf") == reason_left_out("release_wf") == "FLYTE_DDP_REGISTRY is not set"
     monkeypatch.setenv("FLYTE_DDP_REGISTRY", "s3://bucket/models")

@@ -47,7 +47,7 @@ def run_sweep(home: Path, **sweep: object) -> Ended:
 
 
 def made_in(output: str) -> Path:
-    return ROOT / re.findall(r"sweep done; made in (\S+)", output)[-1]
+    return ROOT / re.findall(r"sweep done; written to (\S+)", output)[-1]
 
 
 def test_a_sweep_given_again_given_more_trials_and_released(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> No
 
 def agent_start_error(who: str, error: BaseException) -> UnreachableError:
     why = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UnreachableError(f"{who} cannot start a rank ({why}); it needs flyte-ddp as it is here")
+    return UnreachableError(f"{who} cannot start a rank ({why}); it needs flyte-ddp with the same sources as here")
 
 
 def main() -> None:

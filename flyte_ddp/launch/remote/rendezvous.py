@@ -148,7 +148,7 @@ class Rendezvous:
                 missing = sorted(set(range(num_ranks)) - found.keys())
                 raise UnreachableError(
                     f"ranks {missing} of {num_ranks} did not connect to {' or '.join(self.hosts)} within "
-                    f"{GATHER_SECONDS:g} s: let their hosts reach this one, or give the cluster capacity for them"
+                    f"{GATHER_SECONDS:g} s; let their hosts reach this host, or add capacity to the cluster"
                 )
             try:
                 worker = self.arrived.get(timeout=WAIT_SECONDS)
@@ -157,8 +157,8 @@ class Rendezvous:
             if worker.code != package_digest():
                 worker.pipe.close()
                 raise UserError(
-                    f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
-                    "have the same flyte-ddp on all hosts of the cluster"
+                    f"host {worker.host} runs library sources {worker.code}, but this host runs "
+                    f"{package_digest()}; install the same flyte-ddp on all hosts of the cluster"
                 )
             if worker.rank in found:  # the engine has replaced the agent
                 found[worker.rank].pipe.close()

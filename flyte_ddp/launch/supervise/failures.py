@@ -10,7 +10,7 @@ from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, Unreach
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.report import CONSEQUENCES, ROOT_CAUSES, Cause, FailureReport
 
-NO_STACK = "(it does not say)"
+NO_STACK = "(no stack reported)"
 MISTAKES = {Cause.MISTAKE: UserError, Cause.UNREACHABLE: UnreachableError}
 
 
@@ -62,7 +62,7 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
     if by != signal.SIGKILL:
         return RankError(message, recoverable=True)
     if out_of_memory:
-        return OutOfMemoryError(f"{message}, as memory ran out (by the kernel's own count)", recoverable=True)
+        return OutOfMemoryError(f"{message}, as memory ran out (by the kernel's count of OOM kills)", recoverable=True)
     return RankLostError(message, recoverable=True)
 
 
@@ -77,10 +77,12 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     missing = [handle for handle in group if handle.report is None]
     waited = f"{format_ranks(late)} waited for {timeout:g} s (FLYTE_DDP_TIMEOUT)" if late else ""
     if late and missing:
-        message = f"{format_ranks([handle.rank for handle in missing])} did not come where {waited}"
+        absent = format_ranks([handle.rank for handle in missing])
+        message = f"{absent} did not reach the collective operation in which {waited}"
     else:
         rank, first = reports[0]
-        message = f"{waited}, in different places or at different times" if late else first.format(rank)
+        apart = f"{waited}, in different collective operations or at different times"
+        message = apart if late else first.format(rank)
     stacks = [f"rank {handle.rank} is at:\n{handle.read_stack() or NO_STACK}" for handle in missing]
     shown = reports[:1] if missing else reports
     tracebacks = [f"{report.format(rank)}\n\n{report.traceback}" for rank, report in shown]

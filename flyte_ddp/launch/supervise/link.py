@@ -85,7 +85,9 @@ class Link(PipeEnd):
         try:
             message = self._received["address"].get(timeout=timeout)
         except queue.Empty:
-            raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
+            raise CollectiveTimeoutError(
+                f"rank 0 did not publish the rendezvous address within {timeout:g} s"
+            ) from None
         return message["host"], message["port"]
 
     def offer_saving(self, save: SaveFunction) -> None:

@@ -11,7 +11,7 @@ from flyte_ddp.runs.checkpoint import rewind_to_newest_checkpoint
 from flyte_ddp.runs.run_folder import remove_temporary_files
 from flyte_ddp.runs.work import Restart, Work
 
-MEMORY_FIX = "give the ranks more memory, or let them hold less"
+MEMORY_FIX = "give the ranks more memory, or reduce their memory use"
 
 
 class Restarts:

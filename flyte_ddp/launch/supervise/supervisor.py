@@ -48,7 +48,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, work: Work) 
         seconds = max(0.0, deadline - time.monotonic()) if late else None
         if late and seconds == 0.0:
             raise RankLostError(
-                f"rank {late.rank} did not begin within {START_SECONDS:g} s",
+                f"rank {late.rank} did not start within {START_SECONDS:g} s",
                 details=f"its process is at:\n{late.read_stack() or NO_STACK}",
                 recoverable=True,
             )
