@@ -86,7 +86,7 @@ def suggest_fix(error: OSError, folder: str = "its folder") -> str:
     """
     if error.errno in DISK_FULL:
         return "free some space"
-    return "mend its disk or file server" if error.errno in FAILING else f"make {folder} writable"
+    return "repair its disk or file server" if error.errno in FAILING else f"make {folder} writable"
 
 
 class HashingFile:

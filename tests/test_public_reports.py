@@ -136,20 +136,20 @@ def test_columns_in_another_order_are_matched_by_name() -> None:
     sidecar = json.loads(json.dumps({"preprocessing": data.preprocessing}))
     for order in (["a", "b"], ["b", "a"]):
         assert read_new_rows(sidecar, order)[0].tolist() == [[97, 98]] * 2
-    with pytest.raises(UserError, match="inputs: the columns are b, c, and those of training a, b; give the same"):
+    with pytest.raises(UserError, match=r"inputs: the columns are b, c, .* training had a, b"):
         read_new_rows(sidecar, ["b", "c"])
-    with pytest.raises(UserError, match="test_inputs: the columns are b, c, and those of training a, b; give the same"):
+    with pytest.raises(UserError, match=r"test_inputs: the columns are b, c, .* training had a, b"):
         arrays((ab, targets), (Frame(["b", "c"]), targets))
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
     """pandas-dev/pandas#47958: a frame may have two columns of one name, as after a concat or a join."""
     twice, targets = Frame(["a", "b", "a"]), np.arange(2)
-    with pytest.raises(UserError, match="a frame has two columns 'a': each must have a name of its own; rename one"):
+    with pytest.raises(UserError, match=r"a frame has two columns 'a': .*; rename one"):
         arrays((twice, targets), (twice, targets))
     ab = Frame(["a", "b"])
     data = arrays((ab, targets), (ab, targets), prepare=prepare)
-    with pytest.raises(UserError, match="the columns are b, b, and those of training a, b; give the same"):
+    with pytest.raises(UserError, match=r"the columns are b, b, .* training had a, b"):
         read_new_rows({"preprocessing": data.preprocessing}, ["b", "b"])
 
 

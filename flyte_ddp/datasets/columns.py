@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from flyte_ddp.errors import UserError
 from flyte_ddp.samples.leaves import drop_tensor_parts, form_of, name_leaves, require_numbers, restore_leaves
 
-CATEGORIES = "make whole numbers of them by scikit-learn's OrdinalEncoder, or columns by its OneHotEncoder"
-DAYS = "count days, by .astype('datetime64[D]').astype('int64')"
-SECONDS = "count seconds, by .astype('timedelta64[s]').astype('int64')"
-LISTS = "give them as an input of their own: inputs may be a dict of arrays"
-FIELDS = "give its fields as a dict, {name: values[name] for name in ...}"
+CATEGORIES = "encode them with scikit-learn's OrdinalEncoder (whole numbers) or OneHotEncoder (columns)"
+DAYS = "convert them to days with .astype('datetime64[D]').astype('int64')"
+SECONDS = "convert them to seconds with .astype('timedelta64[s]').astype('int64')"
+LISTS = "pass them as a separate input: inputs may be a dict of arrays"
+FIELDS = "pass its fields as a dict, {name: values[name] for name in ...}"
 # Advice for values that are no numbers, by the kind of their NumPy type.
-FIXES = {"U": CATEGORIES, "M": DAYS, "m": SECONDS, "V": FIELDS, "c": "give .real and .imag as two inputs"}
-OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
+FIXES = {"U": CATEGORIES, "M": DAYS, "m": SECONDS, "V": FIELDS, "c": "pass .real and .imag as two inputs"}
+OTHERWISE = "convert them to numbers, or pass a list of arrays of different lengths"
 STEPS = 1000  # float32 steps in the range of a column of fractions that suffice to learn from
 NOISE = 1e-12  # relative to a column's largest value: a smaller range comes from rounding
 
@@ -34,7 +34,7 @@ def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
     """
     if not array.ndim and array.dtype.kind == "O":
         rule = "must be an array, a table, a tensor, or a list of numbers or of arrays"
-        raise UserError(f"{name}: is of the type {type(given).__name__}, and {rule}")
+        raise UserError(f"{name}: {rule}, got {type(given).__name__}")
     if array.ndim in (1, 2) and array.dtype.kind == "O":
         array = convert_objects(name, given, array)
     require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))
@@ -76,7 +76,7 @@ def unpack_values(name: str, values: Any) -> Any:
         UserError: The leaf is a dict or a lazy frame, or a column of a polars frame or similar table is not numeric.
     """
     if isinstance(values, Mapping):
-        raise UserError(f"{name}: is a {type(values).__name__}; give all arrays in one dict, without dicts inside it")
+        raise UserError(f"{name}: is a {type(values).__name__}; pass all arrays in one dict without nested dicts")
     if hasattr(values, "toarray"):  # sparse matrices of SciPy and scikit-learn
         return values.toarray()
     # NumPy reads dates in a polars frame as floats, and dates in a pandas frame as dates.
@@ -130,8 +130,8 @@ def require_distinct(name: str, given: Any, values: NDArray[Any]) -> None:
         kept = np.unique(known.astype(np.float32))
         if len(kept) * 2 <= len(known) and (coarse[place] or (known == np.rint(known)).all()):
             column = f"{name_column(given, place)} has" if values.ndim == 2 else "has"
-            found = f"{len(known):,} different values, and in float32, which floats are kept in, {len(kept):,}"
-            fix = "subtract the smallest before, leave them out, or give whole numbers as int64, in a leaf of their own"
+            found = f"{len(known):,} different values, but only {len(kept):,} after conversion to float32"
+            fix = "subtract the smallest value first, remove them, or pass whole numbers as int64 in a separate leaf"
             raise UserError(f"{name}: {column} {found}; {fix}")
 
 
@@ -184,8 +184,8 @@ def require_finite(
     row, at = found
     column = f", {name_column(given, at[1])}," if len(at) == 2 and ends is None else ""
     called = "" if ids is None else f" (id {str(ids[row])!r})"
-    fix = "replace what is missing or infinite, as scikit-learn's SimpleImputer does, or leave the row out"
-    raise UserError(f"{name}: row {row}{called}{column} is {values[*at]}: {fix}")
+    fix = "replace missing or infinite values, for example with scikit-learn's SimpleImputer, or remove the row"
+    raise UserError(f"{name}: row {row}{called}{column} is {values[*at]}; {fix}")
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:
@@ -198,7 +198,7 @@ def list_columns(inputs: Any) -> dict[str, list[str]]:
     found = {key: [*map(str, names)] for key, names in columns.items() if names is not None}
     for names in found.values():
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
-            raise UserError(f"a frame has two columns {twice[0]!r}: each must have a name of its own; rename one")
+            raise UserError(f"a frame has two columns {twice[0]!r}: column names must be unique; rename one")
     return found
 
 
@@ -219,8 +219,8 @@ def order_frames(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) 
             return leaf
         found, wanted = [*map(str, columns)], [*expected[key]]
         if sorted(found) != sorted(wanted):
-            problem = f"the columns are {', '.join(found)}, and those of training {', '.join(wanted)}"
-            raise UserError(f"{name}: {problem}; give the same")
+            problem = f"the columns are {', '.join(found)}, but training had {', '.join(wanted)}"
+            raise UserError(f"{name}: {problem}; pass the same columns")
         given = dict(zip(found, columns, strict=True))
         return leaf if found == wanted else select_columns(leaf, [given[column] for column in wanted])
 
@@ -235,7 +235,7 @@ def column_names(frame: Any) -> Sequence[Any] | None:
     """
     kind = type(frame)
     if hasattr(kind, "columns") and hasattr(kind, "collect"):
-        raise UserError(f"a {kind.__name__} has no rows yet; give what its collect() returns")
+        raise UserError(f"a {kind.__name__} has no rows yet; pass the result of its collect()")
     # The type is examined because a pandas frame also has its columns as attributes.
     return frame.column_names if hasattr(kind, "column_names") else getattr(frame, "columns", None)
 

@@ -159,13 +159,13 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress, *, pictu
             try:
                 inputs, targets = split_item(read_user_item(name, samples, index))
             except ValueError as error:
-                raise UserError(f"{name} {error}; of whole arrays return arrays(train, test)") from None
+                raise UserError(f"{name} {error}; for whole arrays, return arrays(train, test)") from None
             if pictures:
                 pixels, targets = convert_sample(name, (inputs, targets))
                 images = images if index else np.empty((len(names), *pixels.shape), np.uint8)
                 if pixels.shape != images.shape[1:]:
                     one, other = ("x".join(map(str, shape)) for shape in (pixels.shape, images.shape[1:]))
-                    fix = "all images must have one size: resize them and convert them to one mode"
+                    fix = "all images must have the same size; resize them and convert them to the same mode"
                     raise UserError(f"{name} is {one} and item 0 is {other}; {fix}")
                 images[index], inputs = pixels, None
             pairs.append((inputs, targets))

@@ -56,9 +56,9 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     train: Any = read(dataset.partition(":")[2])
     test: Any = read(test_dataset.partition(":")[2]) if test_dataset else None
     if test is not None and test.classes and train.classes and test.classes != train.classes:
-        other = sorted(set(test.classes) ^ set(train.classes))[:3] or ["another order"]
-        problem = f"has other classes than dataset (such as {', '.join(other)})"
-        raise UserError(f"test_dataset={test_dataset!r}: {problem}; both must have the same")
+        other = sorted(set(test.classes) ^ set(train.classes))[:3] or ["the order"]
+        problem = f"its classes differ from those of dataset (for example, {', '.join(other)})"
+        raise UserError(f"test_dataset={test_dataset!r}: {problem}; both must have the same classes")
     digests = [train.digest, test.digest if test is not None else ""]
     return EncodedSet(dataset, train.classes, digest_lines(digests), train, test)
 

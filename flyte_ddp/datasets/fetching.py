@@ -26,7 +26,7 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
     """
     if encoded_kind(dataset):
         if source:
-            problem = f"dataset={dataset!r} says where its data are"
+            problem = f"dataset={dataset!r} already contains the address of its data"
             raise UserError(f"data_source={source!r}: {problem}; leave data_source empty")
         return None
     if ":" in dataset:
@@ -106,7 +106,7 @@ def fetch(
         definition = find_dataset(dataset, source)
         if definition is not None and test_dataset:
             raise UserError(
-                f"test_dataset={test_dataset!r}: dataset={dataset!r} has its own test split; leave it empty"
+                f"test_dataset={test_dataset!r}: dataset={dataset!r} has its own test split; leave test_dataset empty"
             )
         try:
             if definition is None:
@@ -184,7 +184,7 @@ def make_workspace_beside(folder: Path) -> Iterator[Path]:
     try:
         workspace.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose a folder that can") from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose a writable folder") from error
     try:
         yield workspace
     finally:

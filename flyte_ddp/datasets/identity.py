@@ -37,13 +37,13 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
             if path.is_file():
                 return digest_lines([file_digest(path)])
             if not path.is_dir():
-                raise UserError(f"{where}: there is no such file or directory; give one that exists")
+                raise UserError(f"{where}: no such file or directory; give an existing path")
             files = {file.relative_to(path).as_posix(): file for file in list_data_files(path)}
             if not files:
-                raise UserError(f"{where}: the directory is empty; give one that holds the data")
+                raise UserError(f"{where}: the directory is empty; give a directory that contains the data")
             return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
         except OSError as error:
-            raise UserError(f"{where}: cannot be read: {error}; allow reading it, or give another") from None
+            raise UserError(f"{where}: cannot be read: {error}; make it readable, or give another path") from None
     identify = identify_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
     try:
         return storage.retry(source, identify, Progress().print_note)
@@ -89,13 +89,13 @@ def read_ignore_file(folder: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise UserError(f"{folder / IGNORE_FILE}: is no file of text in UTF-8 ({error}); write it again") from None
+        raise UserError(f"{folder / IGNORE_FILE}: is not a text file in UTF-8 ({error}); write it again") from None
     patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     for pattern in patterns:
         if pattern[0] in "!/" or pattern[-1] == "/":
-            rule = "is no pattern of names of files"
+            rule = "is not a pattern of file names"
             raise UserError(
-                f"{folder / IGNORE_FILE}: {pattern!r} {rule}; write index/* for a folder, and no ! or first /"
+                f"{folder / IGNORE_FILE}: {pattern!r} {rule}; write index/* for a folder, without ! or a leading /"
             )
     return patterns
 
@@ -116,7 +116,7 @@ def hash_object_listing(source: str) -> str:
         try:
             entries = [storage.stat_file(source)]
         except storage.MissingError:
-            raise storage.MissingError("nothing there") from None
+            raise storage.MissingError("no such file or folder") from None
     return digest_lines(f"{entry.name} {entry.size} {entry.tag}" for entry in entries)
 
 

@@ -44,7 +44,7 @@ class ImageList:
         def read_once(address: str) -> bytes:
             content = storage.read_file(address, tag=tag)
             if len(content) != size:
-                raise storage.AlteredError(f"has {len(content):,} bytes, and {size:,} when it was listed")
+                raise storage.AlteredError(f"has {len(content):,} bytes, but had {size:,} when it was listed")
             return content
 
         try:
@@ -52,7 +52,7 @@ class ImageList:
         except storage.UnavailableError as failure:
             advice = "make it readable, or remove it, and run again"
             if isinstance(failure, (storage.MissingError, storage.AlteredError)):
-                advice = "run again to list what is there now"
+                advice = "run again to list the current files"
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe_images(self) -> list[str]:
@@ -68,9 +68,9 @@ class ImageList:
         kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
         lines = [f"{where} {len(self.labels):,} images of {kinds} ({numbers})"]
         if SPLIT_NAMES.issuperset(map(str.lower, self.classes)):
-            lines.append(f"warning: {where} the first folders are the classes, but these look like splits")
+            lines.append(f"warning: {where} the top-level folders are the classes, but their names look like splits")
         if self.others:
-            lines.append(f"{where} {format_count(self.others, 'other file')} left out, as no images in such folders")
+            lines.append(f"{where} {format_count(self.others, 'other file')} skipped (not images in class folders)")
         return lines
 
     @property
@@ -92,14 +92,14 @@ def list_images(address: str) -> ImageList:
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     if not images:
-        problem = f"has no images in folders of their classes among its {len(files):,} files"
-        raise UserError(f"{where}: {problem}; it must hold class/name.jpg")
+        problem = f"none of its {len(files):,} files is an image in a class folder"
+        raise UserError(f"{where}: {problem}; it must contain class/name.jpg")
     folders = sorted({entry.name.partition("/")[0] for entry in files if "/" in entry.name})
     class_of = {name: normalize_class_names(where, [name])[0] for name in folders}  # one class for names equal in NFC
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:
-        fix = "or, if it is no class, move the folder away or begin its name with a dot"
+        fix = "or, if it is not a class, move the folder away or start its name with a dot"
         raise UserError(f"{where}: class {min(imageless)!r} has no images; convert its files to PNG or JPEG, {fix}")
     numbers = {name: number for number, name in enumerate(classes)}
     labels = np.array([numbers[name] for name in labelled], np.int64)

@@ -101,16 +101,16 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> NDA
         raise UserError(f"{name}: {labels}, got shape {list(targets.shape)}")
     if targets.ndim == 3:
         if not whole or targets.shape != images.shape[:3]:
-            rule = f"masks must be whole numbers of the images' height and width, {list(images.shape[:3])}"
+            rule = f"masks must be whole numbers in the images' shape {list(images.shape[:3])}"
             raise UserError(f"{name}: {rule}, got {targets.dtype} {list(targets.shape)}")
         return np.ascontiguousarray(targets, dtype=np.uint8 if targets.dtype == np.uint8 else np.int64)
     if targets.ndim == 2 or (targets.dtype.kind == "f" and not classes):
         return np.ascontiguousarray(targets, dtype=np.float32)
     if not whole:
-        fix = "convert class numbers to int64, or leave out classes to predict numbers"
+        fix = "convert class numbers to int64, or omit classes to predict numbers"
         raise UserError(f"{name}: must be whole numbers, got {targets.dtype}; {fix}")
     if not classes:
-        raise UserError("classes=(): there must be a name for each class; numbers to predict must be float")
+        raise UserError("classes=(): each class needs a name; numbers to predict must be floats")
     require_class_numbers(name, targets, classes)
     return np.ascontiguousarray(targets, dtype=np.int64)
 

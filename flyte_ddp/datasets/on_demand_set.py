@@ -56,12 +56,12 @@ class OnDemandSet(StoredSet):
         """
         found = call_seeded(load_callable(self.name), self.source)
         if not isinstance(found, OnDemand):
-            raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
+            raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, but on_demand(...) before")
         lengths = len(found.train), len(found.test)
         before = self.train_samples, self.test_samples
         if lengths != before:
             told = f"{before[0]} and {before[1]} samples"
-            change = f"has {lengths[0]} and {lengths[1]} samples now, and had {told} when it was prepared"
+            change = f"has {lengths[0]} and {lengths[1]} samples now, but had {told} when it was prepared"
             raise UserError(f"dataset={self.name!r}: {change}; {explain_change(before, lengths)}")
         return found
 
@@ -82,8 +82,8 @@ def explain_change(before: tuple[int, int], now: tuple[int, int]) -> str:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     shares = [{length // ranks, -(-length // ranks)} for length in before]
     if ranks > 1 and all(length in share for length, share in zip(now, shares, strict=True)):
-        return f"its len() divides by the {ranks} ranks, but each must see all samples: read by number, without ranks"
-    return "it must not change"
+        return f"its len() depends on the {ranks} ranks, but each rank needs all samples; read by number, without ranks"
+    return "the number of samples must not change"
 
 
 def call_seeded(function: Callable[[str], Any], source: str) -> Any:
@@ -138,7 +138,7 @@ def require_samples(set_name: str, samples: Any) -> int:
         with limit_wait(f"{set_name}: len() of a {kind}"):
             length = len(samples)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{set_name}: len() of a {kind} fails ({error}); it must be the number of samples") from error
+        raise UserError(f"{set_name}: len() of a {kind} fails ({error}); must be the number of samples") from error
     if not length:
         raise UserError(f"{set_name}: is empty")
     return length
@@ -168,10 +168,10 @@ def refuse_stream(set_name: str, samples: Any) -> None:
     for wrapped in unwrap(samples):
         for part in (wrapped, *getattr(wrapped, "__dict__", {}).values()):
             if isinstance(part, IterableDataset) and unwrap(part):
-                problem = f"reads a {type(part).__name__}, an IterableDataset of torch, which divides samples by ranks"
-                fix = "read by number, such as by mosaicml-streaming's LocalDataset or litdata's Cache"
-                rule = "a set on demand must have all samples in each rank"
-                raise UserError(f"{set_name} {problem}; {rule}: {fix} (docs/data-libraries.md)")
+                problem = f"reads a {type(part).__name__}, a torch IterableDataset, which divides samples among ranks"
+                fix = "read by number, for example with mosaicml-streaming's LocalDataset or litdata's Cache"
+                rule = "an on-demand set needs all samples in each rank"
+                raise UserError(f"{set_name} {problem}; {rule}; {fix} (docs/data-libraries.md)")
 
 
 def read_user_item(where: str, samples: Any, number: int) -> Any:

@@ -36,7 +36,9 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
         raise unknown_name_error("split", split, ("train", "test"))
     if source not in catalog.DATASETS:
         if split != "train":
-            raise UserError(f"split={split!r}: a folder of images is one split; give the folder of the one you want")
+            raise UserError(
+                f"split={split!r}: a folder of images is one split; give the folder of the split that you want"
+            )
         return pack_image_folder(source, folder, **options)
     with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
         arrays = open_arrays(fetch(source, "", Path(data) / source, progress="off"))

@@ -115,14 +115,14 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
     if sampling == "weighted":
         weights = getattr(data, "sample_weights", None)
         if weights is None:
-            fix = "give them to arrays(...) or image_arrays(...), or to the training set as an attribute"
+            fix = "pass them to arrays(...) or image_arrays(...), or set them as an attribute of the training set"
             problem = f"dataset={data.name!r} has no sample_weights"
-            raise UserError(f"sampling='weighted': {problem}; {fix}, or take sampling='balanced'")
+            raise UserError(f"sampling='weighted': {problem}; {fix}, or set sampling='balanced'")
         return draw_by_weights(order, weights[order.listed])
     labels = find_training_targets(data)
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu":
-        fix = "give sample_weights, and take sampling='weighted'"
-        raise UserError(f"sampling='balanced': dataset={data.name!r} has no single class for each sample; {fix}")
+        fix = "pass sample_weights, and set sampling='weighted'"
+        raise UserError(f"sampling='balanced': dataset={data.name!r} does not have one class per sample; {fix}")
     return draw_by_weights(order, inverse_class_counts(labels[order.listed]))
 
 
@@ -145,12 +145,14 @@ def check_prepared_set(folder: Path, hp: Hyperparameters) -> list[str]:
     classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     check_select_by(hp.select_by, hp.objective, len(classes))
     if hp.threshold and len(classes) != 2:
-        raise UserError(f"threshold={hp.threshold!r}: divides two classes, and there are {len(classes)}; leave it out")
+        raise UserError(
+            f"threshold={hp.threshold!r}: needs two classes, but the data set has {len(classes)}; omit threshold"
+        )
     notes = describe_missing_classes(targets, classes) if hp.objective == "segmentation" else []
     orders = order_splits(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
-        problem = f"holds out all {len(orders['validation']):,} samples that dataset={hp.dataset!r} has for training"
-        fix = "lower it, or give more samples"
+        problem = f"holds out all {len(orders['validation']):,} training samples of dataset={hp.dataset!r}"
+        fix = "lower it, or add samples"
         raise UserError(f"validation_fraction={hp.validation_fraction:g}: {problem}; {fix}")
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
@@ -175,7 +177,7 @@ def refuse_too_few_shards(data: PreparedSet, hp: Hyperparameters, *, ranks: int,
     splits = divide_shards(data, data.train.counts, hp.validation_fraction, hp.seed)
     shards, workers = int(np.count_nonzero(splits.sizes["training"])), max(1, workers)
     if shards < ranks * workers:
-        problem = f"has {shards} shards for training, read by {ranks} ranks x {workers} workers: each needs one"
+        problem = f"has {shards} training shards for {ranks} ranks x {workers} workers: each worker needs one"
         fix = "make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
         raise UserError(f"dataset={hp.dataset!r}: {problem}; {fix}")
 
@@ -194,14 +196,14 @@ def describe_missing_classes(masks: NDArray[Any] | None, classes: Sequence[str])
             return []
     text = f"warning: no pixel of the training masks has the class {join_first(map(repr, missing.values()))}"
     if len(missing) >= len(classes) - 1 and any((mask == IGNORED).any() for mask in masks):
-        text += f", and pixels that are {IGNORED} are ignored; of masks painted 0 and 255 make classes by masks // 255"
+        text += f", and pixels of value {IGNORED} are ignored; if masks are painted 0 and 255, use masks // 255"
     return [text]
 
 
 def no_samples_error(dataset: str, purpose: str) -> UserError:
     stream = encoded_kind(dataset) == "stream"
-    more = "a stream holds out whole shards: pack it into more of them" if stream else "give more"
-    return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
+    more = "pack more shards (a stream holds out whole shards)" if stream else "add samples"
+    return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, hold out less, or set test_dataset")
 
 
 def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
@@ -219,11 +221,11 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
 def refuse_unusable_stream(index: ShardIndex, dataset: str) -> None:
     """Raise UserError if webdataset is not installed, or a data set in the index has a weight other than 1."""
     if importlib.util.find_spec("webdataset") is None:
-        raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not there; pip install webdataset")
+        raise UserError(f"dataset={dataset!r}: streams need webdataset, which is not installed; pip install webdataset")
     for part in index.parts:
         if part.weight != 1:
-            problem = f"its part {part.name!r} has weight {part.weight:g}, and a stream goes through all parts alike"
-            raise UserError(f"dataset={dataset!r}: {problem}; take shards:ADDRESS, or an index without weights")
+            problem = f"its part {part.name!r} has weight {part.weight:g}, but a stream reads all parts equally often"
+            raise UserError(f"dataset={dataset!r}: {problem}; use shards:ADDRESS, or an index without weights")
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
@@ -235,20 +237,20 @@ def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
         refuse_unusable_stream(data.train, hp.dataset)
     if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
-        raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")
+        raise UserError(f"bad_samples={hp.bad_samples}: {what}; set bad_samples=0, and skip unreadable samples there")
     if data.pictures:
         if hp.collate != "stacked":
-            what = f"dataset={data.name!r} has images, which have one size"
-            raise UserError(f"collate={hp.collate!r}: {what}; leave it out")
+            what = f"dataset={data.name!r} has images, which all have one size"
+            raise UserError(f"collate={hp.collate!r}: {what}; omit collate")
         return
-    what = f"dataset={data.name!r} has samples that are no images"
+    what = f"dataset={data.name!r} has samples that are not images"
     if ":" not in hp.model:
-        images = "return sets of PIL images or uint8 arrays, without ToTensor and Normalize"
-        raise UserError(f"model={hp.model!r}: takes images, and {what}; name a model of your own, or {images}")
+        images = "return PIL images or uint8 arrays, without ToTensor and Normalize"
+        raise UserError(f"model={hp.model!r}: needs images, but {what}; use a user-defined model, or {images}")
     if hp.image_size:
-        raise UserError(f"image_size={hp.image_size}: {what}; leave it 0")
+        raise UserError(f"image_size={hp.image_size}: {what}; set image_size=0")
     if hp.augment != "none" and ":" not in hp.augment:
-        raise UserError(f"augment={hp.augment!r}: {what}; take none, or a function of your own")
+        raise UserError(f"augment={hp.augment!r}: {what}; set augment=none, or use a user-defined function")
 
 
 def count_training_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
@@ -279,9 +281,9 @@ def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbe
         UserError: The numbers of classes differ, or no number is known and ``of_numbers`` is False.
     """
     if classes and hp.num_classes not in (0, len(classes)):
-        raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
+        raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)} classes; set that number or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
     if not names and not of_numbers:
-        what = "does not say how many classes there are; set num_classes, or give names of classes to it, or its index"
+        what = "has an unknown number of classes; set num_classes, or add class names to the data set or its index"
         raise UserError(f"dataset={hp.dataset!r}: {what}")
     return names

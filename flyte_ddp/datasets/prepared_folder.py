@@ -142,7 +142,7 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
 def read_description(folder: Path) -> dict[str, Any]:
     """Return the content of ``dataset.json`` in a prepared folder. Raises UserError if missing or damaged."""
     if not (folder / DESCRIPTION).exists():
-        raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
+        raise UserError(f"{folder}: is not a prepared data set: {DESCRIPTION} is missing; fetch a data set into it")
     with translate_damage_to_user_error(folder):
         description = parse_json((folder / DESCRIPTION).read_bytes())
         require_form(description, FORM, DESCRIPTION)

@@ -33,12 +33,12 @@ def pack_preprocessing(
     if prepare is None:
         if preprocessing is None:
             return {}
-        raise UserError("preprocessing: also give prepare=, the function that makes inputs of new rows with it")
+        raise UserError("preprocessing: also pass prepare=, a function that uses it to make the inputs of new rows")
     spec = f"{prepare.__module__}:{getattr(prepare, '__qualname__', '')}"
     try:
         split_spec(spec)
     except UserError:
-        raise UserError(f"prepare={spec!r}: must be a function that a module defines") from None
+        raise UserError(f"prepare={spec!r}: must be a function defined in a module") from None
     require_two_arguments(prepare, spec)
     return {"prepare": spec, **pack_fitted(preprocessing), "columns": columns}
 
@@ -48,7 +48,7 @@ def require_two_arguments(prepare: Callable[..., Any], spec: str) -> None:
     try:
         inspect.signature(prepare).bind(None, "")
     except (TypeError, ValueError):  # ValueError: a builtin without a signature
-        raise UserError(f"prepare={spec!r}: must take (preprocessing, source)") from None
+        raise UserError(f"prepare={spec!r}: must accept (preprocessing, source)") from None
 
 
 def pack_fitted(fitted: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def pack_fitted(fitted: Any) -> dict[str, Any]:
     try:
         content = pickle.dumps(fitted)
     except Exception as error:  # user-defined objects may raise anything
-        fix = "in place of lambdas and inner functions take those that a module defines"
+        fix = "replace lambdas and nested functions with functions defined in a module"
         raise UserError(f"preprocessing: cannot be pickled ({error}); {fix}") from error
     sha256 = hashlib.sha256(content).hexdigest()
     return {"releases": list_releases(), "sha256": sha256, "pickle": base64.b64encode(content).decode()}

@@ -90,9 +90,9 @@ class PublishedSet:
                 return storage.retry(addresses, download_from, progress.print_note)
         except storage.UnavailableError as failure:
             what = f"data_source={source!r}: cannot get {name}" if source else f"{self.name}: cannot get {name}"
-            fix = "check the network, or set data_source to a directory or mirror that holds it"
+            fix = "check the network, or set data_source to a directory or mirror with this file"
             if source:
-                fix = f"it must be reachable, and hold the published {', '.join(self.files)}"
+                fix = f"the source must be reachable and contain the published {', '.join(self.files)}"
             raise failure.to_user_error(f"{what} ({failure}); {fix}") from None
 
 

@@ -75,7 +75,9 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
         return rows
     if missing := [name for name in names if name not in found]:
         had = f"the rows have {join_first(found, 20)}"
-        raise UserError(f"{where}: the column {join_first(missing)} is missing; {had}; give rows as in training")
+        raise UserError(
+            f"{where}: the column {join_first(missing)} is missing; {had}; pass the same columns as in training"
+        )
     if isinstance(rows, list):
         return [{name: row.get(name) for name in names} for row in rows]
     if isinstance(rows, Mapping):
@@ -83,7 +85,9 @@ def order_columns(rows: Any, names: Sequence[str], where: str) -> Any:
     if hasattr(rows, "column_names"):
         return rows.select([*names])
     if not hasattr(rows, "columns") and rows.dtype.names is None:
-        raise UserError(f"{where}: the rows have {len(found)} columns; give the {len(names)} of the training")
+        raise UserError(
+            f"{where}: the rows have {len(found)} columns, but training had {len(names)}; pass the same columns"
+        )
     given = {str(name): name for name in getattr(rows, "columns", names)}
     return rows[[given[name] for name in names]]
 

@@ -79,7 +79,7 @@ class StoredRows:
         try:
             return pickle.loads(self.path.read_bytes())
         except Exception as error:  # the packages that define the rows' types may raise anything
-            fix = "install what the data set uses, or delete the folder and fetch it again"
+            fix = "install the packages that the data set uses, or delete the folder and fetch it again"
             raise UserError(f"{self.path}: the rows cannot be read ({type(error).__name__}: {error}); {fix}") from error
 
 
@@ -371,9 +371,11 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
     """
     for key in name_leaves(leaves) if form_of(leaves) == "dict" else ():
         if not isinstance(key, str) or not key.isidentifier():
-            raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
+            raise UserError(
+                f"{name}: the name {key!r} must be a Python identifier, because it becomes an argument of forward"
+            )
         if key in RESERVED and name.endswith("inputs"):
-            raise UserError(f"{name}: the name {key!r} is reserved; rename it, in the model's forward as well")
+            raise UserError(f"{name}: the name {key!r} is reserved; rename it here and in the model's forward")
 
 
 def store_leaf(name: str, given: Any, *, distinct: bool = False) -> NDArray[Any] | Ragged:
@@ -421,7 +423,7 @@ def convert_ragged(name: str, samples: Sequence[NDArray[Any]], *, distinct: bool
     filled = {place: sample for place, sample in enumerate(samples) if sample.shape != (0,)} or {0: samples[0]}
     first, expected = next((place, sample.shape) for place, sample in filled.items())
     for place, sample in filled.items():
-        require_numbers(f"{name}[{place}]", sample, "give numbers for them")
+        require_numbers(f"{name}[{place}]", sample, "convert them to numbers")
         if not sample.ndim or sample.shape[1:] != expected[1:]:
             problem = f"sample {place} has shape {list(sample.shape)} and sample {first} has {list(expected)}"
             raise UserError(f"{name}: {problem}; only the first dimension may differ")
@@ -442,7 +444,9 @@ def convert_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
         with np.errstate(over="raise"):
             return values.astype(stored_type(values.dtype), copy=False)
     except FloatingPointError:
-        raise UserError(f"{name}: a number is too large for float32, in which floats are kept; scale them") from None
+        raise UserError(
+            f"{name}: a number is too large for float32, the type of stored floats; scale the values"
+        ) from None
 
 
 def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -460,7 +464,9 @@ def require_one_length(parts: Mapping[str, Leaves]) -> None:
     first, samples = next(iter(lengths.items()))
     for name, length in lengths.items():
         if length != samples:
-            raise UserError(f"{name} has {length} samples, and {first} has {samples}: all must have the same number")
+            raise UserError(
+                f"{name} has {length} samples, but {first} has {samples}; all must have the same number of samples"
+            )
 
 
 def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]:
@@ -474,7 +480,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
-        raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have one form")
+        raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have the same form")
     unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, leaf in named[0].items():
         pair = leaf, named[1][name]
@@ -487,7 +493,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> tuple[Leaves, Leaves]
             )
             where = f"{kind}{f'[{name!r}]' if name else ''}"
             found = f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}"
-            raise UserError(f"{found}: both must have one type and shape")
+            raise UserError(f"{found}: both must have the same type and shape")
         common = stored_type(np.result_type(*(each.dtype for each in pair)))
         for side, each in zip(unified, pair, strict=True):
             if ragged:
@@ -526,7 +532,7 @@ def convert_weights(values: Any, samples: int) -> NDArray[np.float64] | None:
         problem = f"weight {weights[wrong[0]]} of sample {wrong[0]}"
         raise UserError(f"sample_weights: {problem}: must be a finite number of at least 0")
     if not weights.any():
-        raise UserError("sample_weights: are all 0; give those above 0 that training shall draw")
+        raise UserError("sample_weights: are all 0; at least one weight must be above 0")
     return np.ascontiguousarray(weights, dtype=np.float64)
 
 
@@ -553,11 +559,11 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
         return ()
     smallest, largest = (int(find(map(find, targets))) for find in (min, max))
     if smallest < 0:
-        fix = "give numbers to predict as floats, and classes as 0, 1, 2, ..."
-        raise UserError(f"targets: whole numbers are classes, from 0 on, and one is {smallest}; {fix}")
+        fix = "pass numbers to predict as floats, and classes as 0, 1, 2, ..."
+        raise UserError(f"targets: whole numbers are classes and must be at least 0, but one is {smallest}; {fix}")
     if largest >= MOST_CLASSES:
-        problem = f"the whole number {largest} would be a class, and there may be {MOST_CLASSES:,}"
-        raise UserError(f"targets: {problem}; give numbers to predict as floats")
+        problem = f"whole numbers are classes and must be below {MOST_CLASSES:,}, but one is {largest}"
+        raise UserError(f"targets: {problem}; pass numbers to predict as floats")
     return tuple(map(str, range(largest + 1)))
 
 

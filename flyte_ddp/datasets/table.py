@@ -84,7 +84,7 @@ def split_by_id(ids: Any, test: float = 0.1) -> tuple[NDArray[np.int64], NDArray
         UserError: ``test`` is not between 0 and 1.
     """
     if not 0 < test < 1:
-        raise UserError(f"test={test}: must be a share between 0 and 1")
+        raise UserError(f"test={test}: must be a fraction between 0 and 1")
     held_out = hash_samples(None, ids) < np.uint64(test * 2**64)
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
@@ -106,7 +106,7 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     """
     table, where = make_table(found, f"dataset={spec!r}"), f"dataset={spec!r}"
     if found.is_test is Table.is_test and not 0 < table.test < 1:
-        raise UserError(f"{where}: test={table.test}: must be a share between 0 and 1")
+        raise UserError(f"{where}: test={table.test}: must be a fraction between 0 and 1")
     read, targets, ids = read_rows(table, source, where)
     if targets is None:
         raise UserError(f"{where}: read() returned no targets; training needs them")
@@ -114,20 +114,20 @@ def load_table(spec: str, found: type[Table], source: str) -> SampleArrays:
     targets, classes = convert_targets(targets, [*map(str, table.classes)], where)
     held_out = np.asarray(table.is_test(read, ids))
     if held_out.dtype != bool or held_out.shape != (samples,):
-        rule = f"must return truth values for the {samples} rows"
+        rule = f"must return a bool for each of the {samples} rows"
         raise UserError(f"{where}: is_test() returned {held_out.dtype} {list(held_out.shape)}; {rule}")
     sides = {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
     for side, places in sides.items():
         if not len(places):
             raise UserError(
-                f"{where}: none of the {samples} rows is for the {side}; change test={table.test} or is_test"
+                f"{where}: none of the {samples} rows is in the {side} split; change test={table.test} or is_test"
             )
     chosen = {side: rows.take_rows(read, places) for side, places in sides.items()}
     goals = {side: rows.take_rows(targets, places) for side, places in sides.items()}
     fitted = table.fit(*copy.deepcopy((chosen["train"], goals["train"])))
     if fitted is None and found.fit is not Table.fit:
-        rule = "only what it returns stays with the model, and prepare() gets nothing else"
-        raise UserError(f"{where}: fit() returned None; return what was fitted, because {rule}")
+        rule = "only this object is saved with the model and passed to prepare()"
+        raise UserError(f"{where}: fit() returned None; return the fitted object, because {rule}")
     packed = pack_fitted(fitted) | {
         TABLE: spec,
         "rows": [*rows.list_columns(read)],
@@ -160,12 +160,12 @@ def make_table(found: Callable[[], Any], where: str) -> Table:
     """
     table = found()
     if not isinstance(table, Table):
-        raise UserError(f"{where}: is no flyte_ddp.Table; derive the class from it")
+        raise UserError(f"{where}: is not a flyte_ddp.Table; derive the class from flyte_ddp.Table")
     for name, parameters in PARAMETERS.items():
         try:
             inspect.signature(getattr(table, name)).bind(*parameters)
         except TypeError:
-            raise UserError(f"{where}: {name} must take (self, {', '.join(parameters)})") from None
+            raise UserError(f"{where}: {name} must accept (self, {', '.join(parameters)})") from None
     return table
 
 
@@ -190,7 +190,7 @@ def read_rows(table: Table, source: str, where: str) -> tuple[Any, Any, Any]:
         raise UserError(f"{where}: read() found no row in {source!r}")
     for name, values in (("targets", targets), ("ids", ids)):
         if values is not None and rows.count_rows(values) != samples:
-            raise UserError(f"{where}: read() returned {samples} rows and {rows.count_rows(values)} {name}")
+            raise UserError(f"{where}: read() returned {samples} rows but {rows.count_rows(values)} {name}")
     return found, targets, ids
 
 
@@ -213,11 +213,13 @@ def convert_targets(targets: Any, declared: Sequence[str], where: str) -> tuple[
         return targets, declared
     names = name_targets(values, declared, where)
     if missing := np.flatnonzero(names == rows.MISSING).tolist():
-        raise UserError(f"{where}: row {missing[0]} has no target; leave such rows out in read()")
+        raise UserError(f"{where}: row {missing[0]} has no target; remove rows without a target in read()")
     numbers = values.dtype.kind in "iu"
     known = [*declared] or sorted({*names.tolist()}, key=int if numbers else str)
     if unknown := sorted({*names.tolist()}.difference(known)):
-        raise UserError(f"{where}: the target {unknown[0]!r} is none of classes = {join_first(known)}; correct one")
+        raise UserError(
+            f"{where}: the target {unknown[0]!r} is not in classes = {join_first(known)}; correct the target or classes"
+        )
     return number_names(names, known), known
 
 
@@ -235,7 +237,7 @@ def name_targets(values: NDArray[Any], declared: Sequence[str], where: str) -> N
             names.append(rows.MISSING)
         elif are_places(declared) and isinstance(value, (int, float)) and not isinstance(value, bool):
             if value not in range(len(declared)):
-                raise UserError(f"{where}: the target {value} is no place in classes = {join_first(declared)}")
+                raise UserError(f"{where}: the target {value} is not a position in classes = {join_first(declared)}")
             names.append(declared[int(value)])
         else:
             names.append(convert_id(value))
@@ -281,8 +283,10 @@ def require_independent_rows(table: Table, fitted: Any, some: Any, inputs: Any, 
                 if same and whole.dtype.kind in "biuf":
                     same = np.allclose(whole, other, rtol=1e-4, atol=1e-6, equal_nan=True)
                 if not same:
-                    rule = "it must use what fit() returned and the row itself, and must fit nothing"
-                    raise UserError(f"{where}: prepare() gives test row {row} other inputs beside other rows; {rule}")
+                    rule = "it must use only the fitted object and the row itself, and must fit nothing"
+                    raise UserError(
+                        f"{where}: prepare() returns different inputs for test row {row} if other rows differ; {rule}"
+                    )
 
 
 def to_array(leaf: Any, places: NDArray[np.int64]) -> NDArray[Any]:

@@ -200,7 +200,7 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
         names = ["inputs"] if count == 1 else [f"inputs_{place}" for place in range(count)]
         named = dict(zip([*names, *[MASK] * masked], leaves, strict=True))
     if not all(isinstance(leaf, Tensor) for leaf in named.values()):
-        raise NotExportedError("its inputs are no tensor, and no tuple or dict of tensors")
+        raise NotExportedError("its inputs must be a tensor, or a tuple or dict of tensors")
     return {name: widen_type(leaf) for name, leaf in named.items()}
 
 

@@ -49,7 +49,7 @@ def write_onnx(
     with silence_torch(), torch.no_grad(), export_recurrent_layers_as_loops(module):
         outputs: Mapping[str, Tensor] = module(example)
         if not outputs:
-            raise NotExportedError("its outputs hold no tensor of floats by name")
+            raise NotExportedError("its outputs contain no named float tensor")
         if both := example.keys() & outputs.keys():
             raise NotExportedError(f"an input and an output are both called {min(both)!r}; rename the output")
         try:

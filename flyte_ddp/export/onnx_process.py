@@ -45,8 +45,8 @@ class OnnxProcess:
             self.process.wait()
             self.stderr.seek(0)
             lines = self.stderr.read().decode(errors="replace").splitlines()
-            errors = [line for line in lines if "Error" in line] or ["it was killed"]
-            raise OSError(f"onnxruntime cannot run it: {errors[-1][:200]}") from None
+            errors = [line for line in lines if "Error" in line] or ["its process was killed"]
+            raise OSError(f"onnxruntime cannot run the model: {errors[-1][:200]}") from None
         return outputs
 
 

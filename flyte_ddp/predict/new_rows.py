@@ -103,7 +103,7 @@ class Preprocessing:
             with translate_user_errors(self.where):
                 returned = self.call(self.fitted, source)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                what = f"returned {type(returned).__name__}; must return (inputs, ids), ids may be None"
+                what = f"returned {type(returned).__name__}; must return (inputs, ids), where ids may be None"
                 raise UserError(f"{self.where}: {what}")
             given, given_ids = returned
             given = columns.order_frames(f"{self.where}: inputs", given, self.packed.get("columns", {}))
@@ -122,7 +122,7 @@ class Preprocessing:
     def _call_prepare(self, rows: Any) -> Any:
         if not isinstance(self.call, Table):
             raise UserError(
-                f"{self.where}: the function reads a file and takes no rows; derive the data set from flyte_ddp.Table"
+                f"{self.where}: the function reads a file and accepts no rows; derive the data set from flyte_ddp.Table"
             )
         ordered = order_columns(rows, self.packed["rows"], self.where)
         with translate_user_errors(self.where):
@@ -150,22 +150,22 @@ def load_preprocessing(model_json: Path | str | Mapping[str, Any]) -> Preprocess
     sidecar = model_json if isinstance(model_json, Mapping) else read_model_json(Path(model_json))
     if not (packed := sidecar.get(PREPROCESSING)):
         fix = "derive the data set from flyte_ddp.Table and train again, or predict a dataset"
-        raise UserError(f"the model has no preprocessing: {fix}")
+        raise UserError(f"the model has no preprocessing; {fix}")
     by_table = isinstance(packed, Mapping) and TABLE in packed
     form = FITTED | ({TABLE: str, "rows": list} if by_table else {"prepare": str})
-    require_form(packed, form, "the preprocessing in model.json is damaged, so take the file from the run again")
+    require_form(packed, form, "the preprocessing in model.json is damaged, so copy the file from the run again")
     try:
         content = base64.b64decode(packed["pickle"])
     except ValueError:
         content = b""
     if hashlib.sha256(content).hexdigest() != packed["sha256"]:
-        raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
+        raise UserError("the preprocessing in model.json is damaged; copy the file from the run again")
     try:
         fitted = StoredUnpickler(packed.get(TABLE) or packed["prepare"], content).load()
     except Exception as error:  # user-defined objects may raise anything
         raise UserError(
-            f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was made with "
-            f"{packed['releases']}, and needs the modules that its objects come from"
+            f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was saved with "
+            f"{packed['releases']}, and needs the modules that define its objects"
         ) from error
     return Preprocessing(fitted, packed, sidecar.get("input", {}))
 
@@ -184,7 +184,7 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
     new = preprocessing.read(source)
     for row, reason in new.bad.items():
         called = "" if new.ids is None else f" (id {str(new.ids[row])!r})"
-        fix = "replace what is missing or infinite, as scikit-learn's SimpleImputer does, or leave the row out"
+        fix = "replace missing or infinite values, for example with scikit-learn's SimpleImputer, or remove the row"
         raise UserError(f"{preprocessing.where}: inputs: row {row}{called}: {reason}; {fix}")
     return new.inputs, new.ids
 
@@ -206,8 +206,8 @@ def make_model_inputs(sidecar: Mapping[str, Any], data: SampleArrays) -> SampleA
         kinds = ["Table's preprocessing" if TABLE in each else "preprocessing" for each in (theirs, mine)]
         pairs = zip(kinds, (theirs, mine), strict=True)
         fits = [f"{kind} {each['sha256'][:12]}" if each else "no preprocessing" for kind, each in pairs]
-        problem = f"its inputs were made with {fits[0]}, and the model was trained with {fits[1]}"
-        fix = "derive the data set from flyte_ddp.Table, which gives each model inputs of its own, and train again"
+        problem = f"its inputs were made with {fits[0]}, but the model was trained with {fits[1]}"
+        fix = "derive the data set from flyte_ddp.Table, which prepares inputs for each model, and train again"
         raise UserError(f"dataset={data.name!r}: {problem}; {fix}")
     inputs = load_preprocessing(sidecar).prepare(data.load_rows("test"))
     return replace(data, train_inputs=inputs, test_inputs=inputs, preprocessing=mine)

@@ -101,7 +101,7 @@ def write_prediction_table(
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
     if top_classes < 0:
-        raise UserError(f"top_classes={top_classes}: must be at least 0, which stands for a column for each class")
+        raise UserError(f"top_classes={top_classes}: must be at least 0 (0: a column for each class)")
     settings = settings or Settings()
     model = SavedModel(model_path, sidecar_path, settings, bad_samples)
     bad = BadSamples(model.bad_samples)
@@ -137,8 +137,8 @@ def write_predictions(file: Any, batches: Iterable[Batch], predictor: "Predictor
         if writer is not None:
             if any(batch.decoded) and columns.keys() != {*writer.fieldnames}:
                 raise UserError(
-                    f"the model's answers are {', '.join(writer.fieldnames)} in one batch and {', '.join(columns)} in "
-                    "another: must have the same names"
+                    f"the table's columns are {', '.join(writer.fieldnames)} in one batch, but {', '.join(columns)} in "
+                    "another; all batches must have the same columns"
                 )
             writer.writerows(waiting)
             waiting.clear()
@@ -240,7 +240,9 @@ class Predictor:
         if self.ranking:
             pictured = f"The {len(self.pictures)} with the highest score of {classes[1]!r}"
             threshold = self.model.objective.facts.threshold
-            shown = f"{counted[classes[1]]:,}" + ("" if threshold is None else f", from a score of {threshold:.4g} on")
+            shown = f"{counted[classes[1]]:,}" + (
+                "" if threshold is None else f", with a score of at least {threshold:.4g}"
+            )
             facts.append((f"Predicted {classes[1]!r}", shown))
         values = {"facts": facts, "pictured": pictured, "pictures": self.pictures}
         if any(picture.masks for picture in self.pictures):
@@ -251,7 +253,7 @@ class Predictor:
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
     if undefined:
         said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
-        progress.print_note(f"{said} {join_first(sorted(undefined))}; look at their inputs")
+        progress.print_note(f"{said} {join_first(sorted(undefined))}; check their inputs")
     if bad.names:
         listed = join_first(sorted(f"{name} ({reason})" for name, reason in bad.names.items()))
         progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")

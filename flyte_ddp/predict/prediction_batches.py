@@ -71,7 +71,7 @@ class SavedModel:
 
     def unfit_data_error(self, what: str) -> UserError:
         takes = describe_input(self.sidecar["input"])
-        return UserError(f"{what}, and the model takes {takes}; give data like those that it was trained on")
+        return UserError(f"{what}, but the model accepts {takes}; give data like the training data")
 
     def takes(self, found: ModelInput) -> bool:
         if isinstance(self.spec, InputSpec):
@@ -113,7 +113,9 @@ def find_images(folder: Path) -> list[Path]:
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
     images = sorted(folder / name for name in names if is_image(name))
     if not images:
-        raise UserError(f"images={folder}: no image among its {len(names):,} files; put {', '.join(SUFFIXES)} there")
+        raise UserError(
+            f"images={folder}: none of its {len(names):,} files is an image; add {', '.join(SUFFIXES)} files"
+        )
     return images
 
 
@@ -128,7 +130,7 @@ def read_folder_batches(
     """
     spec = model.spec
     if not isinstance(spec, InputSpec) or spec.channels not in (1, 3):
-        raise model.unfit_data_error(f"images={folder}: has image files, of 1 or 3 channels")
+        raise model.unfit_data_error(f"images={folder}: has images of 1 or 3 channels")
     middle = model.sidecar["input"].get("crop") == artifacts.MIDDLE
 
     def read_input(path: Path) -> Tensor | DecodingError:
@@ -189,7 +191,7 @@ def read_prepared_split(
     if isinstance(data, EncodedSet):
         names = names or model.classes
         if not isinstance(spec, InputSpec) or spec.channels != 3 or spec.height != spec.width:
-            raise model.unfit_data_error(f"dataset={data.name!r}: has colour images that become squares")
+            raise model.unfit_data_error(f"dataset={data.name!r}: has colour images, which are cropped to squares")
         sample = str(model.hyperparameters.get("sample", ""))
         split, images = open_encoded_test_split(
             data, spec, len(names), bad, sample=sample, device=model.device, settings=model.settings
@@ -261,8 +263,8 @@ def order_targets(model: SavedModel, dataset: str, names: Sequence[str], targets
         return targets
     if sorted(names) != sorted(model.classes) or not isinstance(targets, Tensor):
         raise UserError(
-            f"data set {dataset!r} has the classes or labels {', '.join(names[:6])}: the model has "
-            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same"
+            f"data set {dataset!r} has the classes or labels {', '.join(names[:6])}, but the model has "
+            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same names"
         )
     if targets.is_floating_point():
         return targets[:, [names.index(name) for name in model.classes]]

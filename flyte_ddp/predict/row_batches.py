@@ -31,8 +31,10 @@ def read_row_batches(
     bad.names |= {f"row {every[place]}": reason for place, reason in new.bad.items()}
     if len(new.bad) > bad.allowed or not len(new.places):
         first = next(iter(new.bad))
-        problem = f"{len(new.bad):,} of {format_count(len(every), 'row')} cannot be predicted, such as {every[first]}"
-        fix = f"fill in what is missing, or set bad_samples={len(new.bad)} to leave them out"
+        problem = (
+            f"{len(new.bad):,} of {format_count(len(every), 'row')} cannot be predicted, for example {every[first]}"
+        )
+        fix = f"fill in missing values, or set bad_samples={len(new.bad)} to skip these rows"
         raise UserError(f"{table}: {problem}: {new.bad[first]}; {fix}")
     targets, names = name_new_targets(model, new.targets, table)
     rows = {} if new.rows is None else {"test": new.rows}
@@ -75,5 +77,5 @@ def name_new_targets(model: SavedModel, targets: Any, table: str) -> tuple[Any, 
     declared = classes if model.sidecar[PREPROCESSING].get(NUMBERED) else ()
     named = name_targets(values, declared, table)
     if unknown := sorted({*named.tolist()}.difference(classes, [MISSING])):
-        raise UserError(f"{table}: the target {unknown[0]!r} is no class of the model: {join_first(classes)}")
+        raise UserError(f"{table}: the target {unknown[0]!r} is not a class of the model ({join_first(classes)})")
     return number_names(named, classes), classes

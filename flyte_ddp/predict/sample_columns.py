@@ -66,7 +66,7 @@ def describe_batch(
         many = len(numbers) > COLUMNS
         outputs_found = split_rows("output", np.stack(numbers, axis=1), ()) if many else answers
         if shared := [*(found.keys() & outputs_found.keys())]:
-            raise UserError(f"the objective's answers have a column {shared[0]!r}, as the inputs have; rename it")
+            raise UserError(f"the objective's answers and the inputs both have a column {shared[0]!r}; rename one")
         found |= outputs_found
     return {name: convert_column(values) for name, values in found.items()}
 

@@ -17,9 +17,11 @@ def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, .
         try:
             name.encode()
         except UnicodeEncodeError:  # Python shows bytes of a file name that are not UTF-8 as surrogates
-            raise UserError(f"{dataset}: class {name!r} is not UTF-8, as a model's files are; rename it") from None
+            raise UserError(f"{dataset}: class {name!r} is not UTF-8, which a model's files need; rename it") from None
         normal = unicodedata.normalize("NFC", name)
         if normal in given:
-            raise UserError(f"{dataset}: classes {given[normal]!a} and {name!a} have one name; rename one of them")
+            raise UserError(
+                f"{dataset}: classes {given[normal]!a} and {name!a} are equal in Unicode form NFC; rename one of them"
+            )
         given[normal] = name
     return tuple(given)

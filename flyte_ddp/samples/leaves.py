@@ -71,8 +71,8 @@ def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> 
     named = [name_leaves(leaves) for leaves in samples]
     for name, leaves, each in zip(names, samples, named, strict=True):
         if form_of(leaves) != form_of(samples[0]) or each.keys() != named[0].keys():
-            forms = f"are {describe_form(leaves)}, and those of {names[0]} {describe_form(samples[0])}"
-            raise UserError(f"the {kind} of {name} {forms}: all must have one form")
+            forms = f"are {describe_form(leaves)}, but those of {names[0]} are {describe_form(samples[0])}"
+            raise UserError(f"the {kind} of {name} {forms}: all must have the same form")
     return {key: [each[key] for each in named] for key in named[0]}
 
 
@@ -98,9 +98,9 @@ def require_array(name: str, values: Any) -> NDArray[Any]:
         if array.dtype.kind == "V" and "float" in array.dtype.name:  # a type of the package ml_dtypes
             array = array.astype(np.float32)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
+        raise UserError(f"{name}: is not an array ({error}); give parts of equal shape, in CPU memory") from None
     if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
-        raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats, or lower ones")
+        raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats or smaller numbers")
     return array
 
 
@@ -131,9 +131,9 @@ def refuse_masked(name: str, values: Any) -> None:
     """
     parts = values if isinstance(values, (list, tuple)) else [values]
     if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
-        fill = "fill them (.filled(0), of targets that are floats .filled(np.nan))"
-        fix = f"{fill}, or give the mask as an array of its own"
-        raise UserError(f"{name}: has masked values, and the mask would be lost; {fix}")
+        fill = "fill them (.filled(0), or .filled(np.nan) for float targets)"
+        fix = f"{fill}, or pass the mask as a separate array"
+        raise UserError(f"{name}: has masked values, but the mask would be lost; {fix}")
 
 
 def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:

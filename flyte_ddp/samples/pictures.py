@@ -25,7 +25,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: The range of the pixels is unknown (floats, signed integers, or integers of 32 bits).
     """
-    problem = "of no known range; store 8 or 16 bits, without a sign"
+    problem = "whose range is unknown; store unsigned integers of 8 or 16 bits"
     if image.mode == "F":
         raise ValueError(f"its pixels are floating-point numbers, {problem}")
     from PIL import Image
@@ -77,8 +77,8 @@ def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
         raise UserError(f"{what} cannot be converted to 8 bits: {error}") from None
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
         rule = "must be a PIL image or uint8, an array [height, width, channels] or a tensor [channels, height, width]"
-        fix = "leave out transforms such as ToTensor and Normalize, which training does itself"
-        raise UserError(f"{what} is {pixels.dtype} {list(pixels.shape)}; {rule}: {fix}")
+        fix = "remove transforms such as ToTensor and Normalize, which training applies itself"
+        raise UserError(f"{what} is {pixels.dtype} {list(pixels.shape)}; {rule}; {fix}")
     return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
 
 

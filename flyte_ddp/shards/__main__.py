@@ -32,7 +32,7 @@ def shards() -> None:
 @click.option(
     "--classes",
     type=click.File(encoding="utf-8-sig"),
-    help="A file with the classes' names, one a line; by default 0, 1, 2 ...",
+    help="A file with a class name in each line; by default 0, 1, 2 ...",
 )
 @PROGRESS
 def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | None, progress: str) -> None:
@@ -42,7 +42,7 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | Non
     """
     names = classes.read().rstrip("\n").splitlines() if classes else []
     if classes and not all(names or [""]):
-        raise UserError(f"classes {classes.name}: must have the name of a class in each line")
+        raise UserError(f"classes {classes.name}: must have a class name in each line")
     index = create_index(urls, output, name=name, classes=names, progress=progress)
     click.echo(f"{output}: {format_counts(index)}, classes: {len(index.classes):,}")
 
@@ -50,7 +50,9 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: TextIO | Non
 @shards.command()
 @click.argument("indexes", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("joined.json"), help="The index to write.")
-@click.option("--weight", "weights", type=float, multiple=True, help="An epoch's passes through each index; default 1.")
+@click.option(
+    "--weight", "weights", type=float, multiple=True, help="Passes through each index in an epoch; default 1."
+)
 @click.option("--name", default="", help="Name of the joined data set; by default the name of the output file.")
 def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
     """Write one index that refers to several indexes.
@@ -75,7 +77,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
         click.echo(problem)
     if problems:
         raise UserError(f"index {index}: {format_count(len(problems), 'problem')}")
-    click.echo(f"{index}: no shard differs from it")
+    click.echo(f"{index}: all shards match the index")
 
 
 @shards.command()
@@ -83,9 +85,11 @@ def verify(index: str, decode: bool, progress: str) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--name", default="train", help="Name of the data set; the files' names begin with it.")
 @click.option("--samples-per-shard", default=1000)
-@click.option("--order", type=click.Choice(["mixed", "own"]), default="mixed", help="Random, or that of the source.")
+@click.option("--order", type=click.Choice(["mixed", "own"]), default="mixed", help="Random order, or the source's.")
 @click.option("--seed", default=0, help="Seed of the mixed order.")
-@click.option("--split", type=click.Choice(["train", "test"]), default="train", help="Split of a data set with both.")
+@click.option(
+    "--split", type=click.Choice(["train", "test"]), default="train", help="Split to pack, of a named data set."
+)
 @PROGRESS
 def pack(
     *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
@@ -105,8 +109,8 @@ def pack(
 
 @shards.command()
 @click.argument("index", default="")
-@click.option("--shards", "number", default=0, help="Number of shards, without an index.")
-@click.option("--samples", default=0, help="Samples of each of these shards.")
+@click.option("--shards", "number", default=0, help="Number of shards, if INDEX is not given.")
+@click.option("--samples", default=0, help="Samples in each of these shards.")
 @click.option("--ranks", type=click.IntRange(1), default=1)
 @click.option("--workers", default=0, help="Loader processes of each rank.")
 @click.option("--batch-size", type=click.IntRange(1), default=128, help="Samples in a batch of each rank.")

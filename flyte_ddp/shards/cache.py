@@ -68,10 +68,10 @@ class ShardCache:
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
-                raise UserError(f"shard {shard.url}: is no plain file; check the address")
+                raise UserError(f"shard {shard.url}: is not a regular file; check the address")
             if shard.size not in (-1, status.st_size):
-                problem = f"has {status.st_size:,} bytes and not the {shard.size:,} that the index says"
-                raise UserError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
+                problem = f"has {status.st_size:,} bytes, but the index lists {shard.size:,}"
+                raise UserError(f"shard {shard.url}: {problem}; copy it again, or rebuild the index")
             self.verify_digest_once(path, status, shard)
             return path.open("rb")
         except OSError as error:
@@ -98,9 +98,9 @@ class ShardCache:
                 with path.open("rb") as file:
                     found = hash_file(file, kind)
                 if found != wanted:
-                    problem = f"its {kind} is {found} and not the {wanted} that the index says"
-                    fix = "so it is damaged, or another one; copy it again, or renew the index"
-                    raise UserError(f"shard {shard.url}: {problem}, {fix}")
+                    problem = f"its {kind} is {found}, but the index lists {wanted}"
+                    fix = "the shard is corrupt or does not match the index; copy it again, or rebuild the index"
+                    raise UserError(f"shard {shard.url}: {problem}; {fix}")
                 record_verified(mark, version)
 
     def verification_file(self, path: Path, digest: str) -> Path:
@@ -173,7 +173,7 @@ class ShardCache:
             if file := self.open_cached_shard(shard):
                 return file
             if path.exists():
-                print_to_stderr(f"shard {shard.url}: its copy {path} was altered; it is fetched again")
+                print_to_stderr(f"shard {shard.url}: its cached copy {path} was altered; downloading it again")
             path.unlink(missing_ok=True)
             part.unlink(missing_ok=True)  # the remains of a killed download
             try:
@@ -254,7 +254,7 @@ class ShardCache:
             CacheFullError: Shards in use leave no room.
         """
         if self.limit is not None and size > self.limit:
-            problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
+            problem = f"its limit of {self.limit:,} bytes is below the {size:,} bytes of one shard"
             raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
         with self.hold_lock("room"):
             self.remove_killed_downloads()
@@ -363,6 +363,6 @@ def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
     """
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
-        return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or renew the index")
-    message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
+        return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or rebuild the index")
+    message = f"shard {shard.url}: cannot be fetched ({reason}); check the address and the permissions"
     return failure.to_user_error(message) if isinstance(failure, storage.UnavailableError) else UserError(message)

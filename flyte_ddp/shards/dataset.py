@@ -99,8 +99,8 @@ class OpenShard:
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
             if len(table) != shard.samples:
-                problem = f"has {len(table):,} samples and not the {shard.samples:,} that the index says"
-                raise UserError(f"shard {shard.url}: {problem}; renew the index: python -m flyte_ddp.shards create")
+                problem = f"has {len(table):,} samples, but the index lists {shard.samples:,}"
+                raise UserError(f"shard {shard.url}: {problem}; rebuild the index: python -m flyte_ddp.shards create")
             self.table = table
             self.file = os.dup(file.fileno())  # a separate descriptor, because the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # runs when no reader refers to this object
@@ -188,8 +188,8 @@ class ShardReader:
                     except OSError as error:
                         raise unusable_shard_error(opened.shard, error) from None
                     if len(content) != member.size:
-                        problem = f"ends before {member.key}{member.extension}, at byte {member.offset:,}, does"
-                        raise UserError(f"shard {opened.shard.url}: {problem}; copy it again, or renew the index")
+                        problem = f"ends before the end of {member.key}{member.extension} (from byte {member.offset:,})"
+                        raise UserError(f"shard {opened.shard.url}: {problem}; copy it again, or rebuild the index")
                     contents[member.extension] = content
             return opened.table.keys[inside], contents
 

@@ -27,9 +27,9 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
     if image is not None and LABEL in found:
         return image, found[LABEL]
-    problem = f"has no {'image' if image is None else 'label'}: it has {', '.join([*found.values()][:MOST_NAMED])}"
-    rule = f"training reads KEY.jpg (or another of {', '.join(IMAGES)}) and KEY{LABEL}, the number of the class"
-    fix = "and a key ends at the first dot of a file's name; pack the shard again with such names"
+    problem = f"has no {'image' if image is None else 'label'}, only {', '.join([*found.values()][:MOST_NAMED])}"
+    rule = f"training reads KEY.jpg (or another of {', '.join(IMAGES)}) and KEY{LABEL}, the class number"
+    fix = "and a key ends at the first dot of a file name; pack the shard again with such names"
     raise UserError(f"{sample} {problem}; {rule}, {fix}")
 
 
@@ -38,7 +38,7 @@ def parse_class_number(sample: str, content: bytes) -> int:
     try:
         return int(content)
     except ValueError:
-        raise UserError(f"{sample}: its .cls is {content[:20]!r}; must be the number of a class") from None
+        raise UserError(f"{sample}: its .cls is {content[:20]!r}; must be a class number") from None
 
 
 def open_image(content: bytes) -> Any:
@@ -48,7 +48,7 @@ def open_image(content: bytes) -> Any:
     try:
         return Image.open(io.BytesIO(content))
     except UnidentifiedImageError:
-        raise ValueError("an image of no known format") from None  # Pillow's text shows the BytesIO object
+        raise ValueError("unknown image format") from None  # Pillow's text shows the BytesIO object
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {

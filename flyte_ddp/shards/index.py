@@ -161,7 +161,7 @@ def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
     for where, listed, described in sources:
         name, weight = described.get("name") or listed.get("name") or "", described.get("weight", 1.0)
         if not isinstance(weight, (int, float)) or not 0 < weight <= 1e6:
-            raise UserError(f"index {address}: weight={weight!r}; must be a number above 0: passes over its data")
+            raise UserError(f"index {address}: weight={weight!r}: must be a number above 0 (passes in an epoch)")
         parts.append(Part(str(name), float(weight)))
         shards.extend(list_shards(where, listed, len(parts) - 1))
         classes.setdefault(list_class_names(where, listed), where)
@@ -170,7 +170,7 @@ def build_checked_index(address: str, content: dict[str, Any]) -> ShardIndex:
     classes.pop((), None)
     if len(classes) > 1:
         (first, one), (second, other), *_ = classes.items()
-        problem = f"{other} has the classes {shorten_repr(list(second))}, and {one} has {shorten_repr(list(first))}"
+        problem = f"{other} has the classes {shorten_repr(list(second))}, but {one} has {shorten_repr(list(first))}"
         raise UserError(f"index {address}: {problem}; join only data sets with the same classes in the same order")
     return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), next(iter(classes), ()))
 
@@ -194,7 +194,7 @@ def load_index_json(address: str) -> dict[str, Any]:
     try:
         content = parse_json(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
-        where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
+        where = "the address, and that the server is up" if storage.local_path(address) is None else "the path"
         raise failure.to_user_error(f"index {address}: cannot be read ({failure}); check {where}") from None
     except MisreadError as error:
         raise malformed_index_error(address, error.message) from None
@@ -255,17 +255,17 @@ def resolve_address_in_index(index: str, base: str, named: Any) -> str:
     """
     shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:
-        raise malformed_index_error(index, f"{shown} is no address")
+        raise malformed_index_error(index, f"{shown} is not an address")
     whole = storage.resolve(base, named)
     try:
         is_local = storage.local_path(whole) is not None
     except UserError as error:
         raise UserError(f"index {index}: {error.message}") from None
     if is_local and storage.local_path(index) is None:
-        fix = "an index from elsewhere may not name it; copy the index here if it should"
-        raise UserError(f"index {index}: names {shown}, a file of this machine; {fix}")
+        fix = "a remote index must not name local files; to allow it, copy the index to this machine"
+        raise UserError(f"index {index}: names {shown}, a local file; {fix}")
     if not is_local and storage.scheme(index) in ("http", "https") and not storage.may_be_named(whole, index):
-        fix = f"set {ALLOWED}={storage.origin_of(whole)} if it may be read, or copy the index here"
+        fix = f"to allow it, set {ALLOWED}={storage.origin_of(whole)}, or copy the index to this machine"
         raise UserError(f"index {index}: names {shown}, which is not on {storage.origin_of(index)}; {fix}")
     return whole
 
@@ -309,7 +309,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
 
 def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{shorten_repr(value)} for a number of {least:,} to {most:,}")
+        raise ValueError(f"{shorten_repr(value)}: must be {least:,} to {most:,}")
     return value
 
 

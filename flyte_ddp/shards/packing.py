@@ -62,7 +62,7 @@ def pack_samples(
         if value < least:
             raise UserError(f"{option}={value}: must be at least {least}")
     if not name or PurePath(name).name != name:
-        raise UserError(f"name={name!r}: must be fit for a file's name")
+        raise UserError(f"name={name!r}: must be a valid file name")
     classes = normalize_class_names(name, classes)
     starts = range(0, count, samples_per_shard)
     digits = max(6, len(str(len(starts) - 1)))  # the same number for all shards, so that names sort by number
@@ -70,7 +70,7 @@ def pack_samples(
     index = resolve_index_output(folder / f"{name}.json")
     for path in (index, tables_path(index), *paths):
         if path.exists():
-            raise UserError(f"{path}: exists; remove what was packed there, or choose another folder or name")
+            raise UserError(f"{path}: already exists; remove the packed files, or choose another folder or name")
     order = np.arange(count)
     if seed is not None:
         order = sampling.make_generator(sampling.PACKING, seed).permutation(order)

@@ -91,7 +91,7 @@ def is_label(member: Member, shard: str) -> bool:
         return False
     if member.size > MOST_LABEL_BYTES:
         what = f"its {member.extension} has {member.size:,} bytes"
-        raise UserError(f"sample {member.key!r} in {shard}: {what}; must be the number of a class")
+        raise UserError(f"sample {member.key!r} in {shard}: {what}; must be a class number")
     return True
 
 
@@ -122,7 +122,7 @@ def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> S
                 if is_label(member, url):
                     label = parse_class_number(sample, content)
                     if label < 0:
-                        raise UserError(f"{sample}: label {label}; labels are 0, 1, 2 and so on")
+                        raise UserError(f"{sample}: label {label}; must be at least 0")
                     labels = max(labels, label + 1)
                 elif problem := find_decoding_problem(content):
                     damaged.append(f"{sample}: {member.extension} cannot be decoded ({problem}); pack it again")
@@ -190,8 +190,8 @@ def expand_ranges(url: str) -> list[str]:
     """
     count = math.prod(max(0, int(last) - int(first) + 1) for first, last in RANGE.findall(url))
     if count > MOST_IN_RANGES:
-        fix = f"give ranges of at most {MOST_IN_RANGES:,} in all"
-        raise UserError(f"{url}: stands for {count:,} shards; {fix}")
+        fix = f"give ranges of at most {MOST_IN_RANGES:,} shards in total"
+        raise UserError(f"{url}: expands to {count:,} shards; {fix}")
     match = RANGE.search(url)
     if match is None:
         return [url]
@@ -234,7 +234,7 @@ def create_index(
         raise UserError("no shards: give at least one tar file")
     if len(set(shards)) < len(shards):
         twice = next(url for url in shards if shards.count(url) > 1)
-        raise UserError(f"shard {twice} is given twice; give each one once")
+        raise UserError(f"shard {twice} is given twice; give each shard once")
     tables = tables_path(output)
     start, listed, labels = 0, list[Shard](), 0
     with (
@@ -251,10 +251,10 @@ def create_index(
             advance(1)
             most = len(classes) or MOST_CLASSES
             if labels > most:
-                problem = f"has label {labels - 1}, and with {most} classes labels are 0..{most - 1}"
+                problem = f"has label {labels - 1}, but with {most} classes labels must be 0..{most - 1}"
                 raise UserError(f"shard {found.shard.url}: {problem}; fix the sample, or the list of classes")
         if not any(shard.samples for shard in listed):
-            raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
+            raise UserError(f"shard {shards[0]}: has no samples, and no other shard has any; check the addresses")
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
     entries = [shard_entry(shard, str(output.parent)) for shard in listed]
@@ -313,13 +313,13 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
             index would replace an input.
     """
     if ADDRESS.match(str(path)):
-        raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
+        raise UserError(f"{path}: cannot be written to; choose a local path, and copy the index there afterwards")
     output = path.absolute()
     outputs = {output.resolve(), tables_path(output).resolve()}
     for address in inputs:
         found = storage.local_path(address)
         if found is not None and found.resolve() in outputs:
-            raise UserError(f"{output}: would replace {found}, which it is made from; choose another name")
+            raise UserError(f"{output}: would overwrite {found}, an input; choose another name")
     if output.is_file() or output.is_dir():
         try:
             load_index_json(str(output))
@@ -365,7 +365,7 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
         return [error.message]
     problems = found.damaged
     if decode and (unfit := describe_unfit_samples(found.table, shard.url)):
-        problems.append(f"{unfit[0]}; in all {format_count(len(unfit), 'such sample')}")
+        problems.append(f"{unfit[0]}; {format_count(len(unfit), 'such sample')} in total")
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else None),
         ("samples", found.shard.samples, shard.samples),

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 
-NO_SAMPLES = "webdataset ends with an error in a worker without samples"
+NO_SAMPLES = "webdataset fails in a worker without samples"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StreamPlan:
         """
         ranks, workers = loaders.ranks, max(1, loaders.workers)
         if len(counts) < ranks * workers:
-            fix = f"take fewer of them, or at least {ranks * workers:,} shards"
+            fix = f"use fewer ranks or workers, or at least {ranks * workers:,} shards"
             few = f"{len(counts):,} shards for ranks x workers = {ranks:,} x {workers}"
             raise UserError(f"{few}: {NO_SAMPLES}; {fix}")
         padded = np.pad(counts, (0, -len(counts) % (ranks * workers)))
@@ -50,7 +50,7 @@ class StreamPlan:
         self.samples = padded.reshape(-1, workers, ranks).sum(axis=0).T  # [ranks, workers]
         for rank, worker in np.argwhere(self.samples == 0):
             where = f"all shards of rank {rank}'s worker {worker} are empty"
-            raise UserError(f"{where}: {NO_SAMPLES}; leave out empty shards, or take fewer workers")
+            raise UserError(f"{where}: {NO_SAMPLES}; remove empty shards, or use fewer workers")
         size = loaders.batch_size
         self.pass_batches = (-(-self.samples // size) if loaders.partial else self.samples // size).sum(axis=1)
         batches = loaders.repeat * loaders.dsrepeat * self.pass_batches
@@ -102,4 +102,4 @@ class StreamPlan:
             ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggest_options()]
             ways.append(f"a multiple of {self.samples.size:,} equal shards")
             problem = f"the ranks get {self.batches.min():,} to {self.batches.max():,} batches"
-            raise UserError(f"{problem}: DDP hangs unless all get the same number; take {', or '.join(ways)}")
+            raise UserError(f"{problem}: DDP hangs unless all ranks get the same number; use {', or '.join(ways)}")

@@ -60,13 +60,13 @@ def iterate_members(
             continue
         # No data set needs these members, and an attacker could use them.
         if not header.isreg() or header.issparse():
-            fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
+            fix = "a link, a device or a sparse file; pack regular files only (tar --dereference --hard-dereference)"
             raise UserError(f"shard {shard}: has {header.name!r}, {fix}")
         if header.name.startswith("/") or ".." in header.name.split("/"):
-            fix = "leads out of its folder; pack with relative names"
+            fix = "points outside its folder; pack with relative names"
             raise UserError(f"shard {shard}: the name {header.name!r} {fix}")
         if "\0" in header.name or not header.name:
-            raise archive.damage_error(f"the name {header.name!r}")
+            raise archive.damage_error(f"invalid name {header.name!r}")
         match = SAMPLE_NAME.fullmatch(header.name)
         if match is None:
             continue
@@ -96,18 +96,18 @@ class Archive:
             archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
             for header in iter(archive.next, None):
                 if not 0 <= header.size <= MOST_BYTES:
-                    raise self.damage_error("a header with a size that no shard has")
+                    raise self.damage_error("a header with an impossible size")
                 yield header
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers
         except UserError:
             raise
         except MALFORMED:
-            raise self.damage_error("no header, or a damaged one,") from None
+            raise self.damage_error("missing or damaged header") from None
         if self.block != bytes(BLOCK):  # at damage, tarfile ends without an error
-            raise self.damage_error("no header, or a damaged one,")
+            raise self.damage_error("missing or damaged header")
         while rest := self.file.read(PIECE_BYTES):
             if rest.strip(b"\0"):
-                raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
+                raise self.damage_error("bytes follow the end mark, as in archives joined with cat,")
 
     def read(self, length: int) -> bytes:
         """Return the next ``length`` bytes of a header to tarfile, and keep their last block."""
@@ -142,7 +142,7 @@ class Archive:
             self.read_content(min(place - self.place, PIECE_BYTES))
 
     def damage_error(self, problem: str) -> UserError:
-        why = f"not a whole, uncompressed tar file ({problem} at byte {self.place:,})"
+        why = f"not a complete, uncompressed tar file ({problem} at byte {self.place:,})"
         return UserError(f"shard {self.shard}: {why}; unpack or copy it again")
 
 
@@ -206,7 +206,7 @@ class SampleTable:
             and (self.sizes >= 0).all()
             and (self.sizes <= shard_size - self.offsets).all()
         ):
-            raise ValueError("the columns do not fit each other, or the shard")
+            raise ValueError("the columns do not match each other or the shard")
 
 
 def read_table_or_none(shard: Shard, size: int) -> SampleTable | None:
@@ -242,15 +242,17 @@ def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
     for member in members:
         if member.key != last_key:
             if member.key in keys:
-                problem = f"the members of sample {member.key!r} are in two places, or two samples have that name"
-                fix = "pack the members of a sample next to each other, under a name of its own"
-                raise UserError(f"shard {shard}: {problem}, as {member.key + member.extension!r} says; {fix}")
+                problem = (
+                    f"the members of sample {member.key!r} are not next to each other, or two samples have this key"
+                )
+                fix = "pack the members of a sample next to each other, with a unique key"
+                raise UserError(f"shard {shard}: {problem} (found at {member.key + member.extension!r}); {fix}")
             keys[member.key] = None
             starts.append(len(rows))
             last_key, sample_extensions = member.key, set()
         if member.extension in sample_extensions:
             problem = f"sample {member.key!r} has two members {member.extension}"
-            raise UserError(f"shard {shard}: {problem}; pack the shard again with one of each kind")
+            raise UserError(f"shard {shard}: {problem}; pack the shard again with one member of each extension")
         sample_extensions.add(member.extension)
         kind = extensions.setdefault(member.extension, len(extensions))
         rows.append((kind, member.offset, member.size))

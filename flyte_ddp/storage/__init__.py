@@ -79,12 +79,12 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
-            raise AlteredError(f"was changed after it was listed: its tag is {opened.tag}, and was {tag}")
+            raise AlteredError(f"changed after it was listed: its tag is {opened.tag}, but was {tag}")
         chunks, size = list[bytes](), 0
         for chunk in opened.chunks:
             chunks.append(chunk)
             if (size := size + len(chunk)) > MOST_BYTES:
-                raise UnavailableError(f"has more than {MOST_BYTES:,} bytes, which is too much to be read at once")
+                raise UnavailableError(f"has more than {MOST_BYTES:,} bytes, the limit for reading a file at once")
         content = b"".join(chunks)
     expected = span[1] - span[0] if span is not None else opened.size
     check_length(len(content), expected, remote=local_path(address) is None)

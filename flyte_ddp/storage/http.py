@@ -34,7 +34,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
         if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
-            raise UnavailableError("the server cannot give a part of a file: it ignores Range")
+            raise UnavailableError("the server cannot send a part of a file: it ignores Range")
         chunks = response.raw.stream(CHUNK_BYTES, decode_content=False)
         yield Content(parse_length(response), chunks, parse_etag(response.headers.get("ETag")))
 
@@ -59,12 +59,12 @@ def parse_length(response: requests.Response) -> int | None:
     """
     length = response.headers.get("Content-Length", "")
     if length and not (length.isascii() and length.isdecimal()):
-        raise UnavailableError(f"the server says Content-Length: {length!r}, which is no number of bytes")
+        raise UnavailableError(f"the server sent Content-Length: {length!r}, which is not a number of bytes")
     return int(length) if length else None
 
 
 def list_files(address: str) -> NoReturn:  # noqa: ARG001
-    raise UnavailableError("an HTTP server has no list of its files")
+    raise UnavailableError("an HTTP server cannot list files")
 
 
 list_folders = list_files
@@ -123,9 +123,9 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
         except requests.RequestException:
             raise
         except ValueError as error:  # for example, a UserError
-            raise UnavailableError(f"redirected to an address that is refused: {error}") from None
+            raise UnavailableError(f"redirected to a rejected address: {error}") from None
         if problem:
-            fix = f"set {ALLOWED}={origin_of(address)} if that may be read"
+            fix = f"to allow it, set {ALLOWED}={origin_of(address)}"
             raise UnavailableError(f"redirected to {origin_of(address)}, {problem}; {fix}")
     raise TooManyRedirects(f"more than {session.max_redirects} redirects, the last one to {address}")
 

@@ -87,7 +87,7 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     except OSError as error:
         # The path is examined because a FileExistsError is also raised if the file's folder is a file.
         if create and isinstance(error, FileExistsError) and path.exists():
-            raise ExistsError("there is a file of that name") from None
+            raise ExistsError("a file with this name already exists") from None
         raise UnavailableError(error.strerror or str(error)) from None
 
 

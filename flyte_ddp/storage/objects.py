@@ -116,7 +116,7 @@ def call_with_store(address: str, action: Callable[[Any, str], Result], *, reads
     except Exception as error:  # of obstore's classes, and some of Python's
         failure = translate_error(error, anonymous="skip_signature" in store.config)
         if reads and isinstance(failure, ForbiddenError) and is_missing(store, key):
-            failure = MissingError(f"{failure}: the list of the bucket does not have it")
+            failure = MissingError(f"{failure}: the bucket's listing does not contain it")
         raise failure from None
 
 
@@ -141,9 +141,9 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
     text = str(error)  # the lines after the first show Rust's structures
     is_conflict = "ConditionalRequestConflict" in text  # S3: another writer is at work, and may yet fail
     if isinstance(error, AlreadyExistsError) and not is_conflict:
-        return transfer.ExistsError("there is an object of that name")
+        return transfer.ExistsError("an object with this name already exists")
     if (status := STATUS.search(text)) and "TokenRequest" not in text:  # else the status of another request
-        unsigned = " (asked without credentials, as there are none)" if anonymous and status[1] in DENIED else ""
+        unsigned = " (requested without credentials, as none were found)" if anonymous and status[1] in DENIED else ""
         failure = transfer.http_status_error(int(status[1]), (status[2] or "") + unsigned)
         failure.transient |= is_conflict
         return failure
@@ -151,7 +151,7 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
     words = QUERY.sub("", text.partition("\n")[0])  # the query of an address may contain a signature
     words += f": {cause[1]}" if (cause := CAUSE.search(text)) else ""
     if "InvalidCertificate" in text:
-        words += ": its certificate is not trusted; name a file of the authority's certificate in AWS_CA_BUNDLE"
+        words += ": its certificate is not trusted; set AWS_CA_BUNDLE to a file with the authority's certificate"
     transient = "InvalidCertificate" not in text and any(sign in text for sign in PASSING)
     return kind(mask_credentials(words), transient=transient)
 
@@ -171,10 +171,10 @@ def get_bucket_store(scheme: str, bucket: str) -> Any:
             process that used obstore.
     """
     if not BUCKET.fullmatch(bucket):
-        raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
+        raise UnavailableError(f"bucket name {bucket!r}: may contain only letters, digits, '.', '_' and '-'")
     if USERS - {os.getpid()}:
-        problem = "this process is a fork of one that has used object storage, whose threads a fork does not have"
-        fix = "start it by 'spawn' or 'forkserver', as DataLoader(multiprocessing_context='spawn') does"
+        problem = "this process was forked from a process that used object storage, and lacks that process's threads"
+        fix = "start it with 'spawn' or 'forkserver', as in DataLoader(multiprocessing_context='spawn')"
         raise UnavailableError(f"{problem}; {fix}")
     # Added before locking: a process that is forked while a thread holds the lock gets the error and does not hang.
     USERS.add(os.getpid())
@@ -185,7 +185,7 @@ def get_bucket_store(scheme: str, bucket: str) -> Any:
     except Exception as error:
         # google-auth marks transient errors, and botocore's transient errors have this name.
         transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
-        words = f"settings or credentials of {scheme}:// cannot be used: {translate_error(error)}"
+        words = f"settings or credentials for {scheme}:// cannot be used: {translate_error(error)}"
         raise UnavailableError(words, transient=transient) from None
 
 

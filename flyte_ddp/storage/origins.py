@@ -82,13 +82,13 @@ def find_redirect_problem(source: str, target: str) -> str:
     if there in (here, here.replace("http://", "https://", 1)) or is_allowed_address(target):
         return ""
     if here.startswith("https://") and there.startswith("http://"):
-        return "which is not encrypted, as the address was"
+        return "which is not encrypted, unlike the original address"
     try:
         found = socket.getaddrinfo(parse_web_address(target).host.strip("[]"), None)
     except OSError:
         return ""
     is_public = all(is_public_ip(str(entry[4][0])) for entry in found)
-    return "" if is_public else "which is another host and not a public one"
+    return "" if is_public else "which is another host without a public address"
 
 
 def is_public_ip(host: str) -> bool:

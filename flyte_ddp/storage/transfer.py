@@ -80,7 +80,7 @@ def check_length(received: int, announced: int | None, *, remote: bool) -> None:
     The error is transient if ``remote`` is set.
     """
     if announced is not None and received != announced:
-        what = "truncated after" if received < announced else "goes on to byte"
+        what = "truncated after" if received < announced else "too long:"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)
 
 

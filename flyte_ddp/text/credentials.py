@@ -29,6 +29,6 @@ def refuse_credentials(name: str, value: str) -> None:
             place = found.start(2)
             rest = "@" + value.rpartition("@")[2] if "@" in value[place:] else ""
             raise UserError(
-                f"{name}={value[:place] + '***' + rest!r}: has a user name or a password, which would be kept and "
-                "shown wherever the address is; put them into ~/.netrc, or into the file that NETRC names"
+                f"{name}={value[:place] + '***' + rest!r}: has a user name or a password, which would be stored and "
+                "shown with the address; put them into ~/.netrc, or into the file that NETRC names"
             )

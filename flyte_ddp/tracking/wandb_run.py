@@ -139,7 +139,7 @@ class WandbProcess:
             self.remove_empty_folder()
             return
         if code < 0 and not self.status["reason"]:
-            killed = "out of time" if is_open else "the server did not answer"
+            killed = "timed out" if is_open else "the server did not answer"
             self.status["reason"] = killed if late else "wandb was killed"
         sent = bool(self.status["url"]) and code == 0
         print_to_stderr(self.describe_outcome(sent))
@@ -167,7 +167,7 @@ class WandbProcess:
             return f"wandb: {url}{reason}"
         what = f"{url} is not complete" if url else "kept offline" if folder else "nothing was logged"
         if folder and self.settings.wandb_kept_at:
-            how = f"send it with: wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
+            how = f"send it with: wandb sync {Path(folder).name} (stored in {self.settings.wandb_kept_at})"
         elif folder and not url:
             how = f"send it with: wandb sync {shlex.quote(shorten_path(Path(folder)))}"
         else:  # `wandb sync` of this attempt would remove earlier attempts' records

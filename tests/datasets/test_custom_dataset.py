@@ -98,14 +98,14 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
     [
         (iter([]), r"training set: a list_iterator has no len\(\)"),
         ([], "training set: is empty"),
-        ([(GREY, 0), (GREY[1:], 0)], "item 1 is 8x11x1 and item 0 is 9x11x1.*one size"),
+        ([(GREY, 0), (GREY[1:], 0)], "item 1 is 8x11x1 and item 0 is 9x11x1.*the same size"),
         ([(Image.new("I", (4, 4)), 0)], "cannot be converted to 8 bits: its pixels are 32-bit or signed"),
-        ([(GREY, 0), (GREY / 255, 0)], "item 1: its image is float64.*leave out transforms such as ToTensor"),
+        ([(GREY, 0), (GREY / 255, 0)], "item 1: its image is float64.*transforms such as ToTensor"),
         ([(GREY, np.ma.masked_equal(0, 0))], "item 0 must be an image and a label: its label: has masked values"),
         ([(np.ma.masked_equal(GREY, GREY[0, 0]), 0)], "item 0: its image: has masked values"),
         ([(GREY, "cat")], "item 0: its label is a str; must be a number or numbers"),
         ([(GREY, 0), (GREY, 0, 1)], r"item 1 is a tuple: must be a pair \(inputs, targets\)"),
-        ([(GREY, [1, 0]), (GREY, [1])], "labels: is no array .*inhomogeneous"),
+        ([(GREY, [1, 0]), (GREY, [1])], "labels: is not an array .*inhomogeneous"),
     ],
 )
 def test_wrong_results_are_refused(train: Any, said: str) -> None:
@@ -129,7 +129,7 @@ def load_set(name: str, source: Path) -> Any:
 @pytest.mark.parametrize("kind", ["stream", "holding", "opening", "subset"])
 def test_a_stream_is_refused_as_a_set_on_demand_wherever_it_is_held(kind: str, tmp_path: Path) -> None:
     """In ranks mosaicml-streaming's would take one name twice, and the length of litdata's would change."""
-    problem = "the training set reads a Stream, an IterableDataset of torch, which divides samples by ranks; .*number"
+    problem = "the training set reads a Stream, .*IterableDataset, .*ranks; .*by number"
     with pytest.raises(UserError, match=f"^dataset='streams:samples': {problem}") as caught:
         load_set("samples", tmp_path / kind)
     assert len(caught.value.message) < 300
@@ -172,8 +172,8 @@ def test_the_fingerprint_changes_with_code_name_and_content_and_imports_nothing(
 def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, said in (
-        ("no/such/path", "there is no such file or directory; give one"),
-        (f"{tmp_path}/empty", "the directory is empty; give one"),
+        ("no/such/path", "no such file or directory; give"),
+        (f"{tmp_path}/empty", "the directory is empty; give"),
         ("/proc/self/mem", "cannot be read: .*Input/output error"),  # root, who runs these tests in CI, reads others
     ):
         with pytest.raises(UserError, match=f"^data_source='{source}': {said}"):
@@ -257,14 +257,12 @@ def test_a_length_that_is_none(length: float, said: str) -> None:
         def __len__(self) -> int:
             return length  # type: ignore[return-value]
 
-    with pytest.raises(UserError, match=rf"training set: len\(\) of a Set fails \(.*{said}.*\); it must be the number"):
+    with pytest.raises(UserError, match=rf"training set: len\(\) of a Set fails \(.*{said}.*\); must be the number"):
         arrays_from_result("a:b", (Set(KeyError()), Set(KeyError())), Progress("off"))
 
 
 @pytest.mark.parametrize("line", [b"index/", b"/a.idx", b"!a.idx", b"\xff"])
 def test_a_line_of_the_ignore_file_that_would_do_nothing_is_refused(tmp_path: Path, line: bytes) -> None:
     (tmp_path / ".flyteddpignore").write_bytes(line)
-    with pytest.raises(
-        UserError, match=r"[.]flyteddpignore: ('.*' is no pattern of names of files|is no file of text)"
-    ):
+    with pytest.raises(UserError, match=r"[.]flyteddpignore: ('.*' is not a pattern|is not a text file)"):
         content_identity(str(tmp_path))

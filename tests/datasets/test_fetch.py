@@ -219,6 +219,6 @@ def test_public_addresses_are_tried_in_turn_unless_there_is_a_mirror(tiny: Tiny,
     assert json.loads((tmp_path / "data/dataset.json").read_text())["source"] == f"{server.url} and {system}"
     assert server.requests == [f"gone/{NAMES[0]}", NAMES[0]]
     (tmp_path / "mirror").mkdir()
-    with pytest.raises(UserError, match=f"mirror'.*cannot get {NAMES[0]} .*hold the published {', '.join(NAMES)}"):
+    with pytest.raises(UserError, match=f"mirror'.*cannot get {NAMES[0]} .* the published {', '.join(NAMES)}"):
         fetch("mnist", str(tmp_path / "mirror"), tmp_path / "other", progress="off")
     assert len(server.requests) == 2

@@ -68,7 +68,7 @@ def test_tables_are_taken_with_their_columns_by_name(library: str) -> None:
     expected = np.array([COLUMNS["b"], COLUMNS["a"]], np.float32).T
     np.testing.assert_array_equal(data.train_inputs, expected)
     np.testing.assert_array_equal(data.test_inputs, expected)
-    with pytest.raises(UserError, match=r"^test_inputs: the columns are c, and those of training b, a; give the same$"):
+    with pytest.raises(UserError, match=r"^test_inputs: the columns are c, .* training had b, a;"):
         arrays((make(COLUMNS), CLASSES), (make({"c": [1.0] * N}), CLASSES))
 
 
@@ -76,13 +76,13 @@ def test_tables_are_taken_with_their_columns_by_name(library: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"a": [1.0] * N, "b": [None, 1, 2, 3, 4]}, "row 0, column 'b', is nan: replace what is missing"),
-        (TEXTS, "column 'name' has texts, and must be numbers; make whole numbers"),
-        (DAYS, "column 'day' has dates, and must be numbers; count days"),
-        ({"v": ROWS}, "column 'v' has lists, and must be numbers; give them as an input of their own: "),
+        ({"a": [1.0] * N, "b": [None, 1, 2, 3, 4]}, "row 0, column 'b', is nan; replace"),
+        (TEXTS, "column 'name' has texts, and must be numbers; .*OrdinalEncoder"),
+        (DAYS, "column 'day' has dates, and must be numbers; convert them to days"),
+        ({"v": ROWS}, "column 'v' has lists, and must be numbers; .* a separate input"),
         (
             {"a": [1.5] * N, "v": ROWS},
-            "column 'v' has lists, and must be numbers; give them as an input of their own: ",
+            "column 'v' has lists, and must be numbers; .* a separate input",
         ),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_tensordict_is_a_dict() -> None:
     items = [(given[place], given[place]["b"]) for place in range(N)]
     inputs, targets = batch_samples(items, list("abcde"), padded=False, masked=None)
     assert (inputs["a"].tolist(), targets.tolist()) == (NUMBERS.astype(np.float32).tolist(), COLUMNS["a"])
-    with pytest.raises(UserError, match=r"^train_inputs\['c'\]: is a TensorDict; give all arrays in one dict, without"):
+    with pytest.raises(UserError, match=r"^train_inputs\['c'\]: is a TensorDict; .* one dict"):
         arrays(({"c": given}, CLASSES), ({"c": given}, CLASSES))
 
 
@@ -152,13 +152,13 @@ def test_floats_of_ml_dtypes_are_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (pl.LazyFrame(COLUMNS), r"^a LazyFrame has no rows yet; give what its collect\(\) returns"),
-        ((row for row in ROWS), "^train_inputs: is of the type generator, and must be an array, a table, a tensor"),
-        (np.array([(1, 2.5)] * N, "i8,f8"), r"got \[\('f0'.*; give its fields as a dict, \{name: values\[name\]"),
-        (NUMBERS + 1j, r"got complex128; give \.real and \.imag as two inputs"),
-        (np.arange(N).astype("m8[s]"), r"got timedelta64\[s\]; count seconds, by"),
-        ({"a": {"b": NUMBERS}}, r"^train_inputs\['a'\]: is a dict; give all arrays in one dict, without dicts inside"),
-        ({"self": NUMBERS}, "^train_inputs: the name 'self' is reserved; rename it, in the model's"),
+        (pl.LazyFrame(COLUMNS), r"^a LazyFrame has no rows yet; .* collect\(\)"),
+        ((row for row in ROWS), "^train_inputs: must be an array, a table, a tensor, .*got generator"),
+        (np.array([(1, 2.5)] * N, "i8,f8"), r"got \[\('f0'.*; .* dict, \{name: values\[name\]"),
+        (NUMBERS + 1j, r"got complex128; .* \.real and \.imag"),
+        (np.arange(N).astype("m8[s]"), r"got timedelta64\[s\]; convert them to seconds"),
+        ({"a": {"b": NUMBERS}}, r"^train_inputs\['a'\]: is a dict; .* one dict"),
+        ({"self": NUMBERS}, "^train_inputs: the name 'self' is reserved; rename it"),
         ({"x": NUMBERS, "outputs": NUMBERS}, "^train_inputs: the name 'outputs' is reserved; rename it"),
     ],
 )
@@ -181,11 +181,11 @@ TIMES = 1.7e9 + np.arange(1000)  # float32 has steps of 128 there
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (TIMES, "has 1,000 different values, and in float32, which floats are kept in, 9; subtract the smallest"),
-        (pd.DataFrame({"a": TIMES % 7, "time": TIMES + 0.5}), "column 'time' has 1,000 different values, and in"),
-        (np.stack([TIMES % 7, 1e9 + np.arange(1000)], 1), "column 1 has 1,000 different values, and in float32"),
-        (list(np.split(TIMES, [3, 500])), "has 1,000 different values, and in float32"),
-        (np.arange(1e9, 1e9 + 1e6), "has 1,000,000 different values, and in float32, .* 15,626; "),
+        (TIMES, "has 1,000 different values, .* 9 .*float32; subtract"),
+        (pd.DataFrame({"a": TIMES % 7, "time": TIMES + 0.5}), "column 'time' has 1,000 different values, .*float32"),
+        (np.stack([TIMES % 7, 1e9 + np.arange(1000)], 1), "column 1 has 1,000 different values, .*float32"),
+        (list(np.split(TIMES, [3, 500])), "has 1,000 different values, .*float32"),
+        (np.arange(1e9, 1e9 + 1e6), "has 1,000,000 different values, .* 15,626 .*float32; "),
     ],
 )
 def test_values_that_float32_cannot_tell_apart_are_refused(given: Any, words: str) -> None:

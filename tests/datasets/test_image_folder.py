@@ -46,7 +46,7 @@ def test_other_files_are_counted(tmp_path: Path) -> None:
     where = f"image folder {folder}:"
     expected = [
         f"{where} 3 images of 2 classes (ant 2, bee 1)",
-        f"{where} 7 other files left out, as no images in such folders",
+        f"{where} 7 other files skipped (not images in class folders)",
     ]
     found = list_images(folder)
     assert list(found.names) == ["ant/1.jfif", "ant/2.PNG", "bee/1.avif"]
@@ -66,7 +66,7 @@ def test_a_class_or_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
         list_images(str(folder))
     (folder / "ant/1.jpg").unlink()
     (folder / "cow/1.jpg").unlink()
-    with pytest.raises(UserError, match=r"among its 3 files; it must hold class/name\.jpg"):
+    with pytest.raises(UserError, match=r"none of its 3 files .*class/name\.jpg"):
         list_images(str(folder))
 
 
@@ -83,7 +83,7 @@ def test_bad_names_are_refused_in_lists_of_classes_too(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"class 'caf\\udce9' is not UTF-8"):
         read_index(str(index))
     assert image_arrays(picture, [0, 1], picture, [0, 1], ["ant", NFD]).classes == ("ant", NFC)
-    with pytest.raises(UserError, match=r"classes 'caf\\xe9' and 'cafe\\u0301' have one name"):
+    with pytest.raises(UserError, match=r"classes 'caf\\xe9' and 'cafe\\u0301' are equal in Unicode"):
         image_arrays(picture, [0, 1], picture, [0, 1], [NFC, NFD])
 
 
@@ -102,7 +102,7 @@ def test_an_image_that_changes_is_to_be_listed_again_and_another_not(tmp_path: P
     folder = write_files(tmp_path / "images", files_of({"ant": ["1.png", "2.png"]}))
     found = list_images(str(folder))
     os.utime(folder / "ant" / "1.png", ns=(0, 0))  # as of another image of the same length
-    with pytest.raises(UserError, match=r"ant/1\.png: cannot be read \(was changed after it was listed.*; run again"):
+    with pytest.raises(UserError, match=r"ant/1\.png: cannot be read \(changed after it was listed.*; run again"):
         found.read_image(0)
     (folder / "ant" / "1.png").unlink()
     with pytest.raises(UserError, match=r"ant/1\.png: cannot be read \(no such file\); run again to list"):

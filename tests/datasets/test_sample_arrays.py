@@ -173,12 +173,12 @@ def test_attributes_of_a_set_are_kept() -> None:
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([((1, 2), 0), ([1, 2], 0)], "the inputs of .*item 1 are one array, and those of .*item 0 a tuple of 2"),
-        ([({"a": 1}, 0), ({"b": 1}, 0)], "item 1 are a dict with b, and those of .*item 0 a dict with a"),
+        ([((1, 2), 0), ([1, 2], 0)], "the inputs of .*item 1 are one array, .* item 0 are a tuple of 2"),
+        ([({"a": 1}, 0), ({"b": 1}, 0)], "item 1 are a dict with b, .* item 0 are a dict with a"),
         ([(1.0, 0), (1.0, 0, 0)], r"training set: item 1 is a tuple: must be a pair \(inputs, targets\), or a"),
         ([{"a": 1}], "training set: item 0 is a dict: must be a pair .*, or a dict with labels"),
-        ([(np.ma.masked_equal([0.0, 1.0], 1), 0)], r"train_inputs\[0\]: has masked values, and the mask would be"),
-        ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; make whole numbers of them"),
+        ([(np.ma.masked_equal([0.0, 1.0], 1), 0)], r"train_inputs\[0\]: has masked values"),
+        ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; .*OrdinalEncoder"),
     ],
 )
 def test_items_that_do_not_fit_are_refused(items: list[Any], words: str) -> None:
@@ -196,21 +196,21 @@ MASKED = np.ma.masked_less(NUMBERS, 0)
 @pytest.mark.parametrize(
     ("train", "test", "words"),
     [
-        ({"a": NUMBERS, "b": NUMBERS[:5]}, NUMBERS, r"train_inputs\['b'\] has 5 samples, and .* the same number"),
+        ({"a": NUMBERS, "b": NUMBERS[:5]}, NUMBERS, r"train_inputs\['b'\] has 5 samples, .* the same number"),
         (None, NUMBERS, "train_inputs: are None; give at least one array"),
         ({}, {}, "train_inputs: has no array; give at least one"),
-        (["a"] * N, ["a"] * N, "train_inputs: .*got texts; make whole numbers of them by scikit-learn"),
-        (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)"),
+        (["a"] * N, ["a"] * N, "train_inputs: .*got texts; .*OrdinalEncoder"),
+        (NUMBERS.astype("M8[s]"), NUMBERS, r"got datetime64\[s\]; convert them to days .*astype\('datetime64\[D\]'\)"),
         ([NUMBERS[:2, :2], NUMBERS[:3]], NUMBERS, r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the"),
-        ({"unit price": NUMBERS}, NUMBERS, "the name 'unit price' must be a Python identifier: the model is called"),
-        ({"a": MASKED}, {"a": NUMBERS}, r"train_inputs\['a'\]: has masked values, and the mask would be lost; fill"),
+        ({"unit price": NUMBERS}, NUMBERS, "the name 'unit price' must be a Python identifier"),
+        ({"a": MASKED}, {"a": NUMBERS}, r"train_inputs\['a'\]: has masked values, .*; fill"),
         ([*map(np.array, TOKENS[:5]), np.ma.masked_equal([0, 1], 1)], TOKENS, r"train_inputs\[5\]: has masked values"),
         (
             {"a": NUMBERS},
             (NUMBERS, NUMBERS),
-            "are a dict with a, and test_inputs a tuple of 2: both must have one form",
+            "are a dict with a, and test_inputs a tuple of 2: .* the same form",
         ),
-        (TOKENS, CLASSES, r"of train_inputs is int64 \[\?\], and of test_inputs int64 \[\]: both must have one type"),
+        (TOKENS, CLASSES, r"of train_inputs is int64 \[\?\], and of test_inputs int64 \[\]: .* the same type"),
         (NUMBERS, NUMBERS.astype(int), r"of train_inputs is float32 \[3\], and of test_inputs int64 \[3\]"),
     ],
 )
@@ -223,10 +223,10 @@ def test_wrong_inputs_are_refused(train: Any, test: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("train", "test", "options", "words"),
     [
-        (CLASSES, CLASSES[:5], {}, "test_targets has 5 samples, and test_inputs has 6"),
+        (CLASSES, CLASSES[:5], {}, "test_targets has 5 samples, .*test_inputs has 6"),
         (CLASSES * 2, CLASSES, {"classes": "ab"}, r"train_targets: label 2 of sample 1 .* 2 classes: must be 0\.\.1"),
-        (CLASSES, CLASSES - 1, {}, "whole numbers are classes, from 0 on, and one is -1; give numbers to predict as"),
-        (CLASSES * 10**9, CLASSES, {}, "the whole number 1000000000 would be a class, .*give numbers to predict as fl"),
+        (CLASSES, CLASSES - 1, {}, "whole numbers are classes .* at least 0, .* -1; .* floats"),
+        (CLASSES * 10**9, CLASSES, {}, "whole numbers are classes .* below .* 1000000000; .* floats"),
         (CLASSES, CLASSES, {"sample_weights": [1, 2]}, r"one number for each of the 6 training samples, got \[2\]"),
     ],
 )
@@ -241,10 +241,10 @@ HP = Hyperparameters(dataset="own:data", model="own:model", objective="regressio
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "resnet18"}, "model='resnet18': takes images, and .* has samples that are no images; name a model"),
-        ({"image_size": 32}, "image_size=32: dataset='own:data' has samples that are no images; leave it 0"),
-        ({"augment": "crop"}, "augment='crop': .* are no images; take none, or a function of your own"),
-        ({"num_classes": 5, "objective": "classification"}, "num_classes=5: the data set has 2; set that, or 0"),
+        ({"model": "resnet18"}, "model='resnet18': needs images, .* has samples that are not images"),
+        ({"image_size": 32}, "image_size=32: dataset='own:data' has samples that are not images; set image_size=0"),
+        ({"augment": "crop"}, "augment='crop': .* are not images; set augment=none"),
+        ({"num_classes": 5, "objective": "classification"}, "num_classes=5: the data set has 2 classes"),
         ({"validation_fraction": 0.99}, "validation_fraction=0.99: holds out all 6 samples"),
     ],
 )
@@ -274,7 +274,7 @@ IDS = [f"customer {row}" for row in range(N)]
 @pytest.mark.parametrize(
     ("train", "test", "words"),
     [
-        (pair(Table(MISSING)), pair(NUMBERS), "^train_inputs: row 4, column 'income', is nan: replace what is missing"),
+        (pair(Table(MISSING)), pair(NUMBERS), "^train_inputs: row 4, column 'income', is nan; replace"),
         (pair(NUMBERS), (MISSING, CLASSES, IDS), r"^test_inputs: row 4 \(id 'customer 4'\), column 1, is nan"),
         (pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N}), r"^train_inputs\['a'\]: row 2 is inf"),
         (pair(Table(WITH_NONE)), pair(NUMBERS), "^train_inputs: row 0, column 'income', is nan"),

@@ -71,7 +71,7 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
     [
         (leaf_models.Branching, r"^Unsupported: Data-dependent branching$"),
         (leaf_models.PerSample, r"You marked n as dynamic but your code specialized it to be a constant \(7\)"),
-        (leaf_models.Nested, r"^its outputs hold no tensor of floats by name$"),
+        (leaf_models.Nested, r"^its outputs contain no named float tensor$"),
         (leaf_models.SameName, r"^an input and an output are both called 'inputs'; rename the output$"),
     ],
 )

@@ -320,5 +320,5 @@ def test_numbers_of_no_known_range_are_refused_by_name(decode, kind: str) -> Non
     values = np.linspace(0, 3000, 12 * 16).reshape(12, 16).astype(kind)
     said = "floating-point numbers" if kind == "f4" else "32-bit or signed integers"
     content = tiff(8 * values.itemsize, {"u": 1, "i": 2, "f": 3}[kind[0]], values.tobytes())
-    with pytest.raises(DecodingError, match=f"its pixels are {said}, of no known range; store 8 or 16 bits"):
+    with pytest.raises(DecodingError, match=f"its pixels are {said}, .*range is unknown"):
         decode(content)

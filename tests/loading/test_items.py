@@ -309,7 +309,7 @@ def test_mistakes_are_told_with_the_samples(pool: LoaderPool) -> None:
         ):
             source.load_batch(np.array([16, 19]), 0)
     for source in both_ways(pool, "changing"):
-        with pytest.raises(UserError, match="has 39 and 9 samples now, and had 40 and 9 samples when it was prepared"):
+        with pytest.raises(UserError, match=r"has 39 and 9 samples now, .*had 40 and 9 samples"):
             source.load_batch(np.array([16, 17]), 0)
 
 

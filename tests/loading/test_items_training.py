@@ -91,7 +91,7 @@ def test_predictions_are_in_the_order_of_the_set(tmp_path: Path) -> None:
         (STACKED, "collate='stacked': the inputs of dataset='item_sets:drawing' have different lengths; set 'padded'"),
         ({"model": "item_sets:Deaf"}, "forward does not accept .*a dict with mask, row, drawn, tokens: "),
         ({"mixup": 0.2}, "mixup=0.2: the inputs are .* and only floats of one shape can be mixed"),
-        ({"sampling": "balanced"}, "has no single class for each sample; give sample_weights"),
+        ({"sampling": "balanced"}, "sampling='balanced': .*one class per sample"),
     ],
 )
 def test_what_does_not_fit_a_set_on_demand_is_told(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

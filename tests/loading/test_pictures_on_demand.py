@@ -131,8 +131,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"dataset='.*:another_size': train returned \[15, 18, 3\] as the image of sample \d+: must be",
     ),
     "no_number": ({}, r"train sample \d+: its label is a str; must be a number or numbers"),
-    "on_demand_classes": ({"collate": "padded"}, "collate='padded': dataset=.* has images, which have one size"),
-    "on_demand_masks": ({"bad_samples": 1}, "bad_samples=1: dataset=.* reads its samples itself; leave it 0"),
+    "on_demand_classes": ({"collate": "padded"}, "collate='padded': dataset=.* has images, which all have one size"),
+    "on_demand_masks": ({"bad_samples": 1}, "bad_samples=1: dataset=.* reads its samples itself; set bad_samples=0"),
     "on_demand_labels": ({}, r"must be a class number for each sample .*, or choose another objective"),
 }
 

@@ -188,14 +188,14 @@ def test_weights_are_refused_before_a_rank_starts_and_more_readers_than_shards_b
     parts = [{"source_url": f"{shards}/train.json", "weight": 2}]
     (tmp_path / "weighted.json").write_text(json.dumps({"wids_version": 1, "datasets": parts}))
     hp = replace(BASE, dataset=f"stream:{tmp_path}/weighted.json", num_classes=10)
-    with pytest.raises(UserError, match="has weight 2, and a stream goes through all parts alike; take shards:ADDRESS"):
+    with pytest.raises(UserError, match=r"has weight 2, .*stream.*; use shards:ADDRESS"):
         train(hp, tmp_path / "weighted", loaders=1, launch=launch)
     hp = replace(BASE, dataset=f"stream:{shards}/train.json")
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda _: None)
-        with pytest.raises(UserError, match="streams need webdataset, which is not there"):
+        with pytest.raises(UserError, match="streams need webdataset, which is not installed"):
             train(hp, tmp_path / "without", loaders=1, launch=launch)
-    with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
+    with pytest.raises(UserError, match="has 16 training shards for 2 ranks x 9 workers"):
         refuse_too_few_shards(
             open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off")), hp, ranks=2, workers=9
         )

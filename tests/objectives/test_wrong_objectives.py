@@ -76,7 +76,7 @@ def without_names(arrays: SampleArrays) -> SampleArrays:
             with_value(tasks.masks(""), 3),
             r"the target of row 22 at \[7, 7\] is 3: must be 0..2 with 3 classes",
         ),
-        ("segmentation", without_names(tasks.masks("")), "does not say how many classes there are; set num_cl"),
+        ("segmentation", without_names(tasks.masks("")), "unknown number of classes; set num_classes"),
     ],
 )
 def test_targets_that_the_objective_does_not_take(objective: str, arrays: SampleArrays, words: str, tmp_path) -> None:
@@ -241,7 +241,7 @@ def test_outputs_that_do_not_fit_the_targets(
     ("change", "words"),
     [
         (lambda masks: masks, ""),
-        (lambda masks: np.where(masks == 0, 0, 255), "class 'b', 'c', and pixels that are 255 are .* // 255"),
+        (lambda masks: np.where(masks == 0, 0, 255), "class 'b', 'c', and pixels .*255 are ignored.* // 255"),
         (lambda masks: masks * 0 + 1, "has the class 'a', 'c'$"),
     ],
 )  # fmt: skip

@@ -147,10 +147,10 @@ def test_a_preprocessing_that_cannot_be_used(shop: Any, tmp_path: Path) -> None:
     cases: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         (
             lambda sidecar: sidecar.pop("preprocessing"),
-            "the model has no preprocessing: derive the data set from flyte_ddp.Table",
+            "the model has no preprocessing; derive the data set from flyte_ddp.Table",
         ),
         (lambda sidecar: sidecar["preprocessing"].update(sha256="0" * 64), "preprocessing in model.json is damaged"),
-        (lambda sidecar: sidecar["preprocessing"].update(elsewhere), "'nowhere'.*made with torch .*scikit-learn 1"),
+        (lambda sidecar: sidecar["preprocessing"].update(elsewhere), "'nowhere'.*saved with torch .*scikit-learn 1"),
     ]
     for change, words in cases:
         sidecar = changed(result, tmp_path, change)
@@ -166,7 +166,7 @@ def test_what_cannot_be_handed_over_is_told_when_arrays_is_called() -> None:
     side = np.ones((2, 1)), [0, 1]
     with pytest.raises(UserError, match=r"preprocessing: cannot be pickled .*lambda"):
         arrays(side, side, preprocessing=lambda row: row, prepare=rows_of)
-    with pytest.raises(UserError, match="must be a function that a module defines"):
+    with pytest.raises(UserError, match=r"prepare=.*must be a function defined in a module"):
         arrays(side, side, prepare=lambda *rows: rows)
 
 

@@ -81,7 +81,7 @@ def test_rows_in_memory_are_prepared_by_name(trained: tuple[Path, Result], tmp_p
     assert names is not None
     assert names.tolist() == ids
     np.testing.assert_array_equal(read["size"], inputs["size"])
-    with pytest.raises(UserError, match=r"prepare: the column size is missing; the rows have plan; give rows as in"):
+    with pytest.raises(UserError, match=r"prepare: the column size is missing; the rows have plan;"):
         preprocessing.prepare({"plan": rows["plan"]})
 
 
@@ -108,7 +108,7 @@ def test_rows_that_cannot_be_used_are_left_out_at_their_places(trained: tuple[Pa
     source = blank(write_plans(tmp_path / "new.csv", 60, seed=1), (0, 7, 59), column=2)
     with pytest.raises(UserError) as caught:
         predict(trained[1], tmp_path / "out.csv", table=source)
-    assert "3 of 60 rows cannot be predicted, such as 1-0: column 0 is nan; fill in" in caught.value.message
+    assert "3 of 60 rows cannot be predicted, for example 1-0: column 0 is nan; " in caught.value.message
     assert "bad_samples=3" in caught.value.message
     found = predict(trained[1], tmp_path / "out.csv", table=source, bad_samples=3, batch_size=7)
     assert [row["id"] for row in found] == [f"1-{row}" for row in range(60)]
@@ -130,7 +130,7 @@ def test_truths_that_are_not_filled_in_are_unknown(trained: tuple[Path, Result],
     assert "Correct" in (tmp_path / "out.html").read_text()
     assert "of 18," in (tmp_path / "out.html").read_text(), "of those that are known"
     source.write_text(source.read_text().replace("yes", "maybe"))
-    with pytest.raises(UserError, match="the target 'maybe' is no class of the model: no, yes"):
+    with pytest.raises(UserError, match=r"the target 'maybe' is not a class of the model .no, yes"):
         predict(trained[1], tmp_path / "out.csv", table=source)
 
 
@@ -138,7 +138,7 @@ def test_another_fit_without_rows_is_refused(trained: tuple[Path, Result], tmp_p
     """A set of ``arrays`` that fits anew, and one that has fitted nothing."""
     source = write_plans(tmp_path / "new.csv", 60, seed=1)
     data = fetch("own_tables:plans_by_arrays", str(source), tmp_path / "data", progress="off")
-    with pytest.raises(UserError, match=r"its inputs were made with preprocessing \w{12}, and the model was trained"):
+    with pytest.raises(UserError, match=r"its inputs were made with preprocessing \w{12}, .* the model was trained"):
         predict(trained[1], tmp_path / "out.csv", dataset=data)
     description = json.loads((data / "dataset.json").read_text())
     (data / "dataset.json").write_text(json.dumps({**description, "preprocessing": {}}))

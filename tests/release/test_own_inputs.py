@@ -100,7 +100,7 @@ def test_without_rows_nothing_is_compared_with_another_fit(gate: Gate, nights: d
         json.loads((nights[name] / "run/model.json").read_text())["preprocessing"]["sha256"][:12]
         for name in ("arrays-first", "arrays-second")
     )
-    assert f"made with preprocessing {theirs}, and the model was trained with preprocessing {mine}" in found.reason
+    assert f"made with preprocessing {theirs}, but the model was trained with preprocessing {mine}" in found.reason
     assert "flyte_ddp.Table" in found.reason
     again = gate.judge(nights["arrays-first"] / "run", data, POLICY).verdict
     assert "champion's weights" in again.reason, "by the same fit models are compared"

@@ -108,7 +108,7 @@ def test_what_a_read_only_folder_says(digits: Path, tmp_path: Path, moment: str)
         (errno.EROFS, "make its folder writable"),
         (errno.EACCES, "make its folder writable"),
         (errno.EDQUOT, "free some space"),
-        (errno.ESTALE, "mend its disk or file server"),
+        (errno.ESTALE, "repair its disk or file server"),
     ],
 )
 def test_the_fix_depends_on_what_refuses(number: int, fix: str) -> None:
@@ -120,6 +120,6 @@ def test_the_fix_depends_on_what_refuses(number: int, fix: str) -> None:
 
 def test_a_disk_that_fails_is_said() -> None:
     path = Path("/proc/self/mem")  # of which Linux says EIO, as of a file on a disk or a server that fails
-    expected = f"cannot write {path}: Input/output error; mend its disk or file server"
+    expected = f"cannot write {path}: Input/output error; repair its disk or file server"
     with pytest.raises(UserError, match=expected), explain_write_errors(path), path.open("r+b", buffering=0) as file:
         file.write(b"x")

@@ -65,8 +65,8 @@ def test_files_that_claim_more_than_the_shard_has(name: str, tmp_path: Path) -> 
     shard = tmp_path / "0.tar"
     (tmp_path / "index.json").write_text(json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 1}]}))
     for size in (8 * MIB, 2**40, 2**59):
-        lack = "cut short" if size < 2**44 else "a size that no shard has"
-        said = "must be the number of a class" if name == "a.cls" and size < 2**44 else lack
+        lack = "cut short" if size < 2**44 else "an impossible size"
+        said = "must be a class number" if name == "a.cls" and size < 2**44 else lack
         shard.write_bytes(claim(name, b"0", size) + bytes(4 * MIB))
 
         def read(said: str = said, lack: str = lack) -> None:

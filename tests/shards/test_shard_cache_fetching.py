@@ -72,7 +72,7 @@ def test_damage_on_this_machine_that_leaves_the_size_as_it_was(kind: str, tmp_pa
     shard, cache = local_shard(tmp_path / "x.tar", kind), ShardCache(tmp_path / "cache")
     (tmp_path / "x.tar").write_bytes(blob(0)[:-1] + b"?")
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"x\.tar: its {kind} is \w+ and not the \w+ that the index says"):
+        with pytest.raises(UserError, match=rf"x\.tar: its {kind} is \w+, but the index lists \w+"):
             cache.open_shard(shard)
     local_shard(tmp_path / "x.tar")
     assert content_of(cache, shard) == blob(0)
@@ -108,7 +108,7 @@ def test_an_altered_copy_is_fetched_again(
         file.write(bytes([blob(0)[0] ^ 1]))
     assert content_of(cache, shard) == blob(0)
     assert server.counts == {"x.tar": 2}
-    assert f"its copy {cache.shard_path(shard)} was altered; it is fetched again" in capsys.readouterr().err
+    assert f"its cached copy {cache.shard_path(shard)} was altered" in capsys.readouterr().err
     monkeypatch.setattr(cache_module, "hash_file", None)
     assert [content_of(ShardCache(tmp_path), shard) for _ in range(2)] == [blob(0)] * 2
 
@@ -153,8 +153,8 @@ def test_a_fault_that_passes_is_retried(server: FileServer, tmp_path: Path, dige
     ("fault", "changes", "tries", "said"),
     [
         (404, {}, 1, "cannot be fetched .HTTP 404"),
-        ("alter", {}, 2, r"differs from the index: md5 \w+ instead of \w+; copy it again, or renew"),
-        ("longer", {}, 2, "differs from the index: 20,001 bytes instead of 20,000; copy it again, or renew"),
+        ("alter", {}, 2, r"differs from the index: md5 \w+ instead of \w+; copy it again, or rebuild"),
+        ("longer", {}, 2, "differs from the index: 20,001 bytes instead of 20,000; copy it again, or rebuild"),
         ("", {"sha256": "0" * 64}, 2, r"differs from the index: sha256 \w+ instead of 0{64}"),  # with the right md5
     ],
 )

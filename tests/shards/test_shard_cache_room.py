@@ -84,10 +84,10 @@ def test_the_limit_holds_for_shards_of_unknown_size(server: FileServer, tmp_path
         assert content_of(cache, c) == blob(2)
     assert kept(cache, shards) == [True, False, True]
     assert sorted(sizes_in(tmp_path).values()) == [20_000] * 2
-    with pytest.raises(UserError, match=r"limit of 15,500 bytes is less than the 16,000 of one shard"):
+    with pytest.raises(UserError, match=r"limit of 15,500 bytes is below the 16,000"):
         ShardCache(tmp_path, limit=15_500).open_shard(b)
     server.requests.clear()
-    with pytest.raises(UserError, match=f"shard cache {tmp_path}: its limit of 19,999 bytes is less than the 20,000"):
+    with pytest.raises(UserError, match=f"shard cache {tmp_path}: its limit of 19,999 bytes is below the 20,000"):
         ShardCache(tmp_path, limit=19_999).open_shard(serve(server, "x.tar", blob(3)))
     assert server.requests == []
 

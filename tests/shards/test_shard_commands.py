@@ -46,7 +46,7 @@ def test_from_a_folder_of_images_to_a_verified_index(tmp_path: Path, monkeypatch
     assert [part.weight for part in read_index("joined.json").parts] == [1, 0.5]
 
     verified = shards("verify", "out/val.json", "--decode")
-    assert verified == (0, "out/val.json: no shard differs from it\n", "checking (3 shards)\n")
+    assert verified == (0, "out/val.json: all shards match the index\n", "checking (3 shards)\n")
 
 
 def test_the_exit_status_says_whether_all_is_well(tmp_path: Path) -> None:

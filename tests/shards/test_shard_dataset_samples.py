@@ -85,7 +85,7 @@ def test_no_code_is_run_that_data_bring_along(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_collection")
 def test_a_member_that_is_not_what_its_name_says(tmp_path: Path) -> None:
     for name, content, said in (
-        (".jpg", b"no image", "an image of no known format"),
+        (".jpg", b"no image", "unknown image format"),
         (".cls", b"three", "invalid literal"),
         (".txt", b"\xff", "can't decode"),
         (".json", b"[" * 100_000, "recursion"),
@@ -123,7 +123,7 @@ def test_damage_in_the_cache_names_the_cached_file(server: FileServer, tmp_path:
 def test_a_shard_on_this_machine_of_another_size_or_gone(tmp_path: Path) -> None:
     index, path = indexed(tmp_path, samples(5)), tmp_path / "0.tar"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"^shard {path}: has [\d,]+ bytes and not the [\d,]+ that the index says"):
+    with pytest.raises(UserError, match=rf"^shard {path}: has [\d,]+ bytes, but the index lists [\d,]+"):
         ShardDataset(index, tmp_path / "cache")[0]
     path.unlink()
     with pytest.raises(UserError, match=rf"^shard {path}: cannot be fetched \(No such file or directory\)"):
@@ -136,7 +136,9 @@ def test_another_number_of_samples_than_the_index_says(tmp_path: Path) -> None:
             content = json.loads(index.read_text())
             content["shardlist"][0]["nsamples"] = number
             index.write_text(json.dumps(content))
-            with pytest.raises(UserError, match=rf"^shard {tmp_path}/0\.tar: has 5 samples and not the {number} that"):
+            with pytest.raises(
+                UserError, match=rf"^shard {tmp_path}/0\.tar: has 5 samples, but the index lists {number}"
+            ):
                 ShardDataset(index, tmp_path / "cache")[0]
 
 

@@ -146,16 +146,16 @@ MALFORMED = {
     '{"shardlist": []}': "has neither",
     '{"datasets": 5}': "a wrong type",
     '{"shardlist": {"a": 1}}': "a wrong type",
-    '{"datasets": [{"source_url": 5}]}': "5 is no address",
+    '{"datasets": [{"source_url": 5}]}': "5 is not an address",
     '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to other indexes",
     only(__kind__="wids-shard-index-v2"): "of kind 'wids-shard-index-v2'",
     only(weight=0): "weight=0",
     only(flyte_ddp={"classes": "abc"}): "classes is 'abc'",
     json.dumps(index_of({"url": "a"})): "shard 0 in its shardlist is missing or has a wrong type .*'nsamples'",
-    broken(url=""): "'' is no address",
+    broken(url=""): "'' is not an address",
     broken(url="pipe:cat http://h/x"): "must be a path, or start with",
-    broken(nsamples=-1): "-1 for a number of 0 to",
-    broken(table=[1, "2", "3"]): "'2' for a number",
+    broken(nsamples=-1): "-1: must be 0 to",
+    broken(table=[1, "2", "3"]): "'2': must be 0 to",
 }
 
 

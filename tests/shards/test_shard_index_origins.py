@@ -64,7 +64,7 @@ def test_a_setting_allows_others(server: FileServer, other: FileServer, tmp_path
     own = f"{server.url}/a/../0.tar"
     upper = f"{server.url.upper()}/2.tar"
     assert names(own, "1.tar", upper) == [own, f"{server.url}/1.tar", upper]
-    said = rf"names '{other.url}/data/0.tar', which is not on http://127.*; set {ALLOWED}={other.url}/ if it may"
+    said = rf"names '{other.url}/data/0.tar', which is not on http://127.*; .*set {ALLOWED}={other.url}/,"
     with pytest.raises(UserError, match=said):
         names(f"{other.url}/data/0.tar")
     monkeypatch.setenv(ALLOWED, f"s3://bucket, {other.url}/data/")
@@ -88,7 +88,7 @@ def test_which_addresses_are_public() -> None:
 
 
 def test_a_redirect_does_not_leave_encryption() -> None:
-    problem = "which is not encrypted, as the address was"
+    problem = "which is not encrypted, unlike the original address"
     assert find_redirect_problem("https://1.1.1.1/a", "http://1.1.1.1/a") == problem
     assert find_redirect_problem("https://1.1.1.1/a", "http://1.0.0.1/a") == problem
     assert find_redirect_problem("http://1.1.1.1/a", "https://1.0.0.1/a") == ""
@@ -99,14 +99,14 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
     other.files["secret"] = other.files["0.tar"] = shard_bytes(samples(3))
     for origin in (f"{other.url}/", "http://169.254.169.254/", f"{other.url.replace('127.0.0.1', 'localhost')}/"):
         server.redirects["secret"] = f"{origin}secret"
-        said = rf"redirected to {origin}, .*; set {ALLOWED}={origin} if"
+        said = rf"redirected to {origin}, .*; .*set {ALLOWED}={origin}$"
         with pytest.raises(storage.UnavailableError, match=said) as caught:
             storage.retry(f"{server.url}/secret", storage.read_file)
         assert not caught.value.transient
     assert other.requests == []
     for target, problem in (
         ("file:///etc/hostname", "No connection adapters"),
-        (f"{other.url.replace('://', '://user:hidden@')}/secret", r"refused: address='http://\*\*\*@127"),
+        (f"{other.url.replace('://', '://user:hidden@')}/secret", r"rejected address: address='http://\*\*\*@127"),
         (f"{server.url}/secret", "more than 30 redirects"),
     ):
         server.redirects["secret"] = target

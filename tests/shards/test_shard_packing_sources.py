@@ -101,7 +101,7 @@ def test_a_prefix_of_objects(files: dict[str, bytes], server: FileServer, tmp_pa
         assert all_files(tmp_path / scheme) == all_files(tmp_path / "local")
     assert server.counts["bucket/images/ant/0.jpg"] == 5
     # An object that is gone, or has changed since it was listed:
-    for fault, said in {404: "cannot be read .HTTP 404", "longer": "752 bytes, and 751 when it was listed"}.items():
+    for fault, said in {404: "cannot be read .HTTP 404", "longer": "752 bytes, .*751 when it was listed"}.items():
         server.faults["bucket/images/ant/0.jpg"] = [fault]
         with pytest.raises(UserError, match=rf"^image s3://bucket/images/ant/0\.jpg: .*{said}"):
             pack_image_folder("s3://bucket/images", tmp_path / "out", progress="off")

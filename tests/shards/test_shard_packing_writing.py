@@ -14,7 +14,8 @@ from flyte_ddp.shards.scanning import verify_index
 
 
 @pytest.mark.parametrize(
-    "error", [UserError("sample 19 is bad"), OSError("no such sample"), KeyboardInterrupt("Ctrl-C"), "in two places"]
+    "error",
+    [UserError("sample 19 is bad"), OSError("no such sample"), KeyboardInterrupt("Ctrl-C"), "next to each other"],
 )
 def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | str) -> None:
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
@@ -48,7 +49,7 @@ def test_what_is_there_is_kept(tmp_path: Path) -> None:
     (tmp_path / "val-000001.tar").write_text("somebody else's")
     before = all_files(tmp_path)
     for name, path in (("train", "train.json"), ("val", "val-000001.tar")):
-        with pytest.raises(UserError, match=rf"{path}: exists; remove what was packed there"):
+        with pytest.raises(UserError, match=rf"{path}: already exists; remove"):
             letters(4, tmp_path, letter="b", name=name)
     assert all_files(tmp_path) == before
     assert packed_texts(tmp_path / "train.json") == "aaa"

@@ -78,7 +78,7 @@ def test_names_are_grouped_as_by_wids(names: list[str], form: int, data: st.Data
     groups = wids.wids.group_by_key(named)
     expected = [(split[group[0]][0], [split[i][1] for i in group]) for group in groups]
     if len({key for key, _ in expected}) < len(expected):
-        with pytest.raises(UserError, match="in two places"):
+        with pytest.raises(UserError, match="not next to each other"):
             table_of(content)
     else:
         assert grouped(table_of(content)) == expected
@@ -154,7 +154,7 @@ def test_cut_short_at_any_byte(content: bytes) -> None:
     for length in range(0, len(content), STEP):
         for file in (io.BytesIO(content[:length]), as_stream(content[:length])):
             if length < end + BLOCK:
-                with pytest.raises(UserError, match=r"x\.tar: not a whole, .*\((cut short|empty) at byte"):
+                with pytest.raises(UserError, match=r"x\.tar: not a complete, .*\((cut short|empty) at byte"):
                     list(iterate_members(file, "x.tar"))
             else:
                 assert list(iterate_members(file, "x.tar")) == whole
@@ -195,7 +195,7 @@ def test_a_header_of_zeros_is_no_end() -> None:
 def test_what_is_no_tar_file() -> None:
     for content, said in (
         (b"", "empty at byte 0"),
-        (gzip.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
+        (gzip.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a complete, uncompressed tar file .missing"),
         (b"<html>not found</html>", "cut short"),
         (WHOLE + WHOLE, "joined with cat"),
     ):
@@ -206,15 +206,15 @@ def test_what_is_no_tar_file() -> None:
 def test_what_is_no_plain_file_is_no_shard(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for url in (str(tmp_path / "pipe"), "/dev/zero"):
-        with pytest.raises(UserError, match=f"^shard {url}: is no plain file"):
+        with pytest.raises(UserError, match=f"^shard {url}: is not a regular file"):
             ShardDataset(ShardIndex("", [Shard(url, 3)]), tmp_path / "cache")[0]
 
 
 def test_members_that_are_no_samples() -> None:
     for names, said in (
         (("a.jpg", "a.cls", "a.jpg"), r"sample 'a' has two members \.jpg"),
-        (("a.jpg", "b.jpg", "a.cls"), "sample 'a' are in two places"),
-        (("d/.a", "d/x.a", "d/.b"), r"sample 'd/' are in two places, .* 'd/\.b' says"),
+        (("a.jpg", "b.jpg", "a.cls"), "sample 'a' are not next to each other"),
+        (("d/.a", "d/x.a", "d/.b"), r"sample 'd/' are not next to each other, .* 'd/\.b'"),
     ):
         with pytest.raises(UserError, match=rf"^shard x\.tar: .*{said}"):
             table_of(tar_bytes([(name, b"1") for name in names]))

@@ -35,7 +35,7 @@ def test_the_published_mistake_is_refused_with_the_published_fixes() -> None:
     plan = StreamPlan(SIMDIST, np.array(PUBLISHED))
     assert plan.batches.tolist() == [36, 26, 26]
     assert plan.suggest_options()[:2] == [{"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}]
-    with pytest.raises(UserError, match=r"the ranks get 26 to 36 batches: .* take nbatches=26, or nbatches=36 with"):
+    with pytest.raises(UserError, match=r"the ranks get 26 to 36 batches: .* use nbatches=26, or nbatches=36 with"):
         plan.refuse_inexact()
     for way in ({"nbatches": 26}, {"nbatches": 36, "dsrepeat": 2}):
         fixed = StreamPlan(replace(SIMDIST, **way), np.array(PUBLISHED))

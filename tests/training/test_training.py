@@ -135,7 +135,7 @@ def test_shared_memory_is_for_ranks_of_one_host() -> None:
 
 
 def test_a_split_that_leaves_nothing_to_train_on_is_refused_before_a_rank_starts(digits: Path, tmp_path: Path) -> None:
-    words = "validation_fraction=0.9999: holds out all 1,500 samples that dataset='digits' has for training; lower it, "
+    words = "validation_fraction=0.9999: holds out all 1,500 training samples of dataset='digits'"
     hp, no_launch = replace(BASE, validation_fraction=0.9999), lambda *_, **__: pytest.fail("ranks were started")
     with pytest.raises(UserError, match=words):
         run_training(hp, digits, tmp_path / "run", QUIET, launch=no_launch)

@@ -115,6 +115,6 @@ def test_training_leaves_a_usable_model_and_its_report_as_deck(cluster: Cluster,
 
 
 def test_what_wandb_could_not_be_sent_is_kept(cluster: Cluster, trained: PodEnded) -> None:
-    [said] = re.findall(r"wandb: kept offline.*; send it with: wandb sync (\S+), which you find in (\S+)", trained.log)
+    [said] = re.findall(r"wandb: kept offline.*; send it with: wandb sync (\S+) \(stored in (\S+)\)", trained.log)
     [file] = cluster.stored("/".join(reversed(said))).glob("*.wandb")
     assert file.stat().st_size > 1000
