@@ -136,7 +136,7 @@ def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, m
         fetch("digits", "", tmp_path / "data", progress="off")
     assert leftovers(tmp_path) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/data: cannot be written \(.*choose a folder"):
+    with pytest.raises(UserError, match=r"file/data: cannot be written \(.*choose a writable folder"):
         fetch("digits", "", tmp_path / "file" / "data", progress="off")
 
 

@@ -32,11 +32,10 @@ def give_back(value: Any = None, *more: Any, **named: Any) -> Any:
     return [value, *more, named] if more or named else value
 
 
-def damage_records() -> str:
-    """Record a value, and write into the run's own file of records."""
+def delete_records() -> str:
+    """Record a value, and delete the run's own file of records."""
     current_rank().record(1, loss=0.5)
-    with (current_rank().folder / "metrics.jsonl").open("a") as file:
-        file.write("no JSON\n")
+    (current_rank().folder / "metrics.jsonl").unlink()
     return "the value"
 
 

@@ -44,8 +44,8 @@ def test_a_page_that_cannot_be_made_costs_the_function_nothing(run: Run, tmp_pat
     assert not (tmp_path / "run/report.html").exists()
 
 
-def test_damaged_records_cost_the_function_nothing(run: Run, tmp_path: Path, capfd) -> None:
-    assert run(own_functions.damage_records, num_ranks=1) == "the value"
+def test_deleted_records_cost_the_function_nothing(run: Run, tmp_path: Path, capfd) -> None:
+    assert run(own_functions.delete_records, num_ranks=1) == "the value"
     assert "no report.html could be made (UserError: " in capfd.readouterr().err
 
 

@@ -175,7 +175,7 @@ def scaled_rows(_: Any, source: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"), [(["a"], "rows'.*: ids has 1 samples, and .*: inputs has 2"), ([b"a", "é"], r"row 0 \(id 'a'\)")]
+    ("ids", "words"), [(["a"], "rows'.*: ids has 1 samples, .*: inputs has 2"), ([b"a", "é"], r"row 0 \(id 'a'\)")]
 )
 def test_new_rows_that_do_not_fit_are_told(ids: list[Any], words: str) -> None:
     packed = pack_preprocessing(1, scaled_rows, {})

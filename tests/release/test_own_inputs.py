@@ -243,7 +243,7 @@ def test_labels_and_masks_are_compared_by_the_names_of_their_classes() -> None:
     np.testing.assert_array_equal(ordered, [[0.0, float("nan"), 1.0]])
     masks = torch.tensor([[[0, 1], [2, 255]]])
     assert order_targets(cast("SavedModel", names), "own", ["c", "a", "b"], masks).tolist() == [[[2, 0], [1, 255]]]
-    with pytest.raises(UserError, match="has the classes or labels c, a, d: the model has a, b, c"):
+    with pytest.raises(UserError, match="classes or labels c, a, d, but the model has a, b, c"):
         order_targets(cast("SavedModel", names), "own", ["c", "a", "d"], labels)
 
 

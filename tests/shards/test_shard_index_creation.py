@@ -96,7 +96,7 @@ def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Pa
     """Of many shards only a few more are read after one that is none."""
     for number in range(200):
         server.files[f"{number}.tar"] = shard_bytes(samples(1)) if number else b"none"
-    with pytest.raises(UserError, match=r"/0\.tar: not a whole"):
+    with pytest.raises(UserError, match=r"/0\.tar: not a complete"):
         create_index([f"{server.url}/{{0..199}}.tar"], tmp_path / "x.json", progress="off")
     assert len(server.requests) <= 3 * scanning.THREADS
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +109,7 @@ def test_a_mistake_ends_the_reading_of_long_shards(tmp_path: Path) -> None:
     for path in whole:
         os.truncate(path, 64 << 30)  # zeros after the end mark, which take no place on the disk
     before = {*threading.enumerate()}
-    with pytest.raises(UserError, match=r"/0\.tar: not a whole"):
+    with pytest.raises(UserError, match=r"/0\.tar: not a complete"):
         create_index([str(bad), *map(str, whole)], tmp_path / "x.json", progress="off")
     for thread in {*threading.enumerate()} - before:
         thread.join(30.0)

@@ -124,8 +124,8 @@ def test_what_is_no_plain_file_below_the_folder_is_refused() -> None:
         (header_of("a.jpg", tarfile.FIFOTYPE), "a device"),
         (header_of("a.jpg", tarfile.GNUTYPE_SPARSE), "a sparse file"),
         (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "1"}), "a sparse file"),
-        (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
-        (header_of("../a.jpg", b"0"), "leads out"),
+        (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' points outside"),
+        (header_of("../a.jpg", b"0"), "points outside"),
         (header_of("a\0b.jpg", b"0", pax_headers={"path": "a\0b.jpg"}), r"x00b\.jpg"),
     ):
         forms = (tarfile.PAX_FORMAT,) if header.pax_headers else (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)

@@ -73,7 +73,7 @@ def test_a_test_set_of_its_own_is_recommended(registry: Registry, tmp_path: Path
     ("profile", "warning"),
     [
         (GREY.to_json(), "training split: colour modes differ from the champion's in 100% of samples"),
-        ('{"classes": []}', "not compared with the champion's: data_profile.json of version "),
+        ('{"classes": []}', "the data are not compared with the champion's: data_profile.json of version "),
     ],
 )
 def test_other_data_than_the_champions(registry: Registry, tmp_path: Path, profile: str, warning: str) -> None:

@@ -97,7 +97,7 @@ def test_batches_that_are_late_are_waits_for_data(monkeypatch: pytest.MonkeyPatc
     device, clock = make_device(monkeypatch)
     seconds = train(device, clock, 100, host=1e-4, kernel=1e-3, load=0.5)
     check_parts(device, clock, seconds)
-    idle = 99 * (0.5 - 3e-3 - 1e-4)  # while the optimiser's work of the step before ends
+    idle = 99 * (0.5 - 63 * (1e-3 - 1e-4))  # without what the device has still to do of the step before
     assert clock.seconds["data"] == pytest.approx(idle, rel=0.02)
     assert describe_waiting(clock.seconds, ON_16, 15, pictures=True).startswith("The GPU waited 8")
 

@@ -26,7 +26,7 @@ def assert_refused(ended: Ended, runs: Path, *words: str) -> None:
     ("values", "words"),
     [
         ({"dataset": "no_such_package.data:load"}, "no_such_package"),
-        ({"init_from": "no/such/weights.pt"}, "init_from='no/such/weights.pt': there is no such file"),
+        ({"init_from": "no/such/weights.pt"}, "init_from='no/such/weights.pt': does not exist"),
         ({"backend": "nccl"}, "backend='nccl'"),
     ],
 )
