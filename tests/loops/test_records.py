@@ -46,7 +46,7 @@ def test_a_page_that_cannot_be_made_costs_the_function_nothing(run: Run, tmp_pat
 
 def test_deleted_records_cost_the_function_nothing(run: Run, tmp_path: Path, capfd) -> None:
     assert run(own_functions.delete_records, num_ranks=1) == "the value"
-    assert "no report.html could be made (UserError: " in capfd.readouterr().err
+    assert "report.html could not be written (UserError: " in capfd.readouterr().err
 
 
 def test_no_number_costs_what_the_function_returns(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

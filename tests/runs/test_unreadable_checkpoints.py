@@ -107,7 +107,7 @@ def test_one_that_cannot_be_read_is_said_and_two_are_refused_and_nothing_is_lost
     found = loaded(work)
     assert found is not None
     assert (found.step, found.path) == (1, first)
-    assert f"{second} ({reason}) cannot be used; {SLOTS[0]} is" in capsys.readouterr().err
+    assert f"{second} ({reason}) cannot be used; using {SLOTS[0]} of step 1" in capsys.readouterr().err
     assert contents(work) == {**before, METRICS: b"of step 2\n"}
     damage(first)
     with pytest.raises(UserError, match="delete them to restart from scratch") as caught:
