@@ -88,3 +88,5 @@ def stop_with_checkpoint(work: Work) -> Iterator[OfferSaving]:
         finally:
             stop.end_waiting()
             thread.join()
+        if stop.signal is not None:  # the block ended before the thread could interrupt it
+            raise stop_error(stop.signal, saved_step)

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,30 @@ def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(HELPERS)
         patch.setenv("TMPDIR", str(folder))
         return train_in(folder / "run", HP, digits, launch=spawn.launch).run_folder
+
+
+def test_a_stop_that_comes_as_the_work_ends_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has not saved yet when the block ends."""
+    asked, ended, join = threading.Event(), threading.Event(), threading.Thread.join
+
+    def save(_: float) -> int:
+        asked.set()
+        ended.wait()
+        return 7
+
+    def end_and_join(thread: threading.Thread) -> None:
+        ended.set()
+        join(thread)
+
+    monkeypatch.setattr(threading.Thread, "join", end_and_join)
+    with (
+        pytest.raises(StoppedError) as caught,
+        single.stop_with_checkpoint(Work("", None, Request(1), tmp_path, IDENTITY, Settings())) as offer_saving,
+    ):
+        offer_saving(save)
+        os.kill(os.getpid(), signal.SIGTERM)
+        asked.wait()
+    assert caught.value.step == 7
 
 
 @pytest.mark.slow
