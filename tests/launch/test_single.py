@@ -69,13 +69,16 @@ def test_a_stop_that_comes_as_the_work_ends_is_obeyed(tmp_path: Path, monkeypatc
         join(thread)
 
     monkeypatch.setattr(threading.Thread, "join", end_and_join)
-    with (
-        pytest.raises(StoppedError) as caught,
-        single.stop_with_checkpoint(Work("", None, Request(1), tmp_path, IDENTITY, Settings())) as offer_saving,
-    ):
-        offer_saving(save)
-        os.kill(os.getpid(), signal.SIGTERM)
-        asked.wait()
+    work = Work("", None, Request(1), tmp_path, IDENTITY, Settings())
+
+    def be_stopped_at_the_end() -> None:
+        with single.stop_with_checkpoint(work) as offer_saving:
+            offer_saving(save)
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.wait()
+
+    with pytest.raises(StoppedError) as caught:
+        be_stopped_at_the_end()
     assert caught.value.step == 7
 
 
